@@ -20,24 +20,26 @@ class adapt(Primitive):  # noqa: N801
     """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
 
     before   y = x W + b
-    after    y = x W + b + (alpha / rank) dropout(x) A B     A is drawn, B begins with zeros
+    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is drawn, B begins with zeros
+    dora     y = m / |W'| (x W + (alpha / rank) dropout(x) A B) + b     W' = W + (alpha / rank) A B;
+             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is taken
+             as it is, without a gradient
 
     The first such row freezes every parameter of the model; `keep` excepts some, as in `freeze`:
     `keep="score.*"` trains a new head as well.  A row `shard` below splits the adapter with its
-    projection: where outputs are split so is B, where inputs are A, whose part of the result is
-    summed with the weight's, in the same message.  The matrix that stays whole has its gradient
-    summed.
+    projection: where outputs are split so are B and m; where inputs are, so is A, and both results
+    are summed in one message.  What stays whole has its gradient summed.
 
-    The projection keeps its name and its parameters; `lora_A` [rank, in] and `lora_B` [out, rank]
-    are two more, in its weight's dtype, drawn by `seed` and their names.  `program.export` merges
-    them into the weights.
+    The projection keeps its name and its parameters; `lora_A` [rank, in], `lora_B` [out, rank] and
+    `lora_magnitude` [out] are further ones, in the dtype of its weight, drawn by `seed` and their
+    names.  `program.export` merges them into the weights.
 
     Results are those of training the original with the same adapters: `relax(model)`.
 
-    LoRA (Hu et al. 2021), as PEFT computes it.
+    LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them.
     """
 
-    kind: Literal["lora"]
+    kind: Literal["lora", "dora"]
     rank: int = 8
     alpha: float = 16.0
     dropout: float = 0.0
@@ -109,12 +111,13 @@ class adapt(Primitive):  # noqa: N801
         first = not any(isinstance(change, Adapt) for change in facts.changes)
         trained = {
             fact.name
-            for name, fact in facts.parameters.items()
-            if (fact.requires_grad and not first)
-            or any(_matches(name, pattern) for pattern in self._kept)
-            and getattr(facts.base.parameters.get(name), "requires_grad", False)
+            for name, fact in (facts if first else facts.base).parameters.items()
+            if fact.requires_grad and any(_matches(name, pattern) for pattern in self._kept)
         }
+        if not first:  # with those of the rows above
+            trained |= {name for name, fact in facts.unique.items() if fact.requires_grad}
         made = Adapt(
+            self.kind,
             tuple(site.fqn for site in sites),
             frozenset(site.fqn for site in sites if site.dims["weight"] == ("in", "out")),
             self.rank,
@@ -135,17 +138,13 @@ class adapt(Primitive):  # noqa: N801
                 helps=("drop one of the two rows", "or use one of a higher rank"),
             )
         if kind is None:
-            inner = [c for c in site.children if plan.model.sites[f"{site.fqn}.{c}".lstrip(".")]]
-            below = next(
-                (n for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}.") and
-                 any(s.is_a(one) for one in KINDS)),
-                None,
-            )
+            inside = (s for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}."))
+            below = [one for one in inside if any(one.is_a(kind) for kind in KINDS)]
+            better = f"select the projections in it: `{below[0]}  {self}`" if below else ""
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, not a projection",
-                helps=(f"select the projections in it: `{below}  adapt({self.kind})`",) if below
-                else ("select linear layers: `layers.*.mlp.up  adapt(lora)`",),
+                helps=(better or "select linear layers: `layers.*.mlp.up  adapt(lora)`",),
             )
         if not plan.model.computes_as(site.fqn, kind):
             refuse(

@@ -295,6 +295,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         sums=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
+        merges=tuple(change for change in plan.model.changes if hasattr(change, "merged")),
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
@@ -445,11 +446,11 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
-        value = parameter if source is None else plan.model.drawn(name, parameter)
-        if value is None and given.weights is None and not parameter.is_meta:
-            value = parameter
-        if value is not None:
-            part = take(value.detach(), holding, mesh, rank).to(ranks.device)
+        here = source is None or (given.weights is None and not parameter.is_meta)
+        make = None if here else plan.model.drawn(name)
+        if here or make is not None:
+            value = parameter.detach() if make is None else make(parameter)
+            part = take(value, holding, mesh, rank).to(ranks.device)
         else:
             part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
             names = plan.model.unique[name].names

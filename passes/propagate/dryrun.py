@@ -71,7 +71,7 @@ def _inner(plan: Plan, site: Site, wanted: tuple[Wanted, ...]) -> tuple[tuple[st
     """Return axes, each with a parameter of an adapter that is whole where the weight is split."""
     inner = getattr(plan.model.module(site.fqn), "inner", ()) if len(site.dims) > 2 else ()
     axes = [one.axis for one in wanted if one.splits]
-    facts = [site.parameters[name] for name in inner]
+    facts = [site.parameters[name] for name in inner if name in site.parameters]
     return tuple(
         (axis, fact.name)
         for axis in axes

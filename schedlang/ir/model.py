@@ -30,7 +30,11 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
     # beside those of the projection
-    "schedlang.runtime.adapted.Adapted": {"lora_A": ("rank", "in"), "lora_B": ("out", "rank")},
+    "schedlang.runtime.adapted.Adapted": {
+        "lora_A": ("rank", "in"),
+        "lora_B": ("out", "rank"),
+        "lora_magnitude": ("out",),
+    },
 }
 
 BASE = "torch.nn.modules.module.Module"
@@ -155,10 +159,11 @@ class ModelFacts:
         """Whether some row changes the computation of a module."""
         return any(getattr(change, "rewrites", False) for change in self.changes)
 
-    def drawn(self, name: str, like: Tensor) -> Tensor | None:
-        """The first values of a parameter that a row brings; None: it is the model's own."""
-        draws = (change.drawn(name, like) for change in self.changes if hasattr(change, "drawn"))
-        return next((value for value in draws if value is not None), None)
+    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes the first values of a parameter that a row brings, of a tensor like it; None:
+        it is the model's own."""
+        draws = (change.drawn(name) for change in self.changes if hasattr(change, "drawn"))
+        return next((make for make in draws if make is not None), None)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of the untouched model's parameters, of those of this one: by every name."""

@@ -1,14 +1,15 @@
 """Projections with a low-rank adapter beside their weight, and a copy of a model that has them.
 
 An adapted projection stays a module of its class, under its name, with its parameters; those of the
-adapter are its own as well, and lie as PEFT lays them: `lora_A` [rank, in], `lora_B` [out, rank].
+adapter are its own as well, and lie as PEFT lays them: `lora_A` [rank, in], `lora_B` [out, rank],
+of DoRA also `lora_magnitude` [out].
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,71 +18,102 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.tracing.meta import copy_with
 
-A, B = "lora_A", "lora_B"
+A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
+Sum = Callable[[Tensor], Tensor]  # over the ranks that hold parts of one sum
 
 
 class Adapted(nn.Module):
-    """y = x W + b + scaling dropout(x) A B, first among the bases of a class (`adapted_class`)."""
+    """A projection with an adapter; it is the first among the bases of a class (`adapted_class`).
+
+    LoRA  y = b + x W + scaling dropout(x) A B
+    DoRA  y = b + m / |W + scaling A B| (x W + scaling dropout(x) A B), one m and norm an output;
+          the norm takes no gradient
+    """
 
     # own parameters that are used before results are summed over ranks, where inputs are split
-    inner = (A, B)
+    inner = (A, B, MAGNITUDE)
     lora_scaling: float
     lora_dropout: float
+    lora_transposed: bool  # whether the weight is [in, out]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
-        return self.with_adapter(x, super().forward(x))
+        return self.with_adapter(x, super().forward(x), True)
 
     @property
     def drops_input(self) -> bool:
         """Whether a mask as large as its input is drawn at each call."""
         return self.training and self.lora_dropout > 0
 
-    def with_adapter(self, x: Tensor, y: Tensor) -> Tensor:
+    def with_adapter(self, x: Tensor, y: Tensor, biased: bool, whole: Sum | None = None) -> Tensor:
         """Add what the adapter makes of `x` to what the weight made of it, of whatever parts.
 
-        Where ranks split the inputs both are terms of one sum over them, and cross together: the
-        adapter adds nothing to what is sent of activations.
+        biased  whether y has the bias in it
+        whole   where ranks split the inputs: a sum over them
+        Both terms are parts of one sum over ranks then, and cross together: the adapter adds
+        nothing to what is sent of activations; DoRA sends its norms.
         """
-        a, b = self._parameters[A], self._parameters[B]
+        p = self._parameters
+        a, b, magnitude, bias = p[A], p[B], p.get(MAGNITUDE), p.get("bias") if biased else None
         assert a is not None and b is not None
         given = F.dropout(x, self.lora_dropout) if self.drops_input else x
-        return y + F.linear(F.linear(given, a), b) * self.lora_scaling
+        more = F.linear(F.linear(given, a), b) * self.lora_scaling
+        if magnitude is None:
+            return y + more
+        ratio = magnitude / self._norms(a, b, whole)
+        y = y if bias is None else y - bias
+        y = (y + more) * ratio
+        return y if bias is None else y + bias
+
+    @torch.no_grad()
+    def _norms(self, a: Tensor, b: Tensor, whole: Sum | None) -> Tensor:
+        """The norm of the weights of each output, with the adapter in them."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        merged = (weight.t() if self.lora_transposed else weight) + b @ a * self.lora_scaling
+        if whole is None:
+            norms: Tensor = torch.linalg.vector_norm(merged, dim=1)
+        else:
+            norms = whole(merged.square().sum(1)).sqrt()
+        return norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of padding have none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class that it is made of: its own is made at run time."""
-        return _empty, (type(self).__mro__[2],), self.__getstate__()
+        return _empty, (type(self).__mro__[2],), dict(vars(self))
 
     def extra_repr(self) -> str:
         """The projection's, with the rank."""
-        a = self._parameters[A]
-        return f"{super().extra_repr()}, rank={len(a) if a is not None else 0}".lstrip(", ")
+        a, kind = self._parameters[A], "dora" if MAGNITUDE in self._parameters else "lora"
+        said = f"{kind}={len(a) if a is not None else 0}"
+        return ", ".join(filter(None, (super().extra_repr(), said)))
 
 
 @cache
-def adapted_class(of: type[nn.Module]) -> type[nn.Module]:
+def adapted_class(of: Any) -> Any:
     """The class of projections of class `of` with an adapter."""
     return type(f"Adapted{of.__name__}", (Adapted, of), {"__module__": __name__})
 
 
-def _empty(of: type[nn.Module]) -> nn.Module:
+def _empty(of: Any) -> Any:
     made = adapted_class(of)
-    found: nn.Module = made.__new__(made)
-    return found
+    return made.__new__(made)
 
 
 @dataclass(frozen=True)
 class Adapt:
     """These projections (by name) get adapters; of all else what `trained` names is trained.
 
-    transposed  those whose weight is [in, out]
+    kind        "lora" (Hu et al. 2021) or "dora" (Liu et al. 2024)
+    transposed  projections whose weight is [in, out]
     trained     first names of parameters of the model before
-    seed        of the first values of A (B is zero), drawn as PEFT does (He et al. 2015, a =
-                sqrt(5)), for each parameter by its name alone
+    seed        of the first values of A, drawn as PEFT draws (He et al. 2015, a = sqrt(5)), for
+                each parameter by its name alone; B is zero, a magnitude the norm that there is
     """
 
+    kind: str
     sites: tuple[str, ...]
     transposed: frozenset[str]
     rank: int
@@ -90,31 +122,56 @@ class Adapt:
     trained: frozenset[str]
     seed: int = 0
 
+    @property
+    def scaling(self) -> float:
+        """The factor of what an adapter gives."""
+        return self.alpha / self.rank
+
     def __call__(self, module: nn.Module) -> nn.Module:
         """The copy, on the same storage."""
-        return self._made(module, 0.0)
+        return self._made(module, varied=False)
 
     def varied(self, module: nn.Module) -> nn.Module:
-        """The copy with B other than zero, so that a proof sees what it is multiplied with."""
-        return self._made(module, 1.0)
+        """The copy with other values, so that a proof sees what they are multiplied with."""
+        return self._made(module, varied=True)
 
-    def drawn(self, name: str, like: Tensor) -> Tensor | None:
-        """The first values of a parameter that lies on the meta device; None: of none of these."""
+    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """What makes the first values of a parameter of a tensor like it; None: of none of these.
+
+        Raises Refusal S623 for a magnitude: it is that of values that are not there yet.
+        """
         fqn, _, local = name.rpartition(".")
-        return self._drawn(fqn, local, like, 0.0) if fqn in self.sites and local in (A, B) else None
+        if fqn not in self.sites or local not in Adapted.inner:
+            return None
+        if local == MAGNITUDE:
+            raise Refusal.of(
+                "S623",
+                f"`{name}` has no values: it is the norm of weights that are read later",
+                helps=(
+                    "make the model with its values on every rank",
+                    "or use `adapt(lora)`, whose first values hang on nothing",
+                ),
+            )
+        return lambda like: self._drawn(fqn, local, like, varied=False)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each weight with its adapter in it, W + scaling B A, and without those of the adapters.
+        """Each weight with its adapter in it, and without the parameters of adapters.
 
         Of projections whose adapter is not among the values nothing changes.
         """
         found = dict(values)
         for fqn in self.sites:
-            name = f"{fqn}.weight"
-            a, b = found.pop(f"{fqn}.{A}", None), found.pop(f"{fqn}.{B}", None)
-            if a is not None and b is not None:
-                more = b @ a * (self.alpha / self.rank)
-                found[name] = found[name] + (more.t() if fqn in self.transposed else more)
+            a, b, magnitude = (found.pop(f"{fqn}.{name}", None) for name in Adapted.inner)
+            if a is None or b is None:
+                continue
+            weight = found[f"{fqn}.weight"]
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            rows = (weight.t() if fqn in self.transposed else weight).to(wide)
+            rows = rows + b.to(wide) @ a.to(wide) * self.scaling
+            if magnitude is not None:
+                norms = torch.linalg.vector_norm(rows.detach(), dim=1)
+                rows = rows * (magnitude.to(wide) / norms)[:, None]
+            found[f"{fqn}.weight"] = (rows.t() if fqn in self.transposed else rows).to(weight.dtype)
         return found
 
     def undrawn(self, module: nn.Module) -> None:
@@ -123,29 +180,36 @@ class Adapt:
             found: Any = module.get_submodule(fqn)
             found.lora_dropout = 0.0
 
-    def _made(self, module: nn.Module, scale_b: float) -> nn.Module:
+    def _made(self, module: nn.Module, varied: bool) -> nn.Module:
         def made(name: str, old: nn.Parameter) -> nn.Parameter:
             return nn.Parameter(old.detach(), name in self.trained)
 
         twin = copy_with(module, made, lambda tensor: tensor)
         for fqn in self.sites:
             found: Any = twin.get_submodule(fqn)
-            found.__class__ = adapted_class(type(found))
-            found.lora_scaling, found.lora_dropout = self.alpha / self.rank, self.dropout
-            weight = found.weight
-            wide, narrow = weight.shape if fqn in self.transposed else weight.shape[::-1]
-            for name, shape in ((A, (self.rank, wide)), (B, (narrow, self.rank))):
-                value = weight.new_empty(shape)
-                if not weight.is_meta:
-                    value = self._drawn(fqn, name, value, scale_b)
+            kind: Any = type(found)
+            found.__class__ = adapted_class(kind)
+            found.lora_scaling, found.lora_dropout = self.scaling, self.dropout
+            found.lora_transposed = fqn in self.transposed
+            rows = found.weight.detach().t() if found.lora_transposed else found.weight.detach()
+            out, width = rows.shape
+            for name, shape in ((A, (self.rank, width)), (B, (out, self.rank))):
+                value = rows.new_empty(shape)
+                if not rows.is_meta:
+                    value = self._drawn(fqn, name, value, varied)
                 found.register_parameter(name, nn.Parameter(value))
+            if self.kind == "dora":
+                norms = torch.linalg.vector_norm(rows, dim=1) * (1.5 if varied else 1.0)
+                found.register_parameter(MAGNITUDE, nn.Parameter(norms))
         return twin
 
-    def _drawn(self, fqn: str, name: str, like: Tensor, scale_b: float) -> Tensor:
-        digest = hashlib.blake2b(f"{self.seed} {fqn}.{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        bound = (1.0 if name == A else scale_b) / math.sqrt(like.shape[1])
-        value = torch.empty(like.shape, dtype=torch.float64).uniform_(
-            -bound, bound, generator=generator
-        )
-        return value.to(like.dtype).to(like.device if not like.is_meta else "cpu")
+    def _drawn(self, fqn: str, name: str, like: Tensor, varied: bool) -> Tensor:
+        """Values of the shape and kind of a tensor, on the host if it is without values."""
+        value = torch.zeros(like.shape, dtype=torch.float64)
+        if name == A or varied:
+            told = f"{self.seed} {fqn}.{name}".encode()
+            digest = hashlib.blake2b(told, digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            bound = 1 / math.sqrt(like.shape[1])
+            value.uniform_(-bound, bound, generator=generator)
+        return value.to(like.dtype).to("cpu" if like.is_meta else like.device)

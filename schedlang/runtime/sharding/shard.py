@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,7 +244,8 @@ def projection(
         if layer is not None:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
-        y = y if more is None else more(x, y)
+        if more is not None:
+            y = more(x, y, biased and not sums, partial(_summed, sums) if sums else None)
         for edge in sums:
             y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
@@ -256,6 +258,13 @@ def projection(
         return y
 
     return forward
+
+
+def _summed(edges: Sequence[Edge], x: Tensor) -> Tensor:
+    """The sum of a tensor without a gradient over the ranks of edges that sum."""
+    for edge in edges:
+        x = collectives.reduce(x, edge.group)
+    return x
 
 
 def is_padded(placement: Placement) -> bool:
