@@ -140,11 +140,17 @@ class adapt(Primitive):  # noqa: N801
         if kind is None:
             inside = (s for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}."))
             below = [one for one in inside if any(one.is_a(kind) for kind in KINDS)]
-            better = f"select the projections in it: `{below[0]}  {self}`" if below else ""
+            better = f"select the projections in it: `{below[0]}  adapt({self.kind}, rank={self.rank})`" if below else ""
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, not a projection",
                 helps=(better or "select linear layers: `layers.*.mlp.up  adapt(lora)`",),
+            )
+        if site.is_a("NonDynamicallyQuantizableLinear"):
+            refuse(
+                "S401",
+                f"`{site}` is never called: its attention reads the weight, and multiplies itself",
+                helps=("select other projections",),
             )
         if not plan.model.computes_as(site.fqn, kind):
             refuse(

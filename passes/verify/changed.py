@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.model import ModelFacts
+from schedlang.passes.verify.observe import flattened
 from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import Case, modes_of
 from schedlang.report import Row
@@ -33,8 +34,12 @@ def changed_rows(case: Case) -> Iterator[Row]:
     yield _values(facts)
     modes, _ = modes_of(case)
     with ambient(*modes):
-        apart, values, merged = _apart(facts)
-        named, grads = _derived(case, apart), _derived(case, facts.undrawn())
+        (apart, values, merged), own_model = _apart(facts), facts.undrawn()
+        named, grads = _derived(case, apart), _derived(case, own_model)
+        wanted, outputs = _evaluated(case, apart), _evaluated(case, own_model)
+    size = max((float(value.double().norm()) for value in wanted.values()), default=0.0)
+    for name, output in outputs.items():
+        yield _row(f"in evaluation: {name}", wanted[name], output, size)
     loss, own = named.pop(""), grads.pop("")
     yield _row("loss", loss, own, abs(float(loss.double().norm())))
     scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
@@ -97,6 +102,12 @@ def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
     held = dict(module.named_parameters())
     grads = subject.gradients().items()
     return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
+
+
+def _evaluated(case: Case, module: nn.Module) -> Tensors:
+    """The outputs of the first batch in evaluation, by path."""
+    output = Sequential(module, loss=case.loss).eval_step(case.batches[0])
+    return {n: v for n, v in flattened(output, set()) if isinstance(v, Tensor)}
 
 
 def _row(name: str, want: Tensor, got: Tensor, scale: float) -> Row:

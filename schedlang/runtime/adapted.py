@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -100,6 +100,15 @@ def adapted_class(of: Any) -> Any:
 def _empty(of: Any) -> Any:
     made = adapted_class(of)
     return made.__new__(made)
+
+
+def _around(module: nn.Module, fqn: str) -> Iterator[nn.Module]:
+    names = fqn.split(".")
+    return (module.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
+
+
+def _as_it_is(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Leave what a call returns; that there is a hook is all that it is for."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,9 @@ class Adapt:
                 if not rows.is_meta:
                     value = self._drawn(fqn, name, value, varied)
                 found.register_parameter(name, nn.Parameter(value))
+            if any(isinstance(one, nn.TransformerEncoderLayer) for one in _around(twin, fqn)):
+                # in evaluation it reads the weights, and calls nothing, unless something is hooked
+                found.register_forward_hook(_as_it_is)
             if self.kind == "dora":
                 norms = torch.linalg.vector_norm(rows, dim=1) * (1.5 if varied else 1.0)
                 found.register_parameter(MAGNITUDE, nn.Parameter(norms))
