@@ -437,7 +437,8 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     if not on_meta and (prepared.tokens is not None or prepared.slicing is not None):
         _check_tried(model)
     bare = given.weights is not None or any(p.is_meta for p in model.parameters())
-    source = source_of(model, given.weights) if bare and not on_meta else None
+    # the record, and other names in files, are of the model that was given
+    source = source_of(plan.model.base.model, given.weights) if bare and not on_meta else None
     rooms: list[Room] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -263,7 +263,7 @@ def projection(
 def _summed(edges: Sequence[Edge], x: Tensor) -> Tensor:
     """The sum of a tensor without a gradient over the ranks of edges that sum."""
     for edge in edges:
-        x = collectives.reduce(x, edge.group)
+        x = collectives.all_reduce(x, edge.group)
     return x
 
 
