@@ -140,7 +140,11 @@ class adapt(Primitive):  # noqa: N801
         if kind is None:
             inside = (s for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}."))
             below = [one for one in inside if any(one.is_a(kind) for kind in KINDS)]
-            better = f"select the projections in it: `{below[0]}  adapt({self.kind}, rank={self.rank})`" if below else ""
+            better = (
+                f"select the projections in it: `{below[0]}  adapt({self.kind}, rank={self.rank})`"
+                if below
+                else ""
+            )
             refuse(
                 "S401",
                 f"`{site}` is a `{site.class_name}`, not a projection",
