@@ -282,10 +282,9 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
-    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module,
-        pipeline=pipeline,
+        pipeline=pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
         micro=plan.micro,

@@ -160,8 +160,8 @@ class ModelFacts:
         return any(getattr(change, "rewrites", False) for change in self.changes)
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes the first values of a parameter that a row brings, of a tensor like it; None:
-        it is the model's own."""
+        """Return the function that makes the first values of a parameter that a row brings, of a
+        tensor like it; None: it is the model's own."""
         draws = (change.drawn(name) for change in self.changes if hasattr(change, "drawn"))
         return next((make for make in draws if make is not None), None)
 

@@ -145,9 +145,10 @@ class Adapt:
         return self._made(module, varied=True)
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes the first values of a parameter of a tensor like it; None: of none of these.
+        """Return the function that makes the first values of a parameter, of a tensor like it.
 
-        Raises Refusal S623 for a magnitude: it is that of values that are not there yet.
+        None: it is none of these adapters'.  Raises Refusal S623 for a magnitude: it is that of
+        values that are not there yet.
         """
         fqn, _, local = name.rpartition(".")
         if fqn not in self.sites or local not in Adapted.inner:
