@@ -339,7 +339,7 @@ class Asked:
 
 
 def propose(
-    model: nn.Module,
+    model: nn.Module | ModelFacts,
     batch: Mapping[str, Any],
     mesh: Mapping[str, int],
     loss: Loss | None = None,
@@ -347,14 +347,16 @@ def propose(
 ) -> Proposed:
     """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
 
+    Who asks for several meshes gives the model's facts: they know what was found before.
+
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
     and whatever refuses the model or the batch itself.
     """
     from schedlang.runtime.batch import rows_of
 
     check_mesh(mesh)
-    facts = ModelFacts(model)
-    with at_the_forward(model):
+    facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
+    with at_the_forward(facts.model):
         rows_of(batch)
     traced = propagate(Plan(facts), batch, loss)
     if traced.lossless is not None:

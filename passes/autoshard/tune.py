@@ -28,8 +28,6 @@ from schedlang.passes.simulate.rehearse import held, rehearse
 from schedlang.passes.simulate.step_time import step_time
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
     from schedlang.language import nodes as n
@@ -160,11 +158,11 @@ def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Itera
         yield _tried(job, given, planned)
 
 
-def tune_meshes(job: Job, module: nn.Module, sizes: Iterable[Mapping[str, int]]) -> Iterator[Tried]:
+def tune_meshes(job: Job, sizes: Iterable[Mapping[str, int]]) -> Iterator[Tried]:
     """The schedules that `init` writes for some meshes, priced one after the other."""
 
     def proposed(mesh: Mapping[str, int]) -> Plan:
-        plan = expand(propose(module, job.batch, mesh, job.loss).file, job.facts).plan
+        plan = expand(propose(job.facts, job.batch, mesh, job.loss).file, job.facts).plan
         assert plan is not None
         return plan
 

@@ -278,7 +278,11 @@ class Trial:
 
     def shorter(self, stages: int) -> Blocks:
         """The model with as few blocks as stages need, whether or not it runs with so few."""
-        return self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
+        known: Any = self.facts.cache.setdefault("shorter", {})
+        if stages not in known:
+            known[stages] = self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
+        found: Blocks = known[stages]
+        return found
 
     def _uses(self, blocks: Blocks) -> Fed:
         from schedlang.runtime.propagation.feeds import feeds

@@ -22,7 +22,6 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
-from schedlang.passes.judge import modules
 from schedlang.passes.judge.beside import (
     alike,
     dropped,
@@ -32,10 +31,12 @@ from schedlang.passes.judge.beside import (
     saved,
     with_own,
 )
-from schedlang.passes.judge.kinds import INITIAL, kinds
+from schedlang.passes.judge.kinds import INITIAL, Located, kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.loaded import reloaded
-from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
+from schedlang.passes.judge.located import located
+from schedlang.passes.judge.masks import Dropping, Drops, Placed
+from schedlang.passes.judge.placing import dropped_alike, noted_drops, of_dropout, places_of
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import judged_in
 from schedlang.passes.judge.subject import Judged, Kept
@@ -62,20 +63,21 @@ from schedlang.passes.verify.runs import (
     varied,
 )
 from schedlang.passes.verify.sides import Case, twin
+from schedlang.passes.verify.spilled import unhoarded
 from schedlang.report import Gap, Report
 from schedlang.runtime.batch import shares
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
-from schedlang.runtime.launch.pool import Hang, Pool, RankDied, shared, temporary
+from schedlang.runtime.launch.pool import Hang, Pool, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-MASKS = "masks that differ between copies, or are alike where they should not be"
 IGNORED = -100  # the label that torch's losses leave out
 Progress = Callable[..., None]
+_CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,20 @@ def judge(
     _check_world(task.world)
     case = check_trained(_widened(task))
     progress("the original")
-    pool = pool or shared()
-    if task.dtype is not None:
-        given, told = _planned(task, task.original), _conditions(case, task)[0]
-        report = judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
-    else:
-        with temporary() as folder:
-            report = _compared(case, task, pool, progress, folder)
+    try:
+        report = _run(case, task, pool or shared(), progress)
+    except Hang as hang:
+        raise hang.of_users(_CALLERS) from None
     report = replace(report, title=title, command=command)
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def _run(case: Case, task: Task, pool: Pool, progress: Progress) -> Report:
+    if task.dtype is not None:
+        given, told = _planned(task, task.original), _conditions(case, task)[0]
+        return judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
+    with temporary() as folder:
+        return _compared(case, task, pool, progress, folder)
 
 
 def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: str) -> Report:
@@ -153,7 +160,7 @@ def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: st
     if any(not row.ok for row in report.rows):
         progress("the kind of mistake")
         means = _means(case, told, task, drops)
-        where = _located(case, task, asked, told, drops, report, pool)
+        where = _where(case, task, asked, told, drops, report, pool)
         report = kinds(report, expected, actual, kept, task.world, means, where)
     return report
 
@@ -286,38 +293,9 @@ def _dropping(
     progress: Progress,
     folder: str,
 ) -> tuple[Drops, Observation, Kept]:
-    """Run the ranks; once more with no dropout where they do not draw alike from step to step."""
-    drops = _noted(case, task, told, folder)
-    actual, kept = _ranks(case, task, told, pool, progress, drops)
-    if kept.stray:
-        drops = replace(drops, off=frozenset(drops.sites))
-        stray = dict.fromkeys(kept.stray, "?")
-        actual, kept = _ranks(case, task, told, pool, progress, drops)
-        kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
-    return replace(drops, off=kept.met.off(drops)), actual, kept
-
-
-def _noted(case: Case, task: Task, told: Sequence[Condition], folder: str) -> Drops:
-    """Keep what the original drops from in each of all batches, with nothing dropped."""
-    batches: list[Batch] = []
-    numbers: dict[tuple[str, int], int] = {}
-    sites: dict[str, None] = {}
-    others: dict[tuple[str, str], None] = {}
-    for condition in told:
-        for step, batch in enumerate(condition.batches):
-            known = (k for k, one in enumerate(batches) if one is batch)
-            number = next(known, len(batches))
-            numbers[condition.name, step] = number
-            if number < len(batches):
-                continue
-            batches.append(batch)
-            noting = Noting()
-            with ambient(Float64(), noting):
-                Sequential(twin(case), loss=case.loss).derive(batch, range(rows(batch)))
-            torch.save(noting.drops, f"{folder}/{number}")
-            sites |= dict.fromkeys(drop.site for drop in noting.drops)
-            others |= dict.fromkeys(sorted(noting.others))
-    return Drops(folder, task.seed, numbers, tuple(sites), tuple(others))
+    """Run the ranks, which drop where places are known."""
+    drops = noted_drops(case, told, folder)
+    return dropped_alike(drops, lambda drops: _ranks(case, task, told, pool, progress, drops))
 
 
 def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observation:
@@ -363,13 +341,14 @@ def _rank(
     make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
 ) -> tuple[Observation, Kept] | None:
     """One rank's part; only rank 0 tells what it saw."""
+    unhoarded()
     kept, table = Kept(folder=drops.folder), Table(original)
     made: list[Judged] = []
     lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
     # a compiled region does not ask for masks
     eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
     with lines, eager:
-        places = _places(make, original, table, told, kept, drops) if drops.sites else {}
+        places = places_of(make, original, table, told, kept, drops) if drops.sites else {}
         dropping = Placed(drops.seed, kept.met.off(drops))
 
         def begin_again(_: int) -> None:
@@ -391,47 +370,10 @@ def _rank(
     return (seen, kept) if comm.rank() == 0 else None
 
 
-def _places(
-    make: Make,
-    original: nn.Module,
-    table: Table,
-    told: Sequence[Condition],
-    kept: Kept,
-    drops: Drops,
-) -> dict[int, Mapping[str, Sequence[Place | None]]]:
-    """Run every batch once with nothing dropped, and find what this rank drops from, by batch."""
-    found: dict[int, Mapping[str, Sequence[Place | None]]] = {}
-    judged: Judged | None = None
-    others: set[str] = set()
-    for condition in told:
-        for step, batch in enumerate(condition.batches):
-            number = drops.numbers[condition.name, step]
-            if number in found:
-                continue
-            finding = Finding(drops.of(number))
-            with ambient(Float64(), finding):
-                judged = judged or Judged(make, original, table, condition, kept)
-                finding.asked = judged
-                judged.derive(batch)
-            found[number] = finding.found
-            others |= {site for site, _ in finding.others}
-    assert judged is not None
-    met, unknown = set(), {}
-    for every in found.values():
-        for site, places in every.items():
-            met |= {place[0] for place in places if place is not None}
-            if None in places:
-                unknown[site] = judged.original_module(site) or "?"
-    sites, each, more = zip(*comm.gathered((met, unknown, others)))
-    joined = {site: meant for one in each for site, meant in one.items()}
-    kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
-    return found
+# ---- What is said about it.
 
 
-# ---- Where a difference arises.
-
-
-def _located(
+def _where(
     case: Case,
     task: Task,
     asked: Sequence[Condition],
@@ -439,58 +381,11 @@ def _located(
     drops: Drops,
     report: Report,
     pool: Pool,
-) -> str:
-    """Name the first module that is wrong in the first step; "" if that says nothing.
-
-    `told` are the conditions as the report names them, `asked` as ranks know them.
-    """
-    wrong = [row for row in report.rows if not row.ok]
-    first = next((row for row in wrong if row.step == 0 and row.kind in _OF_A_STEP), None)
-    if first is None or any(row.kind == INITIAL for row in wrong):
-        return ""
-    place = next(k for k, one in enumerate(told) if one.name == first.condition)
-    condition = replace(asked[place], batches=asked[place].batches[:1])
-    batch = condition.batches[0]
-    try:
-        subject = Sequential(twin(case), loss=case.loss, follow=False)
-        right = modules.followed(
-            dict(subject.module.named_modules()),
-            lambda: subject.derive(batch, range(rows(batch))),
-            Float64(),
-            Dropping(drops.seed, drops.off),
-        )
-        ranks = pool.run(
-            _rank_followed, task.world, task.make, case.plan.model.model, condition, drops
-        )
-    except (Refusal, RankDied, Hang, RuntimeError):
-        return ""  # what has run before does not run with hooks
-    found = modules.first_difference(right, ranks, {"ranks": task.world})
-    return "" if found is None else found.text
-
-
-_OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
-
-
-def _rank_followed(
-    make: Make, original: nn.Module, condition: Condition, drops: Drops
-) -> tuple[modules.Run, dict[str, str]]:
-    """One rank's part in a step that is followed, and the original's names of its modules."""
-    kept, table = Kept(), Table(original)
-    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
-    with contextlib.redirect_stdout(sys.stderr), eager:
-        places = _places(make, original, table, [condition], kept, drops) if drops.sites else {}
-        dropping = Placed(drops.seed, kept.met.off(drops))
-        dropping.begin(places.get(drops.numbers[condition.name, 0], {}))
-        with ambient(Float64(), dropping):
-            judged = Judged(make, original, table, condition, kept)
-        named = judged.named_modules()
-        batch = condition.batches[0]
-        run = modules.settled(named, lambda: judged.derive(batch), Float64(), dropping)
-    names = {name: judged.original_module(name) for name in named}
-    return run, {name: meant for name, meant in names.items() if meant is not None}
-
-
-# ---- What is said about it.
+) -> Located:
+    """Where it arises; nowhere if the program starts from other weights."""
+    if any(row.kind == INITIAL and not row.ok for row in report.rows):
+        return Located()
+    return located(case, task.make, task.world, asked, told, drops, report, pool)
 
 
 def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -523,16 +418,7 @@ def _gaps(
     sizes = kept.holdings.axes or {}
     names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
     found = [*gaps(seen, sizes=sizes, drawn=len(drops.sites), parameters=names)]
-    for name in sorted(kept.met.unknown):
-        said = f"dropout of `{name}` (its part of the whole is not known)"
-        found.append(Gap(said, "dropout that is wrong there"))
-    for site, function in drops.others:
-        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
-        found.append(Gap(said, "random numbers that are used wrongly"))
-    if drops.sites and kept.compiled:
-        found.append(Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks"))
-    if drops.sites:
-        found.append(Gap("masks of its own (the original's are given)", MASKS))
+    found += of_dropout(drops, kept)
     if all(p.requires_grad for p in case.plan.model.model.parameters()):
         found.append(Gap("no frozen parameters", "frozen weights that are updated"))
     found += of_saved(kept)

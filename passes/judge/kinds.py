@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +17,24 @@ from schedlang.report import Report, Row
 
 Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
+SPARE = 3  # numbers more than unknown ones, that none of them fits by chance
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED, LOADED, NEXT = "saved state", "loaded state", "step after loading"
+MICRO = "microbatches"
 _OF_STATE = (SAVED, LOADED, NEXT)
+
+
+@dataclass(frozen=True)
+class Located:
+    """The first module that is wrong, in words; what a rank's step is, beside the original's.
+
+    turns    how often a rank runs what the original runs once: microbatches
+    factors  by rank, that of the first gradient which it has
+    """
+
+    text: str = ""
+    turns: int = 1
+    factors: Mapping[int, float] = field(default_factory=dict)
 
 
 def kinds(
@@ -29,10 +44,11 @@ def kinds(
     kept: Kept,
     world: int,
     means: Means,
-    where: str = "",
+    where: Located | None = None,
 ) -> Report:
     """The report with a sentence for each group of tensors that are wrong alike, and `where`."""
     assert kept.holdings is not None
+    where = where or Located()
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
@@ -45,12 +61,17 @@ def kinds(
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
         copies = kept.of(row.condition, row.name)
-        text = of_gradient(want, got, _clipped(copies, got), sizes, means, row)
+        if want is not None and got is not None and fits(got.double(), want.double()):
+            text = _of_copies(want.reshape(-1).double(), _clipped(copies, got))
+            found.setdefault(text, []).append(row.name)
+            continue
+        counts = _counted(sizes, world, where, want, got)
+        text = of_gradient(want, got, _clipped(copies, got), counts, means, row)
         found.setdefault(text, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
-    lines = [("first module", where)] * bool(where)
+    lines = [("first module", where.text)] * bool(where.text)
     lines += [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
-    lines += list(_of_loss(wrong, expected, actual, kept, world))
+    lines += list(_of_loss(wrong, expected, actual, kept, world, where))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     first = report.first
     if not lines and first is not None and first.kind not in _OF_STATE:
@@ -61,6 +82,31 @@ def kinds(
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
     return replace(report, localised=(*report.localised, *lines[:MOST_GROUPS]))
+
+
+def _counted(
+    sizes: Mapping[str, int], world: int, where: Located, want: Tensor | None, got: Tensor | None
+) -> Mapping[str, int]:
+    """The numbers that a gradient may be off by: ranks, axes, and microbatches where there are.
+
+    Where ranks' gradients have been averaged, what is left is none of the ranks.
+    """
+    if where.turns < 2 or want is None or got is None or got.shape != want.shape:
+        return sizes
+    there = want.double()
+    factor = float((got * there).sum() / (there * there).sum()) if there.any() else 0.0
+    own = set(where.factors.values())
+    if world > 1 and len(own) == 1 and math.isclose(factor * world, own.pop(), rel_tol=1e-6):
+        return {MICRO: where.turns}
+    return _either(sizes, world, where.turns)
+
+
+def _either(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
+    if turns < 2:
+        return sizes
+    if turns != world:
+        return {**sizes, MICRO: turns}
+    return {(f"ranks (or {MICRO})" if k == "ranks" else k): n for k, n in sizes.items()}
 
 
 def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
@@ -77,12 +123,11 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
 
 
 def _gradient_of(row: Row) -> str:
-    """The parameter whose gradient a row is about; empty if it is about none."""
-    if row.kind == "gradients" and row.step == 0:
-        return row.name
-    if row.kind == "replicas" and row.step == 0 and row.name.startswith("gradient of "):
-        return row.name.removeprefix("gradient of ")
-    return ""
+    """The parameter whose gradient a row is about, or whose copies; empty if it is about none."""
+    if row.kind not in ("gradients", "replicas") or row.step != 0:
+        return ""
+    other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
+    return "" if other else row.name.removeprefix("gradient of ")
 
 
 def _said(text: str, names: Sequence[str], of: int) -> str:
@@ -153,7 +198,7 @@ def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
 def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
     """Whether both gradients are sums of those of parts, with other weights; and by how much."""
     columns = torch.stack([part.reshape(-1) for part in parts], 1)
-    if len(columns) < 4 * len(parts):
+    if len(columns) < len(parts) + SPARE:
         return ""  # too few numbers to show it
     both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
     weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
@@ -203,9 +248,10 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
     good = [copy for copy, value in zip(there, values) if fits(value, right)]
     bad = [copy for copy in group if not any(copy is one for one in good)]
     if good:
+        none = all(copy.held is None for copy in bad)
         return (
             f"only {_who(good)} {'has' if len(_ranks_of(good)) == 1 else 'have'} the right value: "
-            f"it is not the same on {_who(bad)}"
+            f"{'there is none' if none else 'it is not the same'} on {_who(bad)}"
         )
     one_rank = len({copy.rank for copy in group}) < len(group)
     where = "copies" if one_rank else "ranks"
@@ -259,7 +305,12 @@ def _ranks_of(copies: Sequence[Copy]) -> list[int]:
 
 
 def _of_loss(
-    wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept, world: int
+    wrong: Sequence[Row],
+    expected: Observation,
+    actual: Observation,
+    kept: Kept,
+    world: int,
+    where: Located,
 ) -> Iterator[tuple[str, str]]:
     """Say how a wrong loss of the first step comes from the right one, or from those of ranks."""
     row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
@@ -270,12 +321,14 @@ def _of_loss(
     if got is None or want is None:
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
-    found = diagnose(got, want, {"ranks": world})
+    found = diagnose(got, want, _either({"ranks": world}, world, where.turns))
     if found and not found.startswith(NONE):
         text += f": {found}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
-    elif len(set(kept.losses)) > 1:
+    elif len(set(kept.losses)) > 1 and 0.0 not in kept.losses:
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
+    if 0.0 in kept.losses and any(kept.losses):
         text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
     yield "loss", text
 

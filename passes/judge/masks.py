@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from schedlang.passes.judge.nearest import nearest
 from schedlang.runtime import scope
 from schedlang.runtime.rng.draws import FUNCTIONS, LOGICAL, illogical, masks, may_draw
 from schedlang.runtime.rng.logical_dropout import Still, Undropped, mixed, name
@@ -51,6 +52,8 @@ class Whole:
         shape = self.values.shape
         if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
             return None
+        if self.values.dtype != torch.float64:
+            return nearest(part, self.values) if part.dtype == self.values.dtype else None
         whole = [torch.arange(size) for size in shape]
         if part.shape == shape and self._fits(part, whole):
             return whole
@@ -368,7 +371,7 @@ class Placed(Dropping):
         own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         digest = hashlib.blake2b(digest_size=16)
         for one in own:
-            digest.update(one.detach().contiguous().numpy().tobytes())
+            digest.update(one.detach().contiguous().double().numpy().tobytes())
         before = self._before[site, digest.digest()]
         if computed_again():
             found = before[0] if len(before) == 1 else ("", 0, None)

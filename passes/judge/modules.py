@@ -22,6 +22,7 @@ from schedlang.runtime.isolated import Frame, parts_of
 from schedlang.runtime.modes import ambient
 
 OF_LOSS = "the loss"
+_OUTPUT, UNKNOWN = "the output", "elements are wrong"
 
 
 @dataclass
@@ -38,10 +39,13 @@ class Run:
 
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[tuple[Frame, int]] = field(default_factory=list)
+    live: dict[tuple[Frame, int], Tensor] = field(default_factory=dict)  # themselves, if asked for
 
 
-def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: Any) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back."""
+def followed(
+    modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: Any, live: bool = False
+) -> Run:
+    """Run a step, and note what modules, each by its name, give and get back; `live`: itself."""
     run, turns = Run(), dict.fromkeys(modules, 0)
     handles = []
 
@@ -55,6 +59,8 @@ def followed(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: 
             with torch.no_grad():
                 run.calls[frame] = Seen([_whole(t) for t in floats])
             for k, tensor in enumerate(floats):
+                if live:
+                    run.live[frame, k] = tensor
                 if tensor.requires_grad:
                     tensor.register_hook(_noting(run, frame, k))  # type: ignore[no-untyped-call]
 
@@ -100,25 +106,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The first thing that differs: of which module, in what, how; and what was right before it."""
-
-    name: str
-    what: str
-    pattern: str
-    before: str = ""
-    pending: tuple[str, ...] = ()  # where ranks have terms of a sum
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
-        before = f"; right before it: `{self.before}`" if self.before else ""
-        terms = f"; ranks have terms of a sum at {quoted(self.pending)}" if self.pending else ""
-        return f"{place}: {self.pattern}{before}{terms}"
-
-
-@dataclass(frozen=True)
 class Part:
     """Result of one call on a rank: where it lies in the original's, or None."""
 
@@ -127,6 +114,40 @@ class Part:
     k: int
     value: Tensor
     places: Tensor | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first thing that differs: of which module, in what, how; and what was right before it."""
+
+    name: str
+    what: str
+    pattern: str
+    before: str = ""
+    pending: tuple[str, ...] = ()  # where ranks have terms of a sum
+    at: tuple[Frame, int] = (("", 0), 0)
+    parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
+    anchors: tuple[Part, ...] = ()  # what they have of the output that is right before it
+    because: str = ""
+
+    @property
+    def back(self) -> bool:
+        """Whether it is a gradient."""
+        return self.what != _OUTPUT
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the pattern says no more than where it is wrong."""
+        return UNKNOWN in self.pattern or self.pattern.startswith("right, but for places")
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
+        because = f": {self.because}" if self.because else ""
+        before = f"; right before it: `{self.before}`" if self.before else ""
+        terms = f"; ranks have terms of a sum at {quoted(self.pending)}" if self.pending else ""
+        return f"{place}: {self.pattern}{because}{before}{terms}"
 
 
 def first_difference(
@@ -141,16 +162,45 @@ def first_difference(
         for k, output in enumerate(seen.outputs):
             parts[frame, k] = list(_parts(frame, k, output, ranks, _turns(right, frame[0])))
     before = ""
+    anchors: tuple[Part, ...] = ()
     for (frame, k), found in parts.items():
         want = right.calls[frame].outputs[k]
         if _terms(want, found):
             everywhere = torch.arange(want.numel()).reshape(want.shape)
             parts[frame, k] = [replace(part, places=everywhere) for part in found]
         elif frame[0] and (said := _output(want, found, sizes)):  # a stage returns what it has
-            return Found(_named(frame), "the output", said, before)
+            at = (frame, k)
+            return Found(_named(frame), _OUTPUT, said, before, (), at, (*found,), anchors)
         if found:
-            before = _named(frame)
+            before, anchors = _named(frame), (*found,)
     return _backward(right, ranks, parts, sizes)
+
+
+def turns_and_factors(
+    right: Run, ranks: Sequence[tuple[Run, Mapping[str, str]]]
+) -> tuple[int, dict[int, float]]:
+    """Return how often a rank runs what the original runs once, and its factor of gradients.
+
+    That factor is of the first gradient in backward that the rank has.
+    """
+    turns: list[int] = []
+    for run, names in ranks:
+        for name, meant in names.items():
+            if once := _turns(right, meant):
+                turns.append(_turns(run, name) // once)
+    factors: dict[int, float] = {}
+    for frame, k in right.back:
+        want = right.calls[frame].gradients[k].reshape(-1)
+        output = right.calls[frame].outputs[k]
+        for part in _parts(frame, k, output, ranks, _turns(right, frame[0])):
+            got = ranks[part.rank][0].calls[part.frame].gradients.get(k)
+            if part.places is None or got is None or got.shape != part.places.shape:
+                continue
+            if part.rank not in factors and bool(want[part.places].any()):
+                factors[part.rank] = _factor(got, want[part.places])
+        if len(factors) == len(ranks):
+            break
+    return max(turns, default=1), factors
 
 
 def _turns(run: Run, name: str) -> int:
@@ -212,7 +262,7 @@ def _of_ranks(
         text = diagnose(part.value, want, sizes)
         if text.startswith(NONE) or not text:
             count = int(((part.value - want).abs() > 1e-9 * want.abs().max()).sum())
-            text = f"{count} of {want.numel()} elements are wrong"
+            text = f"{count} of {want.numel()} {UNKNOWN}"
         said.setdefault(text, []).append(part.rank)
     bad = {part.rank for part, _ in wrong}
     good = sorted({part.rank for part in parts} - bad)
@@ -269,7 +319,9 @@ def _backward(
             text = _of_calls(pairs) or _of_ranks(wrong, got, sizes)
             if not before:
                 text = f"the gradient that it sends back to `{_named(frame)}` is not right: {text}"
-            return Found(name, "the gradient of the output", text, before, (*pending,))
+            own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
+            what = "the gradient of the output"
+            return Found(name, what, text, before, (*pending,), (frame, k), own)
         else:
             before = _named(frame)
     return None

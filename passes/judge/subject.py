@@ -543,7 +543,8 @@ def joined(
     copies: Sequence[Copy], shape: torch.Size, folder: str | None
 ) -> tuple[Tensor, float, float]:
     """The whole tensor of ranks' copies, how far others are from the first, and its size."""
-    out = spill(torch.full((shape.numel(),), math.nan, dtype=torch.float64), folder).read()
+    nothing = torch.tensor(math.nan, dtype=torch.float64)
+    out = spill(nothing.expand(shape.numel()), folder).read()
     done = torch.zeros(shape.numel(), dtype=torch.bool)
     far = 0.0
     for one in copies:
@@ -552,8 +553,11 @@ def joined(
         values = values.reshape(one.there.shape)
         before, known = one.there.within(out), one.there.within(done)
         if bool(known.any()):
-            gap = (before - values)[known]
+            every = bool(known.all())  # without a copy of what is known
+            gap = before - values if every else (before - values)[known]
             far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
+            if every:
+                continue
             values = torch.where(known, before, values.double())
         one.there.put(out, values)
         one.there.put(done, True)

@@ -94,13 +94,13 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
     factor = float((x * r).sum() / (r * r).sum())
     if not factor or not fits(x, factor * r) or abs(factor - 1) <= _FITS:
         return ""
-    for words, value in _numbers(sizes):
+    for words, value in numbers(sizes):
         if math.isclose(factor, value, rel_tol=_FITS):
             return f"{words} times the right value everywhere"
     return f"{factor:.6g} times the right value everywhere" if r.numel() > 1 else ""
 
 
-def _numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
     """Signed products and quotients of sizes, named; then small integers and their inverses."""
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
@@ -257,11 +257,13 @@ def _constants(x: Tensor, r: Tensor) -> str:
     if x.numel() < 5:
         return ""
     numbers = sorted([float(gap.min()), float(gap.max())], key=abs)
-    near = [(gap - n).abs() <= _FITS * float(r.abs().max()) for n in numbers]
+    least = _FITS * float(r.abs().max())
+    near = [(gap - n).abs() <= least for n in numbers]
     if bool(near[0].all()):
         return f"{numbers[0]:.3g} is added everywhere"
     if bool((near[0] | near[1]).all()):
-        each = [f"{n:.3g} to {int(there.sum())}" for n, there in zip(numbers, near)]
+        both = [(n, there) for n, there in zip(numbers, near) if abs(n) > least]
+        each = [f"{n:.3g} to {int(there.sum())}" for n, there in both]
         return f"a constant is added: {' and '.join(each)} elements"
     return ""
 

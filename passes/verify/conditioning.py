@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
-from schedlang.passes.verify.compare import is_left_out, over, unhidden
+from schedlang.passes.verify.compare import OUTPUTS, is_left_out, over, unhidden
 from schedlang.passes.verify.observe import HIDDEN, Key, Observation
 from schedlang.report import Row
 
@@ -44,9 +44,11 @@ _POOL = 2**16  # signs that are drawn once, and read from any place on
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Move each rounded result by a rounding more, up or down, by one unit in its last place.
 
-    In the mean square that is what twelve roundings to the nearest do.  Whole numbers that the
-    dtype has stay, and so does what stands for infinity: no rounding makes them, a mask of 0 and 1
-    times other numbers is no mask.  Numbers in float64 stay too, unless `wide`.
+    In the mean square that is what twelve roundings to the nearest do.  Numbers below the normal
+    ones of a dtype move by the distance between two of them: a second moment in float16 is one or
+    two of these, or nothing.  Whole numbers that the dtype has stay, and so does what stands for
+    infinity: no rounding makes them, a mask of 0 and 1 times other numbers is no mask; of eight
+    bits only 0 does.  Numbers in float64 stay too, unless `wide`.
     """
 
     supports_higher_order_operators = True
@@ -79,10 +81,15 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not unit > self._least:
             return  # no float, or float64
-        v = value.float() if value.dtype.itemsize == 1 else value
-        moved = torch.addcmul(v, v, self._step(v, unit))
-        size, most = v.abs(), torch.finfo(value.dtype).max / 4
-        stays = (v.frac() == 0).logical_and_(size < 1 / unit).logical_or_(size > most)
+        few = value.dtype.itemsize == 1
+        v, kind = value.float() if few else value, torch.finfo(value.dtype)
+        size = v.abs()
+        moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
+        if few:  # scaled for all that there is: most are whole, and the greatest are real ones
+            stays, moved = v == 0, moved.clamp(-kind.max, kind.max)
+        else:
+            stays = (v.frac() == 0).logical_and_(size < 1 / unit)
+            stays = stays.logical_or_(size > kind.max / 4)
         value.copy_(torch.where(stays, v, moved))
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
@@ -307,7 +314,7 @@ class Bounds:
             elif _of_a_skipped_step(key, s, error) and (key.condition, key.step) in skipped:
                 so = (key.condition, key.step) in _overflowing(program)
                 row = replace(row, error=0.0 if so else math.inf)
-            elif bool((r.isnan() & ~s.isnan()).any()):  # no number to hold others against
+            elif _is_lost(key, r, s):  # no number to hold others against
                 row = replace(row, error=math.nan, note=OVERFLOWS)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
@@ -316,8 +323,9 @@ class Bounds:
             else:
                 left[key] = error
             found[key] = replace(row, ok=row.error <= row.gate)
-        for key, share in self._shares(left, chance).items():
-            found[key] = replace(found[key], error=share, ok=share <= 1.0)
+        for key, share in self._shares(left, chance, casts).items():
+            note = OVERFLOWS if math.isnan(share) else ""
+            found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
         return tuple(found.values())
 
     def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
@@ -368,18 +376,25 @@ class Bounds:
         state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
         return key.kind in KINDS or (self.state and state)
 
-    def _shares(self, left: Mapping[Key, Tensor], chance: float) -> dict[Key, float]:
+    def _shares(
+        self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
+    ) -> dict[Key, float]:
         """The shares of their bounds that errors take, from as many runs as that asks for.
 
         A bound only falls with the degrees of freedom, and these are no more than elements: what is
-        within the bound of so many, told from the runs so far, needs no more of them.
+        within the bound of so many, told from the runs so far, needs no more of them.  NaN is that
+        of an error beyond it where roundings alone make some run of the original no number.
         """
         shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
+        lost = set[Key]()
         for draw in range(self.draws + 1):
             seen = self.run(draw) if draw else self._as_it_stands
-            if draw and self.tells_apart(seen):
+            if casts and draw and self.tells_apart(seen):
                 continue  # a step that is skipped here alone says nothing of roundings
             for key in left:
+                own = _error(self.exact, seen, key)
+                if own is not None and not bool(own.isfinite().all()):
+                    lost.add(key)
                 found = [_error(self.exact, seen, one) for one in self._together(key)]
                 known = [e for e in found if e is not None and bool(e.isfinite().all())]
                 if draw:
@@ -398,6 +413,8 @@ class Bounds:
             told = bound(moved.get(key, []), chance)
             if told is not None:
                 shares[key] = self._floored(key, told).share(x)
+            if key in lost and not shares[key] <= 1.0:
+                shares[key] = math.nan
         return shares
 
     def _together(self, key: Key) -> list[Key]:
@@ -413,6 +430,13 @@ class Bounds:
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
         return Bound(max(one.norm, unit * float(r.norm())), max(one.most, unit * _largest(r)))
+
+
+def _is_lost(key: Key, exact: Tensor, original: Tensor) -> bool:
+    """Whether the original is no number in float64, but for outputs that no dtype has there."""
+    if key.kind in OUTPUTS:
+        return bool(unhidden(key, exact, original)[0].isnan().any())
+    return not bool(exact.isfinite().all())
 
 
 _SKIPPED = ("gradients", "gradient norm")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 LEAST = 2**16  # bytes from which on a tensor goes to a file
 
 
@@ -22,6 +23,15 @@ def released() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def unhoarded() -> None:
+    """Let malloc give back each block of a MB and more when it is free, from now on.
+
+    Else it keeps blocks as large as it has seen free, and the heap grows with what lies between.
+    """
+    with suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +141,8 @@ def bounds_of(
     autocast: torch.dtype | None = None,
     modes: Sequence[ModeOrFactory] = (),
     ranks: int = 1,
+    choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
+    rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Bounds:
     """Tell the bounds of each tensor of any program that trains a model in a low dtype.
 
@@ -149,6 +151,8 @@ def bounds_of(
     autocast  what operators compute in, where that is another dtype
     modes     what the program runs under, such as no dropout
     ranks     of the program, on this machine: the model takes as many threads as one of them
+    choosing  what a run makes its choices under, of float64 (None) first, then of each draw
+    rounding  what it is rounded by beside its dtype, as in products of eight bits
     Against the model in float64 from the same weights: the program need not run in it.
     """
 
@@ -168,10 +172,10 @@ def bounds_of(
     wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
 
     def run(draw: int) -> Observation:
-        with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext():
-            return seen(model, told)
+        with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext(), rounding():
+            return seen(model, told, choosing(draw))
 
-    return Bounds(seen(as_float64(model), wide, Float64()), run)
+    return Bounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
 
 
 def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:

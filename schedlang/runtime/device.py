@@ -255,16 +255,21 @@ def default_generators(devices: Iterable[torch.device]) -> list[States]:
     return [torch.default_generator, *(default_generator(device) for device in apart)]
 
 
+_draw_nothing: set[type] = set()  # classes of what modules have been seen to hold
+
+
 def own_generators(inside: Modules) -> list[torch.Generator]:
     """The generators that some modules hold as plain attributes."""
-    kinds: set[type] = set()
-    for _, one in inside:  # by classes first, without a call of Python for each value
-        kinds.update(map(type, one.__dict__.values()))
-    # not by `isinstance`, which asks a class written in Python
-    made = {kind for kind in kinds if torch.Generator in kind.__mro__}
-    if not made:
+    apart = [
+        one for _, one in inside if not _draw_nothing.issuperset(map(type, vars(one).values()))
+    ]
+    if not apart:  # most modules, by classes alone, without a call of Python for each value
         return []
-    held = [value for _, one in inside for value in one.__dict__.values() if type(value) in made]
+    # not by `isinstance`, which asks a class written in Python
+    kinds = {type(value) for one in apart for value in vars(one).values()}
+    made = {kind for kind in kinds if torch.Generator in kind.__mro__}
+    _draw_nothing.update(kinds - made)
+    held = [value for one in apart for value in vars(one).values() if type(value) in made]
     return list({id(value): value for value in held}.values())
 
 

@@ -117,6 +117,16 @@ def layer_of(module: nn.Module, kind: str) -> Any:
     return layers.kinds.get(kind) if layers is not None else None
 
 
+def below(module: nn.Module, kind: str) -> Callable[..., Any]:
+    """Return what the layer of a kind, which the module has, is put around."""
+    layers: Layers = vars(module)[_SLOT]
+    call: Any = layers.call
+    while call.func is not layers.kinds[kind]:
+        (call,) = call.args
+    found: Callable[..., Any] = call.args[0]
+    return found
+
+
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward below all layers."""
     layers = layers_of(module)

@@ -20,6 +20,7 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from schedlang.runtime import scope
+from schedlang.runtime.device import HOST
 
 ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
 
@@ -130,21 +131,31 @@ def _on(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
         yield
 
 
+def _default_device() -> torch.device:
+    """The device of new tensors; a mode tells it, which is off in backward as others are."""
+    return torch.get_default_device() if _len_torch_function_stack() else HOST
+
+
 class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
-    """The context of a recomputation: the modes, scope, site and call counts of when it was made.
+    """The context of a recomputation: the modes, scope, site and call counts of when it was made,
+    and the device of new tensors.
 
     Make it in forward. It may be entered again and again, in any thread.
     """
 
     def __init__(self) -> None:
         self._modes = _active.modes
+        self._device = _default_device()
         self._place = scope.capture()
         self._entered: list[tuple[AbstractContextManager[None], tuple[ModeOrFactory, ...]]] = []
 
     def __enter__(self) -> None:
         place, before = self._place(), _active.modes
-        if self._modes:  # most recomputations enter nothing
-            place = _within(self._modes, place)
+        modes: tuple[ModeOrFactory, ...] = self._modes
+        if self._device != _default_device():
+            modes = (*modes, self._device)
+        if modes:  # most recomputations enter nothing
+            place = _within(modes, place)
         _active.modes = self._modes
         try:
             place.__enter__()

@@ -39,7 +39,7 @@ from schedlang.runtime.grad_reduction.gradient import (
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.grad_reduction.zero import reshard, used_anywhere
+from schedlang.runtime.grad_reduction.zero import packed, reshard, unpacked, used_anywhere
 from schedlang.runtime.launch.heart import inside
 from schedlang.runtime.no_labels import weighing
 from schedlang.runtime.offload.step import Offloaded, with_peer_state
@@ -91,7 +91,7 @@ class Program:
     _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
     _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
     _norm: Tensor | None = None  # of the gradients of the last step, where they lie
-    _used: tuple[tuple[float, ...], Tensor] | None = None  # what the last step told, there
+    _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # the last step's flags
     _saving: Background = field(default_factory=Background)  # the save in flight
     allowed: Callable[[Tensor, Tensor], bool] | None = None  # by loss and norm: is a step taken?
 
@@ -269,11 +269,42 @@ class Program:
         what no rank has whole (`left_out` says what and why): a cache of keys and values of other
         stages, a count that differs between parts.
         """
+        return self._evaluate(batch, local)
+
+    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+        """Generate tokens as the model's own `generate` of transformers does, on every rank alike.
+
+        inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
+        options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
+        Keys and values are kept where they are made: by layers, by heads, and by rows.  Raises
+        Refusal S627 for models and settings that it cannot follow.
+        """
+        from schedlang.runtime.generation import generate
+
+        with torch.no_grad():
+            return generate(
+                self.assembly,
+                lambda batch, beside: self._evaluate(batch, False, beside),
+                inputs,
+                options,
+            )
+
+    def _evaluate(
+        self,
+        batch: Batch,
+        local: bool,
+        beside: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> Any:
+        """The output of a batch; `beside(k)` has more arguments for microbatch `k`."""
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
         parts, weights, _ = self._parts(batch, local)
+        if beside is not None:
+            parts = [
+                replace(part, inputs={**part.inputs, **beside(k)}) for k, part in enumerate(parts)
+            ]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)
@@ -413,13 +444,17 @@ class Program:
         both = torch.stack([squares, value])
         if used:
             both = torch.cat([both, self._told(used, both)])
+        end = len(both)
         if scale is not None:
             both = torch.cat([both, scale.told(both)])
         world.all_reduce(both, a.ranks.world.group)
         if scale is not None:
-            scale.hear(both[2 + len(used) :])
+            scale.hear(both[end:])
         if any(not here and name in a.parameters for name, here in zip(names, used)):
-            for name, count in zip(names, both[2 : 2 + len(used)].tolist()):
+            sums = both[2:end].tolist()
+            for name, count in zip(
+                names, unpacked(sums, len(names), a.ranks.mesh.world, both.dtype)
+            ):
                 if not count and name in a.parameters:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
         self._norm = both[0].sqrt()
@@ -453,12 +488,18 @@ class Program:
         return value.to(device) if on_accelerator(device) else value.cpu()
 
     def _told(self, used: Sequence[float], like: Tensor) -> Tensor:
-        """Numbers of the host beside those of the device; sent there again where they change."""
+        """Which parameters this rank used, packed; where that lies on an accelerator it is kept
+        there, for the host would wait for each copy from its memory."""
         key = tuple(used)
-        if self._used is None or self._used[0] != key or self._used[1].device != like.device:
-            self._used = key, torch.tensor(key, dtype=like.dtype).to(like.device)
-        told: Tensor = self._used[1]
-        return told
+        if self._used is None or self._used[0] != key:
+            numbers = packed(used, self.assembly.ranks.mesh.world, like.dtype)
+            there = on_accelerator(like)
+            self._used = (
+                key,
+                torch.tensor(numbers, dtype=like.dtype).to(like.device) if there else numbers,
+            )
+        told = self._used[1]
+        return told if isinstance(told, Tensor) else like.new_tensor(told)
 
     # -- state -----------------------------------------------------------------------------------
 

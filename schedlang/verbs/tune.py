@@ -138,11 +138,12 @@ def _asked(
         )
     menu = [] if tree is None else settings_of(tree, given, tries)
     found = load_model_file(str(file) if alone else model, file)
-    module = found.model(meta=True)
-    job = Job(ModelFacts(module), _batch(found), found.loss, found.weight, cluster, ranks)
+    job = Job(
+        ModelFacts(found.model(meta=True)), _batch(found), found.loss, found.weight, cluster, ranks
+    )
     if tree is None:
         sizes = list(meshes(ranks, cluster.node))
-        return _Asked(job, tune_meshes(job, module, sizes), len(sizes))
+        return _Asked(job, tune_meshes(job, sizes), len(sizes))
     return _Asked(job, tune(job, tree, [{**given, **one} for one in menu]), len(menu))
 
 

@@ -6,6 +6,7 @@ Each returns how far training on the device is from plain training on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -70,16 +71,26 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def program(text: str, mesh: str = "dp=1") -> float:
-    """Three steps of a program."""
-    model = Blocks().double().to(here())
+def built(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> Any:
+    """A program, and the three steps of `alone`; on the device of this rank, or another one."""
+    device = device or here()
+    model = Blocks().double().to(device)
     with everything_moves():
         plan = planned(model, text, mesh, relax="lossy")
         made = build(plan, {"x": rows(0)}, optimizer=lambda named: momentum([p for _, p in named]))
     for seed in range(3):
-        made.train_step({"x": rows(seed).to(here())})
+        made.train_step({"x": rows(seed).to(device)})
+    return made
+
+
+def trained(made: Any) -> float:
     state = made.state_dict()
     return apart([state[name] for name, _ in Blocks().named_parameters()], alone())
+
+
+def program(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> float:
+    """Three steps of a program."""
+    return trained(built(text, mesh, device))
 
 
 def parameters() -> float:
@@ -122,6 +133,17 @@ def everything() -> float:
     return program(
         "blocks.*  offload(activations)\nblocks.*  offload(parameters)\noffload(optimizer)"
     )
+
+
+def saved_behind() -> float:
+    """Saved while another step runs, and taken up as it was before that."""
+    made, given = built("blocks.*  checkpoint()"), {"x": rows(0).to(here())}
+    with TemporaryDirectory() as folder:
+        made.save(folder, wait=False)
+        made.train_step(given)
+        made.saved()
+        made.load(folder)
+    return trained(made)
 
 
 def _leaving(more: Callable[[list[Tensor]], list[Tensor | None]]) -> float:

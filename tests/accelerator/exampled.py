@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 import schedlang
 from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.lower.build import build
+from schedlang.runtime.fusion import fuse
 from schedlang.testing.accelerator import current, spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,6 +42,7 @@ class Example:
 
 # ranks, and knobs that differ from their defaults
 SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
+    "bert/one_device.sched": [(1, {})],
     "finetune/dp.sched": [(2, {})],
     "gpt2/memory.sched": [(1, {"memory": 8})],
     "gpt2/3d.sched": [(2, {"tp": 1}), (4, {}), (8, {})],
@@ -77,6 +81,20 @@ def tuned(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def graphs_run_eagerly() -> Iterator[None]:
+    """What inductor would compile for a device that it knows runs operator by operator here."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    torch._dynamo.reset()  # of other programs that this process has run
+    with (
+        mock.patch.object(compile_fx, "compile_fx", aot_eager),
+        mock.patch.object(fuse, "unavailable", lambda device="cpu": None),
+    ):
+        yield
+
+
 def built(
     example: Example, device: str, exact: bool, given: str = ""
 ) -> tuple[Any, list[dict[str, Any]]]:
@@ -108,11 +126,12 @@ def built(
 
 def trained(example: Example, device: str, exact: bool = True) -> Any:
     """On a rank: losses, norms, parameters, where it computed, and how far copies are apart."""
-    program, batches = built(example, device, exact)
     losses, norms = [], []
-    for given in batches[:STEPS]:
-        losses.append(float(program.train_step(given).detach()))
-        norms.append(program.grad_norm)
+    with graphs_run_eagerly():
+        program, batches = built(example, device, exact)
+        for given in batches[:STEPS]:
+            losses.append(float(program.train_step(given).detach()))
+            norms.append(program.grad_norm)
     where = str(program.assembly.ranks.device)
     return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
 
@@ -131,7 +150,11 @@ def waits(example: Example) -> list[list[list[str]]]:
 
     `there`: batches lie on the device; `read`: the loss is read behind a step.
     """
-    program, batches = built(example, "sim", False, "cpu")
+    with graphs_run_eagerly():
+        return _waits(*built(example, "sim", False, "cpu"))
+
+
+def _waits(program: Any, batches: list[dict[str, Any]]) -> list[list[list[str]]]:
     cases, seen = [], current()
     for given in batches[:STEPS]:
         program.train_step(given)

@@ -17,6 +17,7 @@ CALLS = ("wait_stream", "wait_event", "record_event", "record_stream", "record",
 CALLS += ("synchronize", "block_current_stream")
 # of the functions by which schedlang orders copies, what stands for the result of one left out
 EVENT, FIRST, NOTHING = "a new event", "the first argument", "nothing"
+DONE = "yes"  # of a question whether something is done
 ORDERS = {
     "schedlang.runtime.device": {
         "follow": NOTHING,
@@ -72,6 +73,12 @@ def by_name(module: types.ModuleType, call: ast.Call) -> bool:
 def ours(module: types.ModuleType, call: ast.Call) -> bool:
     """The functions of `ORDERS`, by whatever name the module knows them."""
     return _order(module, call) is not None
+
+
+def works(module: types.ModuleType, call: ast.Call) -> bool:
+    """Waits for collectives and messages under way, and questions whether they are done."""
+    named = isinstance(call.func, ast.Attribute) and call.func.attr in ("wait", "is_completed")
+    return named and not call.args and not ours(module, call)
 
 
 def sites(*modules: str, chosen: Chosen = by_name) -> list[Site]:
@@ -147,8 +154,8 @@ class _Drop(ast.NodeTransformer):
         kept: list[ast.expr] = []
         if instead is None:
             assert isinstance(node.func, ast.Attribute)
-            instead = EVENT if node.func.attr == "record_event" else FIRST
-            # what `x.wait()` gives where it is not left out is x, or the result of a future
+            instead = {"record_event": EVENT, "is_completed": DONE}.get(node.func.attr, FIRST)
+            # what `x.wait()` gives where it is not left out is x, or what x was to bring
             kept = [node.func.value] if node.func.attr in ("wait", "record") else []
         elif instead == FIRST:
             kept = node.args[:1]
@@ -164,9 +171,15 @@ class Watch:
     def __call__(self, instead: str, value: Any = None, *_: Any) -> Any:
         import torch
 
+        from schedlang.runtime.context_parallel.ring import Moving
+
         self.count += 1
         if isinstance(value, torch._C.Future):
             return value.value()
+        if isinstance(value, Moving):
+            return value.packet
+        if instead == DONE:
+            return True
         return torch.get_device_module("sim").Event() if instead == EVENT else value
 
 

@@ -88,16 +88,20 @@ def dropping() -> nn.Module:
     return words(0.2)
 
 
-def batch(seed: int, count: int = WORDS, many: int = 8) -> dict[str, Tensor]:
+def batch(seed: int, count: int = WORDS, many: int = 8, tokens: int = 8) -> dict[str, Tensor]:
     """Some rows, of which some end early."""
     draw = torch.Generator().manual_seed(seed)
-    ids, labels = (torch.randint(count, (many, 8), generator=draw) for _ in range(2))
+    ids, labels = (torch.randint(count, (many, tokens), generator=draw) for _ in range(2))
     labels[1, 5:] = labels[6, 2:] = -100
     return {"ids": ids, "labels": labels}
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def torch_sgd(named: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=lr)
 
 
 def muon(named: Any) -> torch.optim.Optimizer:
@@ -209,7 +213,7 @@ def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str,
     """On a rank: losses, norms and parameters of some steps, and where the program computes."""
     model = make() if device is None else make().to(device)
     given = {"optimizer": sgd, **more}
-    size = given.pop("count", WORDS), given.pop("many", 8)
+    size = given.pop("count", WORDS), given.pop("many", 8), given.pop("tokens", 8)
     relax = given.pop("relax", "lossy")
     program = build(planned(model, rows, mesh, relax=relax), batch(0, *size), **given)
     losses, norms = [], []
@@ -221,13 +225,15 @@ def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str,
     return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
 
 
-def alone(make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8) -> Any:
+def alone(
+    make: Any, count: int = WORDS, optimizer: Any = sgd, many: int = 8, tokens: int = 8
+) -> Any:
     """The same of the untouched model, on the CPU."""
     model, losses = make(), []
     made = optimizer(model.named_parameters())
     for step in range(STEPS):
         made.zero_grad()
-        loss = model(**batch(step, count, many))["loss"]
+        loss = model(**batch(step, count, many, tokens))["loss"]
         loss.backward()
         made.step()
         losses.append(float(loss))
@@ -324,6 +330,14 @@ def test_compressed_sums(code: str) -> None:
         assert losses == pytest.approx(wanted[0], rel=1e-4)
         for name, value in wanted[2].items():
             assert (parameters[name] - value).norm() <= 2e-2 * value.norm(), name
+
+
+def test_weights_of_before() -> None:
+    """An order whose microbatches compute with older weights: as on ranks of the CPU."""
+    rows = CUT + 'pipeline(order="PipeDream-2BW", micro=4)'
+    given = {"relax": "staleness", "optimizer": partial(torch_sgd, lr=1e-3)}
+    wanted = on_ranks(words, "pp=2", rows, None, **given)[0]
+    check(on_ranks(words, "pp=2", rows, "sim", **given), wanted)
 
 
 def test_whole_matrices() -> None:

@@ -1,7 +1,8 @@
 """Calibration of working precision, cell by cell, in lines of JSON: a run goes on where one ended.
 
-A cell is a model under rows in a dtype on a seed (`model`), a bug of the zoo in a scene and a dtype
-(`zoo`), or a program that somebody else wrote, right or wrong, in a dtype on a seed (`judge`).
+A cell is a model under rows in a dtype on a seed (`model`), a schedule of the examples in its dtype
+(`example`), a bug of the zoo in a scene and a dtype (`zoo`), or a program that somebody else wrote,
+right or wrong, in a dtype on a seed (`judge`).
 `--report` counts what a file has: cells, rows, false alarms, bugs, and those above ten bounds that
 were not found.
 """
@@ -13,25 +14,33 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import schedlang
 from schedlang import verify_program
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.prove import Case
+from schedlang.passes.verify.eight_bits import FORMATS
 from schedlang.passes.verify.sides import prepared
-from schedlang.report import Row
+from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.benchmarks import working_precision as precision
 from tests.engine import Threads
 from tests.judging import net
+from tests.judging import test_choices as choices
+from tests.judging import test_dropout_rounded as dropout
+from tests.judging import test_eight_bits as eight_bits
 from tests.judging.test_rounded import RIGHT, WRONG
 from tests.zoo import ZOO
 
 Cell = tuple[str, ...]
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(str(one.relative_to(ROOT)) for one in ROOT.glob("examples/*/*.sched"))
 LARGE = 10.0  # bounds that a bug must move a tensor by to have to be found
 _WORDS = ("float32", "bfloat16")
 
@@ -48,18 +57,54 @@ def cells(seeds: int) -> Iterator[tuple[Cell, Callable[[], Mapping[str, Any]]]]:
                     ("model", name, word, str(seed)),
                     lambda n=name, w=word, s=seed: model(n, w, s),
                 )
-        for place, (right, made) in enumerate((k == 0, one) for k in (0, 1) for one in SIDES[k]):
-            name = f"{made[0].__name__} {place}"
-            for word in (made[2],):
-                yield (
-                    ("judge", name, word, str(seed)),
-                    lambda m=made, r=right, s=seed: program(m, r, s),
-                )
+        for path in EXAMPLES:
+            yield ("example", path, "as it works", str(seed)), lambda p=path, s=seed: example(p, s)
+        for name, word, right, made in programs():
+            yield (
+                ("judge", name, word, str(seed)),
+                lambda m=made, r=right, s=seed: {**_counted(m(s).rows), "right": r},
+            )
         for bug, scene, word in zoo[seed * every : (seed + 1) * every]:
             yield ("zoo", bug.id, scene, word), lambda b=bug, c=scene, w=word: hunted(b, c, w)
 
 
-SIDES = (RIGHT, WRONG)
+def example(path: str, seed: int) -> dict[str, Any]:
+    """A schedule of the examples: as `model`, in the dtype that its model works in."""
+    found = load_model_file(None, ROOT / path)
+    case, steps = _example(path), range(seed * precision.STEPS, (seed + 1) * precision.STEPS)
+    batches = tuple(found.batch(step) for step in steps)
+    done = precision.judged(replace(case, batches=batches, seed=seed), Threads())
+    return {**_counted(done.rows), "draws": done.draws, "unsure": len(done.unsure)}
+
+
+@cache
+def _example(path: str) -> Case:
+    found = load_model_file(None, ROOT / path)
+    plan = schedlang.load(ROOT / path, found.model()).plan()
+    batches = tuple(found.batch(step) for step in range(precision.STEPS))
+    return prepared(Case(plan, batches, found.loss, found.weight))
+
+
+Judge = Callable[[int], Report]  # of a program, on weights and batches of a seed
+
+
+def programs() -> Iterator[tuple[str, str, bool, Judge]]:
+    """Yield programs that somebody else wrote: name, dtype, whether it is right, and its judge."""
+    every = [(k == 0, one) for k in (0, 1) for one in (RIGHT, WRONG)[k]]
+    for place, (right, made) in enumerate(every):
+        yield f"{made[0].__name__} {place}", made[2], right, partial(_of_net, made)
+    for right, named in ((True, eight_bits.RIGHT), (False, eight_bits.WRONG)):
+        for name, one in named.items():
+            yield name, FORMATS[0], right, _by(eight_bits, one, FORMATS[0])
+    for word in ("bfloat16", "float16"):
+        for what, home in (("experts", choices), ("dropout", dropout)):
+            for right, several in ((True, home.RIGHT), (False, home.WRONG)):
+                for one in several:
+                    yield f"{what}, {one.__name__}", word, right, _by(home, one, word)
+
+
+def _by(home: Any, program: Any, word: str) -> Judge:
+    return lambda seed: home.judged(_pool(), program, word, seed=seed)
 
 
 @cache
@@ -76,11 +121,11 @@ def model(name: str, word: str, seed: int) -> dict[str, Any]:
     return {**_counted(done.rows), "draws": done.draws, "unsure": len(done.unsure)}
 
 
-def program(made: tuple[Any, int, str, Mapping[str, Any]], right: bool, seed: int) -> Any:
-    """A program of somebody else's, right or wrong, on weights and batches of a seed."""
+def _of_net(made: tuple[Any, int, str, Mapping[str, Any]], seed: int) -> Report:
+    """A program of the small decoder, right or wrong."""
     one, ranks, word, sizes = made
     torch.manual_seed(seed)
-    report = verify_program(
+    return verify_program(
         one,
         model=net.Net(**sizes),
         batch=net.batch,
@@ -90,7 +135,6 @@ def program(made: tuple[Any, int, str, Mapping[str, Any]], right: bool, seed: in
         seed=7 * seed,
         pool=_pool(),
     )
-    return {**_counted(report.rows), "right": right}
 
 
 @cache
@@ -137,10 +181,10 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 def report(out: Path) -> None:
     """Count what a file has."""
     lines = _lines(out)
-    for kind in ("model", "judge", "zoo"):
+    for kind in ("model", "example", "judge", "zoo"):
         mine = [line for line in lines if line["cell"][0] == kind]
         ran = [line for line in mine if not line.keys() & {"refused", "failed"}]
-        right = [line for line in ran if kind == "model" or line.get("right")]
+        right = [line for line in ran if kind in ("model", "example") or line.get("right")]
         alarms = [line for line in right if line["bad"]]
         print(f"{kind}: {len(mine)} cells, {len(ran)} ran, {len(mine) - len(ran)} did not")
         if right:
@@ -161,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--kinds", nargs="*", default=["model", "judge", "zoo"])
+    parser.add_argument("--kinds", nargs="*", default=["model", "example", "judge", "zoo"])
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     if given.report:

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from schedlang.ir.plan import Plan
+from schedlang.passes.lower.build import build
 from schedlang.runtime.context_parallel import local_attention
 from schedlang.runtime.context_parallel.token_layout import Layout, Reach
+from schedlang.runtime.launch.pool import Pool
+from tests import models
 from tests.attending import KINDS, SIZES, Case, attended, dense, groups_of, joined, part, place_of
 from tests.engine import Threads
+from tests.proofs import planned
 
 CASE = Case("ring", (3,), tokens=25, widths=(8, 8))
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps}
@@ -71,6 +76,24 @@ def test_forms() -> None:
     assert local_attention.form(causal, range(4), range(4, 8)) is None
     assert local_attention.form(causal, range(0, 8, 2), range(2, 10, 2)) is None
     assert local_attention.form(Reach(ahead=0, back=2), range(4), range(4)) is None
+
+
+def _checkpointed(plan: Plan, batch: dict[str, torch.Tensor]) -> float:
+    local_attention._right.cache_clear()
+    return float(build(plan, batch).train_step(batch))
+
+
+def test_it_is_tried_within_a_checkpoint(pool: Pool) -> None:
+    """The example runs in no call of the model: its gradients would run a region that is made again
+    within its own forward, and the messages of a ring would meet others."""
+    torch.manual_seed(0)
+    model = models.llama(2).float()
+    batch = dict(models.tokens(4, 8, seed=1))
+    rows = "model.layers.*.self_attn context_parallel(ring, over=cp)\nmodel.layers.* checkpoint()"
+    plan = planned(model, f"{rows}\nzero(stage=0, over=cp)", "cp=2")
+    wanted = float(model(**batch).loss)
+    for loss in pool.run(_checkpointed, 2, plan, batch, timeout=60):
+        assert loss == pytest.approx(wanted, rel=1e-5)
 
 
 def test_an_operator_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """What the pages say: commands, schedules, snippets and links are those of the program."""
 
 import functools
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,8 +87,31 @@ def test_the_two_commands() -> None:
 
 
 def test_the_schedule_of_the_readme() -> None:
-    """It is the example's file, to the letter."""
-    assert blocks(README, "sched") == [(ROOT / "examples" / "gpt2" / "3d.sched").read_text()]
+    """They are the examples' files, to the letter."""
+    files = ("llama", "gpt2")
+    told = [(ROOT / "examples" / name / "3d.sched").read_text() for name in files]
+    assert blocks(README, "sched") == told
+
+
+def test_counts_of_the_readme() -> None:
+    """Models and combinations are counted as their pages have them."""
+    cells = json.loads((ROOT / "docs" / "models.json").read_text())
+    ended = Counter(one["status"] for one in cells if one["mesh"] == "3d")
+    del ended["left out"]
+    text, all_ = README.read_text(), ended.total()
+    assert not ended["failed"]
+    assert f"{ended['verified']} of {all_} families verified, {ended['refused']} refused" in text
+    named = re.search(r"none wrong: (.*), \.\.\. \|", text)
+    assert named
+    proven = [one["kind"] for one in cells if (one["mesh"], one["status"]) == ("3d", "verified")]
+    known = {re.sub(r"[-_.]| .*", "", kind) for kind in proven}
+    for name in named[1].split(", "):
+        assert re.sub(r"[-_ .]", "", name.lower()) in known, name
+    support = (ROOT / "docs" / "support.md").read_text()
+    told = re.search(r"(\d+) combinations, .*: (\d+) verified, (\d+) refused, 0 failed", support)
+    assert told
+    of, verified, refused = told.groups()
+    assert f"{verified} of {of} combinations of rows verified, {refused} refused" in text
 
 
 def test_python_of_the_readme(tmp_path: Path) -> None:

@@ -228,10 +228,10 @@ def test_what_ends_a_process_ends_no_part(tmp_path: Path, monkeypatch: Any) -> N
     assert sum(one.bad for one in found) == 5
 
 
-def test_what_there_is_no_time_for_is_skipped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_there_is_no_time_for_is_late(tmp_path: Path, monkeypatch: Any) -> None:
     """Where all of a part's time is spent the rest is said to be left out, and why."""
     found = _trouble(tmp_path, monkeypatch, 300.0, 0.0)
-    assert [one.outcome for one in found] == ["skipped"]
+    assert [one.outcome for one in found] == ["late"]
     assert found[0].note == "no time was left for it"
 
 
@@ -240,9 +240,26 @@ def test_what_is_not_done_when_time_is_up_has_not_failed(tmp_path: Path, monkeyp
     fault."""
     monkeypatch.setenv("SCHEDLANG_TROUBLE", "fine hangs fine")
     found = _trouble(tmp_path, monkeypatch, 300.0, 12.0)
-    assert [one.outcome for one in found] == ["ok", "skipped", "skipped"]
+    assert [one.outcome for one in found] == ["ok", "late", "late"]
     assert found[1].note == "the time of its part was up before it was done"
     assert found[2].note == "no time was left for it"
+
+
+def test_what_was_not_run_is_no_success(tmp_path: Path, capsys: Any) -> None:
+    """Where time was up, the command ends with 3, and the page claims nothing of these cases."""
+    where = tmp_path / "gpu.md"
+    words = ["--device", "cpu", "--patience", "1e-9", "--only", "offload", "--out", str(where)]
+    assert main(words) == 3
+    assert "1 case was not run for want of time" in capsys.readouterr().out
+    assert "Of 0 cases nothing was wrong, and nothing failed. For 1 no time" in where.read_text()
+
+
+def test_a_name_that_no_case_has_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    """A mistyped case is no run in which all is well."""
+    (tmp_path / "sitecustomize.py").write_text(TROUBLE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (found,) = driver.examine(CPU, [(Part("trouble", "T", "trouble", 99, 99), "fune")], [].append)
+    assert (found.outcome, found.note) == ("failed", "no case's name begins so")
 
 
 def test_a_part_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: Any) -> None:
@@ -273,7 +290,7 @@ def test_the_page_of_a_gpu() -> None:
         driver="570.1",
         memory="79 GiB",
         torch="2.13.0",
-        cuda="13.0",
+        cuda="CUDA 13.0",
         triton="3.7.1",
         liger="not installed",
         python="3.12.1",

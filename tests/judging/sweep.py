@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,11 @@ def zero(model: Any, stage: int) -> schedlang.TrainingProgram:
     return schedlang.TrainingProgram(made.whole, step)
 
 
+def zero1(model: Any) -> schedlang.TrainingProgram:
+    """ZeRO 1."""
+    return zero(model, 1)
+
+
 def zero2(model: Any) -> schedlang.TrainingProgram:
     """ZeRO 2."""
     return zero(model, 2)
@@ -223,12 +229,66 @@ def zero3(model: Any) -> schedlang.TrainingProgram:
     return zero(model, 3)
 
 
+def adapted(model: Any, wide: bool = False) -> Any:
+    """Put adapters of PEFT at all linear layers, or at those that the family's plan splits wide.
+
+    Those that a plan splits by rows are refused by PEFT 0.21.2.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = "all-linear"
+    if wide:
+        plan = {name.rpartition(".")[2]: way for name, way in model.tp_plan.items()}
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+        }
+        targets = sorted(name for name in linear if plan.get(name) == "colwise")
+    experts = any(p.dim() > 2 for p in model.parameters())  # adapted ones take no dropout
+    dropout = 0.0 if experts else 0.1
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules=targets))
+
+
+def peft_replicated(model: Any) -> schedlang.TrainingProgram:
+    """Adapters of PEFT under DistributedDataParallel."""
+    return own_rows(torch.nn.parallel.DistributedDataParallel(model), *_place())
+
+
+def peft_sharded(model: Any) -> schedlang.TrainingProgram:
+    """Adapters of PEFT under FSDP2, sharded with their blocks."""
+    from torch.distributed.fsdp import fully_shard
+
+    blocks = set(model.get_base_model()._no_split_modules)
+    for module in list(model.modules()):
+        if type(module).__name__ in blocks:
+            fully_shard(module)
+    fully_shard(model)
+    return own_rows(model, *_place())
+
+
+def peft_split(model: Any) -> schedlang.TrainingProgram:
+    """Adapters of PEFT on a model that transformers has split by its plan."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    adapter, config = get_peft_model_state_dict(model), model.peft_config["default"]
+    made = get_peft_model(split(model.unload(), tp_size=_place()[0]), config)
+    set_peft_model_state_dict(made, adapter)
+    return whole_rows(made.train())  # what is loaded is in eval mode, and adapters are not
+
+
+def plain(model: Any) -> Any:
+    """The family's model as it is."""
+    return model
+
+
 @dataclass(frozen=True)
 class Way:
-    """A program, over so many ranks."""
+    """A program, over so many ranks, and what is made of the family's model before all."""
 
     program: Callable[[Any], schedlang.TrainingProgram]
     ranks: int = 2
+    original: Callable[[Any], Any] = plain
     pooled: bool = True  # a library that keeps its groups for good has new processes each time
 
 
@@ -242,8 +302,12 @@ WAYS = {
     "accelerate ddp": Way(replicated),
     "accelerate fsdp1": Way(flat),
     "accelerate fsdp2": Way(accelerate_sharded),
+    "deepspeed zero1": Way(zero1, pooled=False),
     "deepspeed zero2": Way(zero2, pooled=False),
     "deepspeed zero3": Way(zero3, pooled=False),
+    "peft ddp": Way(peft_replicated, original=adapted),
+    "peft fsdp2": Way(peft_sharded, original=adapted),
+    "peft tp": Way(peft_split, original=partial(adapted, wide=True)),
 }
 
 
@@ -260,7 +324,7 @@ def families() -> Iterator[str]:
 def judged(family: str, way: Way, seed: int, pool: Pool) -> dict[str, Any]:
     """The verdict on a family under a way: `ok`, and what the report says of a difference."""
     try:
-        model = built(family)
+        model = way.original(built(family))
     except Exception as error:
         return {"ok": None, "said": f"not built: {type(error).__name__}: {error}"}
     try:

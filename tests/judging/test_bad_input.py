@@ -178,7 +178,51 @@ def test_a_hang_ends_with_stacks(tmp_path: Path) -> None:
         schedlang.verify_program(
             written(tmp_path, waits), model=tmp_path / "original.py", timeout=12
         )
-    assert "step" in str(hang.value) and "program.py" in str(hang.value), str(hang.value)
+    assert re.search(
+        r'rank 0:(\n.*)?\n +File ".*program.py", line 19 in step\nrank 1', str(hang.value)
+    )
+    ahead = str(hang.value).partition("rank 1:\n")[2].splitlines()
+    assert len(ahead) == 2 and "waits for the others" in ahead[1], str(hang.value)
+
+
+LEAVES = """
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+
+    def step(batch):
+        loss = torch.nn.functional.mse_loss(ddp(batch["input"]), batch["target"])
+        if rank == 1:
+            return loss
+        loss.backward()
+        return loss
+
+    return schedlang.TrainingProgram(ddp, step)
+"""
+
+
+def test_a_rank_that_leaves_before_backward(tmp_path: Path, pool: Pool) -> None:
+    """Of two ranks that wait, one stands in the user's line: only that line of its is shown.
+
+    Where nobody waits, the ranks that have no gradient and no loss are named.
+    """
+    (tmp_path / "original.py").write_text(ORIGINAL)
+    with pytest.raises(Hang) as hang:
+        schedlang.verify_program(
+            written(tmp_path, LEAVES), model=tmp_path / "original.py", timeout=12
+        )
+    said = str(hang.value).splitlines()
+    assert len(said) == 7 and said[3].endswith("in step") and "program.py" in said[3], hang.value
+    assert "waits for the others" in said[6], hang.value
+    scope: dict[str, Any] = {"__name__": "leaves"}
+    text = HEAD + stepping("if rank == 1:", "    return torch.zeros(())")
+    exec(compile(text, "leaves.py", "exec"), scope)
+    exec(ORIGINAL, original := {"__name__": "original"})
+    parts = {name: original[name] for name in ("batch", "loss")}
+    report = schedlang.verify_program(
+        scope["program"], model=original["model"](), **parts, ranks=2, pool=pool
+    )
+    told = dict(report.localised)
+    assert "only rank 0 has the right value: there is none on rank 1" in told["gradients"], told
+    assert re.search(r"ranks return [\d.]+, 0$", told["loss"]), told
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from schedlang import TrainingProgram
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge import layouts
 from schedlang.passes.judge.layouts import Held, Holdings, Table, candidates, held, together
 from schedlang.passes.judge.regions import Region
 
@@ -167,3 +169,27 @@ def test_padding_is_counted_on_all_ranks() -> None:
     """Ranks that hold a tensor of one name may each have padding in it, or none."""
     ranks = tuple((Held("weight", (3,), True, "values", padding=count),) for count in (1, 2, 0))
     assert Holdings(ranks, Table(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
+
+
+TOLD = {  # what is said of a weight of six rows, on which of four ranks, and its rows there
+    "rows over all ranks": (Shard(0), 1, [2, 3]),
+    "none are left": (Shard(0), 3, []),
+    "rows over a pair": ((Shard(0), [1, 2]), 2, [3, 4, 5]),
+    "a copy": (Replicate(), 3, [0, 1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("said, rank, rows", TOLD.values(), ids=TOLD)
+def test_a_split_that_is_told(monkeypatch: Any, said: Any, rank: int, rows: list[int]) -> None:
+    """A plain tensor whose values are others' goes by its name; the user says which part it is."""
+    monkeypatch.setattr(layouts.comm, "rank", lambda: rank)
+    monkeypatch.setattr(layouts.comm, "size", lambda: 4)
+    original = Original()
+    options = {"names": {"w": "q.weight"}, "layouts": {"w": said}}
+    other = torch.rand(len(rows), 4, dtype=torch.float64)
+    (one,), lost = held(offered(w=other, options=options), Table(original))
+    assert not lost and one.by == "name"
+    numbers = torch.arange(24).reshape(6, 4)[rows].reshape(-1)
+    found = [there.numbers for _, there in one.pieces.values()]
+    assert list(one.pieces) == ["q.weight"] * bool(rows)
+    assert torch.equal(torch.cat([*found, torch.arange(0)]), numbers)

@@ -140,6 +140,27 @@ def test_a_wrong_program_fails(
     assert report.exit_code == 1, str(report)
 
 
+SAID = [  # of 36 gradients those of two biases of keys are zero
+    (wrapped.ddp_twice, "34 of 36", "1/ranks = 1/2 times the right value everywhere"),
+    (wrapped.ddp_unsynced, "1 of 36 (`head.weight`)", "ranks differ and their mean is right"),
+    (by_hand.unreduced, "8 of 36", "their sum is right: a sum over ranks is"),
+    (scaled, "(`emb.weight`", "1.1 times the right value everywhere"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("program, names, said", SAID, ids=_named)
+def test_the_kind_of_mistake_is_told_within_roundings(
+    pool: Pool, program: Any, names: str, said: str, dtype: str
+) -> None:
+    """The right value, times the factor that is named, or put together so, is within its bound."""
+    if program is by_hand.unreduced and dtype == "bfloat16":
+        pytest.skip("in so few bits weights that are cut by hand are not told apart")
+    report = judged(pool, program, dtype)
+    ((where, text),) = report.localised
+    assert where == "gradients" and names in text and said in text, str(report)
+
+
 def test_statistics_have_bounds(pool: Pool) -> None:
     """Buffers of a batch norm are compared: of ranks' own rows they are others."""
     options: dict[str, Any] = {"batch": wrapped.images, "loss": wrapped.of_images, "ranks": 2}

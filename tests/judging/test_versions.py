@@ -18,6 +18,7 @@ THREADS = (
     "first_words",
     "items_of_a_rank",
     "means_of_micro_batches",
+    "megatron_gated_norm",
     "megatron_gathered",
     "megatron_sinks",
     "megatron_smoothing",

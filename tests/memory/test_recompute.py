@@ -591,3 +591,47 @@ def test_layers_are_one_each():
     assert isinstance(layer, Checkpoint) and layer.save == ("linear",)
     assert list(layers_of(block).kinds) == ["checkpoint"]
     assert "forward" not in block.state_dict()
+
+
+class OnADevice(nn.Module):
+    """Makes a tensor wherever new tensors are made, and tells where."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(torch.zeros(1).device.type)
+        return x.tanh()
+
+
+def test_new_tensors_lie_where_they_lay_in_the_first_run():
+    """What a block of `with torch.device(...)` makes is made there in the recomputation too, which
+    comes after the block."""
+    model = OnADevice()
+    checkpoint(model)
+    with torch.device("meta"):
+        out = model(torch.ones(3, device="cpu", requires_grad=True))
+    out.sum().backward()
+    assert model.seen == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_autocast_is_that_of_the_first_run(around):
+    """Backward inside or outside of the block: products run again in the dtype of the first run."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    ours = copy.deepcopy(plain)
+    checkpoint(ours)
+    found = []
+    for model in (plain, ours):
+        x = torch.arange(8.0).reshape(2, 4).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().sum()
+            if around:
+                loss.backward()
+        if not around:
+            with torch.autocast("cpu", torch.float16):
+                loss.backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -56,6 +56,7 @@ CASES = {
     "Caller.__call__": "sch['layers.*'].checkpont()",
     "Program.train_step": "program.train_step({**batch, 'more': batch['ids']})",
     "Program.eval_step": "program.eval_step({'ids': 3})",
+    "Program.generate": "program.generate(batch['ids'])",
     "Program.module": "away.module",
     "Program.rank_of": "program.rank_of('pp')",
     "Waiting.rank_of": "program.rank_of('pp')",

@@ -16,6 +16,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.traffic import collectives
+from schedlang.runtime.grad_reduction.zero import packed, unpacked
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
@@ -260,3 +261,15 @@ class Lending(nn.Module):
 def test_a_part_that_is_called_beside_its_block(row: str, mesh: str, threads: Threads) -> None:
     """A module that the model calls while the block around it does not run is gathered for it."""
     proven(threads, planned(Lending().double(), row, mesh), [_batch(), _batch(8), _batch(16)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 1000, 1024])
+def test_which_parameters_ranks_used_is_counted_exactly(world: int, dtype: torch.dtype) -> None:
+    """A sum of what all ranks pack, in the dtype that crosses the world, tells how many used each
+    parameter: also where all of a large world did."""
+    flags = torch.rand(world, 69, generator=torch.Generator().manual_seed(world)).round().int()
+    flags[:, 0], flags[:, 1] = 0, 1
+    total = sum(torch.tensor(packed(one.tolist(), world, dtype), dtype=dtype) for one in flags)
+    assert isinstance(total, torch.Tensor) and len(total) <= -(-69 // (24 // world.bit_length()))
+    assert unpacked(total.tolist(), 69, world, dtype) == flags.sum(0).tolist()

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from schedlang.passes.verify.conditioning import LEAST, Bounds, Nudged, bound, quantile
 from schedlang.passes.verify.observe import Key, Observation, conditions, observe
 from schedlang.passes.verify.original import Sequential
-from schedlang.passes.verify.working_dtype import bounds_of
+from schedlang.passes.verify.working_dtype import bounds_of, undecided
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.modes import ambient
@@ -41,6 +41,15 @@ def test_each_result_is_off_by_one_unit_in_its_last_place(dtype: torch.dtype) ->
         with Nudged(seed):
             seen.append(x * 0.7)
     assert torch.equal(seen[0], y) and not torch.equal(seen[1], y)
+
+
+def test_numbers_below_the_normal_ones_are_moved() -> None:
+    """Those of float16 by the distance between two: a part of their size would be rounded away."""
+    least = 2.0**-24
+    x = torch.full((64,), 3 * least, dtype=torch.float16)
+    with Nudged(1):
+        y = x * 1.1
+    assert set(y.tolist()) == {2 * least, 4 * least}
 
 
 def test_masks_and_whole_numbers_stay() -> None:
@@ -184,6 +193,40 @@ def test_single_numbers_have_a_gate_by_their_size() -> None:
             program = Observation({**plain.tensors, key: value * factor})
             rows = [r for r in bounds.rows(program) if r.kind.startswith(kind)]
             assert all(row.ok for row in rows) == ok
+
+
+@pytest.mark.parametrize("ours", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("working", [1.0, math.nan])
+@pytest.mark.parametrize("exact", [math.nan, math.inf])
+def test_an_original_that_is_no_number_in_float64_decides_nothing(
+    exact: float, working: float, ours: float
+) -> None:
+    """Whatever the others have: no row of such a loss passes, and none fails."""
+    key = Key("SGD", "loss", 0, "loss")
+    kinds = (torch.float64, torch.bfloat16, torch.bfloat16)
+    values = (torch.tensor(v, dtype=d) for v, d in zip((exact, working, ours), kinds))
+    right, low, program = (Observation({key: value}) for value in values)
+    rows = Bounds(right, lambda draw: low).rows(program)
+    assert undecided([*rows])[0] == [] and undecided([*rows])[1]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 7])
+@pytest.mark.parametrize("ours", [1.01, 2.0, math.nan])
+def test_where_roundings_alone_overflow_nothing_fails(lost: int, ours: float) -> None:
+    """Runs that are no numbers are no small errors: what is beyond the others is undecided."""
+    torch.manual_seed(0)
+    key, ones = Key("SGD", "gradients", 2, "w"), torch.ones(64)
+
+    def run(draw: int) -> Observation:
+        value = ones + 0.01 * torch.randn(64)
+        return Observation({key: value * math.nan if 0 < draw <= lost else value})
+
+    bounds = Bounds(Observation({key: ones.double()}), run)
+    (row,) = bounds.rows(Observation({key: ones * ours}))
+    if ours == 1.01:
+        assert row.ok
+    else:
+        assert not row.ok and bool(undecided([row])[1]) == bool(lost)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["kept in it", "autocast"])

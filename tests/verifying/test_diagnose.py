@@ -12,6 +12,8 @@ from schedlang.report import Report
 SIZES = {"tp": 2, "dp": 3, "microbatches": 4}
 GEN = torch.Generator().manual_seed(0)
 RIGHT = torch.randn(12, 12, generator=GEN, dtype=torch.float64)
+EYE = torch.eye(12, dtype=torch.float64)
+CHECKED = (torch.arange(12)[:, None] + torch.arange(12)) % 2
 OTHER = torch.randn(12, 12, generator=GEN, dtype=torch.float64)
 
 
@@ -38,6 +40,9 @@ def _one_block(value: float) -> torch.Tensor:
         (torch.cat(RIGHT.chunk(3, 1)[::-1], 1), "out of order: [2, 1, 0] of 3 blocks along dim 1"),
         (RIGHT[torch.randperm(12, generator=GEN)], "dim 0, in another order"),
         (RIGHT.T, "transposed"),
+        (RIGHT + 0.5, "0.5 is added everywhere"),
+        (RIGHT + 0.5 * CHECKED + 1e-15, "a constant is added: 0.5 to 72 elements"),
+        (RIGHT + 0.5 * EYE + 0.25 * (1 - EYE), "is added: 0.25 to 132 and 0.5 to 12 elements"),
         (OTHER.clone(), "the value of other"),
         (RIGHT + OTHER, "the value of other has been added"),
         (RIGHT.float().double(), "float32 rounding"),

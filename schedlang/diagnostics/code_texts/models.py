@@ -65,6 +65,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an initialisation that cannot be recorded",
         "`deferred_init` notes torch's operators, and draws of torch's own generator.",
     ),
+    "S627": (
+        "generation that a program does not follow",
+        "`program.generate` runs transformers' own loop on every rank; keys and values stay where\n"
+        "they are made, so that their rows are not moved, as beams do.",
+    ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": (
         "not a place for a checkpoint",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -20,9 +20,10 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
 from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
+from schedlang.runtime.activation_memory.dropped import Dropped, hold
 from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps, numbers, operators
 from schedlang.runtime.adapters.torch_compile import once
-from schedlang.runtime.device import Replayed, default_generators, own_generators
+from schedlang.runtime.device import HOST, Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import Inside, Modules, modules_in
 from schedlang.runtime.modes import reentry
@@ -66,65 +67,55 @@ class Rerun:
         return self.inner(*args, **kwargs)
 
 
-def draws(module: nn.Module, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+_ON_HOST = frozenset({HOST})
+
+
+class Draws(Replayed):
     """All that a call's numbers hang on besides its arguments: torch's generators, and autocast.
 
     As they are now; to be entered for a second run.
     """
-    kinds = sorted({t.device.type for t in tensors} | {"cpu"})
-    default = default_generators(t.device for t in tensors)
-    casts = [_autocast(kind) for kind in kinds if kind != "meta"]
-    return _Together([Replayed([*default, *own_generators(modules_in(module))]), *casts])
 
-
-def _autocast(kind: str) -> partial[torch.amp.autocast]:
-    return partial(
-        torch.amp.autocast,
-        kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-        cache_enabled=torch.is_autocast_cache_enabled(),
-    )
-
-
-def contexts(
-    save: tuple[str, ...],
-    generators: Sequence[torch.Generator] = (),
-    chosen: frozenset[Key] = frozenset(),
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
-    again: list[AbstractContextManager[Any]] = [reentry()]
-    if generators:
-        again.append(Replayed(generators))
-    if not (chosen or save):
-        return nullcontext(), _together(again)
-    keep = policies.code
-    some = Chosen(*numbers(save, chosen, keep is not None), keep, "collective" in save)
-    return some.forward, _together([*again, some.again])
-
-
-def _together(parts: list[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    return parts[0] if len(parts) == 1 else _Together(parts)
-
-
-Context = AbstractContextManager[Any] | partial[Any]
-
-
-class _Together(AbstractContextManager[None]):
-    """Several contexts, the last innermost; those that are partial are made anew at each entry."""
-
-    def __init__(self, parts: Sequence[Context]) -> None:
-        self.parts = parts
-        self.stacks: list[ExitStack] = []
+    def __init__(self, inside: Modules, tensors: Sequence[Tensor]) -> None:
+        apart = {t.device for t in tensors} - _ON_HOST
+        super().__init__([*default_generators(apart), *own_generators(inside)])
+        kinds = [HOST.type, *sorted({one.type for one in apart if is_autocast_available(one.type)})]
+        self.casts = [(kind, *_autocast(kind)) for kind in kinds]
+        self.entered: list[list[torch.amp.autocast]] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part() if isinstance(part, partial) else part)
-            self.stacks.append(stack.pop_all())
+        made = [_casting(*cast) for cast in self.casts if _autocast(cast[0]) != cast[1:]]
+        for one in made:
+            one.__enter__()  # type: ignore[no-untyped-call]
+        self.entered.append(made)
+        super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for one in reversed(self.entered.pop()):
+            one.__exit__(*error)
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    on = torch.is_autocast_enabled(kind)
+    return on, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def _casting(kind: str, on: bool, dtype: torch.dtype, cached: bool) -> torch.amp.autocast:
+    return torch.amp.autocast(kind, dtype=dtype, enabled=on, cache_enabled=cached)
+
+
+Context = AbstractContextManager[Any]
+_NOTHING: Context = nullcontext()
+
+
+def keeping(save: tuple[str, ...], chosen: frozenset[Key] = frozenset()) -> tuple[Context, Context]:
+    """The contexts of a forward and of its second run in which some results are kept."""
+    if not (chosen or save):
+        return _NOTHING, _NOTHING
+    keep = policies.code
+    some = Chosen(*numbers(save, chosen, keep is not None), keep, "collective" in save)
+    return some.forward, some.again
 
 
 # ---- Buffers that a forward changes, which a second one would change once more.
@@ -166,7 +157,61 @@ def _own_class(module: nn.Module) -> str:
     return names[names.index("FSDPModule") + 1 if "FSDPModule" in names else 0]
 
 
-# ---- One module: torch's non-reentrant `checkpoint`, put around the forward of one instance.
+class Call:
+    """One call of a module: what its second run needs, but for the tensors.
+
+    inside  for each region around: which of the tensors it keeps
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rerun: Rerun,
+        within: Modules,
+        save: tuple[str, ...] = (),
+        chosen: frozenset[Key] = frozenset(),
+    ) -> None:
+        self.module, self.rerun = module, rerun
+        self.needs_grad = [t.requires_grad for t in rerun.tensors]
+        self.draws, self.place = Draws(within, rerun.tensors), reentry()
+        self.forward, self.second = keeping(save, chosen)
+        self.inside: tuple[tuple[int, ...], ...] = ()
+
+    def alone(self, tensors: Sequence[Tensor]) -> Any:
+        """The second run of this call by itself; the history of tensors is not asked for."""
+        given = [t.detach().requires_grad_(n) for t, n in zip(tensors, self.needs_grad)]
+        with self.draws, self.place, self.second:
+            return self.rerun(*given)
+
+    def run(self, around: tuple[Region, ...]) -> Any:
+        """The first run, within these regions, the outermost first."""
+        tensors, before = self.rerun.taken(), versions(modules_in(self.module))
+        with ExitStack() as stack:
+            kept: list[tuple[int, ...]] = []
+            for region in around:  # what an inner region keeps is saved to the outer one
+                kept.append(region.begin(self, tensors, len(kept)))
+                stack.enter_context(region.dropping())
+            self.inside = tuple(kept)
+            stack.enter_context(self.forward)
+            output = self.rerun(*tensors)
+        written_twice(self.module, before, modules_in(self.module))
+        for region in around:
+            region.made(output)
+        return output
+
+    def repeat(self, depth: int, tensors: Sequence[Tensor]) -> Any:
+        """The second run, of the region at this depth; regions inside of it drop and keep anew."""
+        if isinstance(self.module, FSDPModule):
+            self.module.unshard()  # it is freed after its backward, as ever
+        given = [_entering(t, needs) for t, needs in zip(tensors, self.needs_grad, strict=True)]
+        with self.draws, self.place, self.second, ExitStack() as stack:
+            for kept in self.inside[depth + 1 :]:
+                hold([tensors[k] for k in kept])
+                stack.enter_context(slot(_forget))
+            return self.rerun(*given)
+
+
+# ---- One module: dropped and made again around the forward of one instance.
 # Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 # Names, hooks and state_dict stay.  The module's own hooks lie outside, in `__call__`, and so run
 # once; hooks of its submodules run again in recomputation, as FSDP's must.
@@ -191,10 +236,10 @@ def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection
 
 
 class Checkpoint(Policy):
-    """Dropped, and made again by torch's checkpoint, with all tensors as its inputs.
+    """Dropped, and made again by a second run of one module.
 
-    Tensors among keyword arguments and inside containers become positional inputs, so that hooks
-    around the checkpoint (offloading) see them.
+    Tensors among keyword arguments and inside containers are its inputs too, so that hooks around
+    the checkpoint (offloading) see them.
     """
 
     def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
@@ -208,13 +253,10 @@ class Checkpoint(Policy):
             return self._in_graph(inner, args, kwargs)
         inside = self.inside.now()
         before = versions(inside)
-        rerun = Rerun(inner, args, kwargs)
-        out = torch_checkpoint(
-            rerun,
-            *rerun.taken(),
-            use_reentrant=False,
-            context_fn=partial(contexts, self.save, own_generators(inside), self.chosen),
-        )
+        call = Call(self.module, Rerun(inner, args, kwargs), inside, self.save, self.chosen)
+        tensors = call.rerun.taken()
+        with Again(call, hold(tensors)).dropping(), call.forward:
+            out = call.rerun(*tensors)
         written_twice(self.module, before, self.inside.now())
         return out
 
@@ -231,6 +273,22 @@ class Checkpoint(Policy):
         policy = partial(_policy, operators(self.save))
         kept = partial(create_selective_checkpoint_contexts, policy)
         return run(*args, context_fn=kept, **kwargs)
+
+
+class Again(Dropped):
+    """One call, run again by itself."""
+
+    def __init__(self, call: Call, kept: Callable[[], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.call, self.kept = call, kept
+
+    def rerun(self) -> None:
+        """Run it once more, of what was kept."""
+        self.call.alone(self.kept())
+
+    def names(self) -> str:
+        """The class of its module."""
+        return _own_class(self.call.module)
 
 
 def _policy(
@@ -280,7 +338,8 @@ class Link(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner` within its regions."""
-        return self.chain.call(self.place, Call(self.module, Rerun(inner, args, kwargs), self.save))
+        call = Call(self.module, Rerun(inner, args, kwargs), modules_in(self.module), self.save)
+        return self.chain.call(self.place, call)
 
 
 class Chain:
@@ -314,44 +373,6 @@ class Chain:
             self.open = {n: r for n, r in self.open.items() if n in after and self.next >= 0}
 
 
-class Call:
-    """One call of a module: what its second run needs, but for the tensors."""
-
-    def __init__(self, module: nn.Module, rerun: Rerun, save: tuple[str, ...]) -> None:
-        self.module, self.rerun = module, rerun
-        self.needs_grad = tuple(t.requires_grad for t in rerun.tensors)
-        self.forward, self.again = contexts(save)
-        self.draws = draws(module, rerun.tensors)
-        self.inside: tuple[tuple[int, ...], ...] = ()  # for each region: which arguments it keeps
-
-    def run(self, around: tuple[Region, ...]) -> Any:
-        """The first run, within these regions, the outermost first."""
-        tensors, before = self.rerun.taken(), versions(modules_in(self.module))
-        with ExitStack() as stack:
-            kept: list[tuple[int, ...]] = []
-            for region in around:  # what an inner region keeps is saved to the outer one
-                kept.append(region.begin(self, tensors, len(kept)))
-                stack.enter_context(slot(region.pack))
-            self.inside = tuple(kept)
-            stack.enter_context(self.forward)
-            output = self.rerun(*tensors)
-        written_twice(self.module, before, modules_in(self.module))
-        for region in around:
-            region.made(output)
-        return output
-
-    def repeat(self, depth: int, tensors: Sequence[Tensor]) -> Any:
-        """The second run, of the region at this depth; regions inside of it drop and keep anew."""
-        if isinstance(self.module, FSDPModule):
-            self.module.unshard()  # it is freed after its backward, as ever
-        given = [_entering(t, needs) for t, needs in zip(tensors, self.needs_grad, strict=True)]
-        with self.draws, self.again, ExitStack() as stack:
-            for kept in self.inside[depth + 1 :]:
-                hold([tensors[k] for k in kept])
-                stack.enter_context(slot(_forget))
-            return self.rerun(*given)
-
-
 @dataclass(frozen=True)
 class _Entry:
     """A call as one region sees it: where each of its tensors comes from."""
@@ -362,12 +383,12 @@ class _Entry:
     kept: Callable[[], Sequence[Tensor]]  # what came from outside and no call before had
 
 
-class Region:
+class Region(Dropped):
     """Some calls of modules, recomputed together."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.entries: list[_Entry] = []
-        self.dropped: list[weakref.ref[_Dropped]] = []
         self._known: list[_Known] = []
 
     # -- forward -----------------------------------------------------------------------------
@@ -397,71 +418,21 @@ class Region:
         if type(value) is Tensor:  # of others the storage does not say what they are
             self._known.append(_Known(source, value))
 
-    def pack(self, tensor: Tensor) -> _Dropped:
-        """Drop a tensor that autograd saves."""
-        dropped = _Dropped(self, tuple(tensor.shape), tensor.dtype)
-        self.dropped.append(weakref.ref(dropped))
-        return dropped
-
     # -- backward ----------------------------------------------------------------------------
 
-    def again(self) -> None:
-        """Run all calls once more, and fill in what was dropped."""
-        count = 0
-
-        def fill(tensor: Tensor) -> Tensor:
-            nonlocal count
-            dropped = self.dropped[count]() if count < len(self.dropped) else None
-            count += 1
-            value = tensor.detach()
-            if dropped is not None:
-                self._check(dropped, value)
-                dropped.value = value
-            if count >= len(self.dropped):
-                raise _Enough
-            return value
-
+    def rerun(self) -> None:
+        """Run all calls once more."""
         made: list[Sequence[Any]] = []
         kept: list[Sequence[Any]] = []
-        try:
-            with torch.enable_grad(), slot(fill):
-                for entry in self.entries:
-                    kept.append(entry.kept())
-                    tensors = [(made if own else kept)[c][k] for own, c, k in entry.sources]
-                    output = entry.call.repeat(entry.depth, tensors)
-                    made.append([_alone(leaf) for leaf in _leaves(output)])
-        except _Enough:
-            return
-        self._fail(f"saved {count} tensors the second time, {len(self.dropped)} the first")
+        for entry in self.entries:
+            kept.append(entry.kept())
+            tensors = [(made if own else kept)[c][k] for own, c, k in entry.sources]
+            output = entry.call.repeat(entry.depth, tensors)
+            made.append([_alone(leaf) for leaf in _leaves(output)])
 
-    def _check(self, dropped: _Dropped, value: Tensor) -> None:
-        if (tuple(value.shape), value.dtype) != (dropped.shape, dropped.dtype):
-            self._fail(
-                f"saved {value.dtype}{list(value.shape)} the second time where it saved "
-                f"{dropped.dtype}{list(dropped.shape)} the first"
-            )
-
-    def _fail(self, what: str) -> None:
-        names = ", ".join(dict.fromkeys(type(e.call.module).__name__ for e in self.entries))
-        raise RuntimeError(f"recomputation of {names} took another way: it {what}")
-
-
-@dataclass(eq=False)
-class _Dropped:
-    """A note in place of a saved tensor; the first that is asked for brings all."""
-
-    region: Region
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    value: Tensor | None = field(default=None)
-
-    def tensor(self) -> Tensor:
-        """Give it once: another backward runs the region again."""
-        if self.value is None:
-            self.region.again()
-        value, self.value = self.value, None
-        assert value is not None
-        return value
+    def names(self) -> str:
+        """The classes of its modules."""
+        return ", ".join(dict.fromkeys(_own_class(e.call.module) for e in self.entries))
 
 
 class _Known:
@@ -479,32 +450,6 @@ class _Known:
         return bool(
             tensor.untyped_storage()._cdata == self.storage.cdata and _facts(tensor) == self.facts
         )
-
-
-class _Enough(BaseException):
-    """All that was saved is back; not an Exception, so that no model catches it."""
-
-
-class _Hold(torch.autograd.Function):
-    """Saves tensors, through whatever hooks are on, and hands out nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty_like(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on what is held")
-
-
-def hold(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-    """Keep tensors as autograd keeps them; the result gives them back, again and again."""
-    if not tensors:
-        return tuple
-    anchor = torch.empty(0, device="cpu", requires_grad=True)
-    held: Any = _Hold.apply(anchor, *[t.detach() for t in tensors])  # type: ignore[no-untyped-call]
-    return lambda: held.grad_fn.saved_tensors
 
 
 def _entering(tensor: Tensor, needs_grad: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from schedlang.runtime.activation_memory.recompute import hold
+from schedlang.runtime.activation_memory.dropped import hold
 from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.inside import modules_in

@@ -350,12 +350,16 @@ def read_together(
         key: one.on([r for found, ranks in keys if key in found for r in ranks])
         for key, one in lies.items()
     }
-    turns = together(lambda: _turns(index, there, world.size()), told, (Exception,))
-    but: dict[str, list[int]] = defaultdict(list)
-    for turn in turns:
-        for (key, _), (_, some) in turn.items():
-            but[key] += some
-    together(lambda: read(folder, index, tensors, but), told, (Exception,))
+
+    def first() -> list[_Turn]:
+        turns, but = _turns(index, there, world.size()), defaultdict[str, list[int]](list)
+        for turn in turns:
+            for (key, _), (_, some) in turn.items():
+                but[key] += some
+        read(folder, index, tensors, but)
+        return turns
+
+    turns = together(first, told, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
     for turn in turns:
         mine = together(lambda: _mine(folder, index, turn), told, (Exception,))  # noqa: B023

@@ -26,6 +26,7 @@ from schedlang.runtime.redistribution.spread import (
     Parts,
     Spread,
     copied,
+    distinct,
     everywhere,
     whole,
 )
@@ -133,7 +134,7 @@ def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts,
         for k, some in enumerate(rows):
             some[:, 0] += k * slices
         every = np.concatenate(rows)
-        there = np.unique(every[:, 0])
+        there = distinct(every[:, 0])
         number = np.full(len(known) * slices, len(there))  # all slices of nothing are one
         number[there] = np.arange(len(there))
         every[:, 0] = number[every[:, 0]]
@@ -153,7 +154,7 @@ def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
     starts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
     ends, total = lengths.cumsum(), int(lengths.sum())
     chunk = max(-(-total // count), 1)
-    low = np.union1d(ends - lengths, np.arange(count) * chunk)
+    low = distinct(ends - lengths, np.arange(count) * chunk)
     low = low[low < total]
     run = np.searchsorted(ends, low, "right")
     start = starts[run] + low - (ends - lengths)[run]

@@ -478,9 +478,12 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         data = packed(value)
         mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
         rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
-        first: dict[bytes, list[int]] = {}
-        for source, row in enumerate(rows):
-            first.setdefault(row, []).append(source)
+        first: dict[bytes, list[int]] = {row: [] for row in rows}
+        if len(first) == 1:
+            first[rows[0]].extend(range(world.size))
+        else:
+            for source, row in enumerate(rows):
+                first[row].append(source)
         if len(first) > _KINDS:  # as many messages would take longer than one that is longer
             everyone = gathered(value)
             return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]

@@ -31,6 +31,7 @@ from schedlang.runtime.fusion.rewrite import (
 )
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import Ambient
+from schedlang.runtime.sharding.leaf import make_ready, without_graph
 
 # -- whole modules ---------------------------------------------------------------------------------
 # The compiled function takes the place of the forward of one instance; equal modules share graphs.
@@ -106,7 +107,8 @@ class Fuse:
         self.split_backward = split_backward
         self.rounding = rounding
         self.graphs = 0
-        self.eager = ""  # why it runs eagerly in training
+        self.eager = ""  # why it runs eagerly
+        self.looked = False  # for what no graph can hold
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,6 +117,8 @@ class Fuse:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run compiled; eagerly, and it is noted, where a mode or its draws do not let it."""
+        if not self.looked and self.module is not None:
+            self.looked, self.eager = True, self.eager or without_graph(self.module)
         under = _ambient_modes()
         whys = [why for mode in under if (why := mode.eager)]
         whys += [self.eager] if self.eager and torch.is_grad_enabled() else []
@@ -123,6 +127,8 @@ class Fuse:
         if self.eager or any(not mode.compiles for mode in under):
             return inner(*args, **kwargs)
         if self.compiled is None:
+            if self.module is not None:
+                make_ready(self.module)
             self.compiled = _compile(inner, self.split_backward, self.rounding)
         alone = plain_torch() if under else nullcontext()
         with alone, _counting(self), _refusing(self.name):

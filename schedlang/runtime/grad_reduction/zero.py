@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -271,11 +272,31 @@ def join(stages: Sequence[Sliced]) -> None:
 def used_anywhere(
     sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
 ) -> list[float]:
-    """One for each sliced parameter (by name) that got a gradient on this rank; to be summed."""
+    """One for each sliced parameter (by name) that got a gradient on this rank; else zero."""
     used = {parameter for one in sliced.values() for parameter in one.used}
     for one in sliced.values():
         one.used.clear()
     return [float(parameters.get(n) in used) for n in names]
+
+
+def packed(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float]:
+    """Ones and zeros as few numbers, whose sums over the ranks of a world are exact."""
+    bits, each = _fields(world, dtype)
+    some = [flags[k : k + each] for k in range(0, len(flags), each)]
+    return [float(sum(int(one) << bits * k for k, one in enumerate(part))) for part in some]
+
+
+def unpacked(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
+    """How many ranks had a one for each of `count` flags, of the sums of what they packed."""
+    bits, each = _fields(world, dtype)
+    last = (1 << bits) - 1
+    return [int(sums[k // each]) >> bits * (k % each) & last for k in range(count)]
+
+
+def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The bits of a count of ranks, and how many of them a number of a dtype holds exactly."""
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return world.bit_length(), digits // world.bit_length()
 
 
 def _check_calls(counts: Sequence[int]) -> None:

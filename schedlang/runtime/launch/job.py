@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -115,6 +116,13 @@ _GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
 _STILL = 2.0  # seconds between two looks; more, and this process or the whole machine was stopped
 _MOMENT = 0.1  # seconds in which several ranks may fail alike; the lowest is named
 
+_FRAMES = 12  # innermost calls that are told
+_NOT_USERS = (  # where files lie that no user wrote
+    "site-packages",
+    sysconfig.get_path("stdlib"),
+    str(Path(__file__).parents[2]),
+    '"<',
+)
 HERE = -1  # in the place of a rank: the process that started them
 _WORDS, _CALLS = 20, 12  # lines that are told of what a process wrote, and of where it stood
 _DUMP = "Fatal Python error: "  # with this faulthandler begins
@@ -135,9 +143,31 @@ class Hang(Exception):
 
     def __init__(self, why: str, stacks: Mapping[int, str]) -> None:
         who = {rank: "this process" if rank == HERE else f"rank {rank}" for rank in stacks}
-        lines = [f"{who[rank]}:\n{stack}" for rank, stack in sorted(stacks.items())]
+        cut = {HERE: None}  # this process's are cut, and begin with the outermost
+        told = {
+            rank: stack.splitlines()[: cut.get(rank, _FRAMES)] for rank, stack in stacks.items()
+        }
+        lines = [line for rank in sorted(told) for line in (f"{who[rank]}:", *told[rank])]
         super().__init__("\n".join([why, *lines]))
         self.why, self.stacks = why, dict(stacks)
+
+    def of_users(self, by: Sequence[str]) -> Hang:
+        """The same, but of each rank's calls only those in files of the user's, and the innermost.
+
+        `by` are files that call what a user wrote: what is outside of them is left out. A rank that
+        stands in no call of the user's waits for others: so much is said instead.
+        """
+        told = {HERE: self.stacks[HERE]} if HERE in self.stacks else {}
+        for rank, stack in self.stacks.items():
+            if rank == HERE:
+                continue
+            calls = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
+            caller = (k for k, line in enumerate(calls) if any(f'{one}"' in line for one in by))
+            inside = calls[: next(caller, None)]
+            own = [line for line in inside if not any(part in line for part in _NOT_USERS)]
+            waits = "  waits for the others: nothing of the program runs there"
+            told[rank] = "\n".join(dict.fromkeys([*calls[:1], *(own or [waits])]))
+        return Hang(self.why, told)
 
 
 @dataclass
@@ -313,8 +343,8 @@ def _dumped(log: Path, start: int, end: float) -> str:
 
 
 def _main_thread(text: str) -> str:
-    """The innermost calls of the main thread, which comes last."""
-    return "\n".join(text.split("hread 0x")[-1].splitlines()[1:][:12])
+    """The calls of the main thread, which comes last."""
+    return "\n".join(text.split("hread 0x")[-1].splitlines()[1:])
 
 
 # -- a limit of time for a whole piece of work -----------------------------------------------------
@@ -322,7 +352,6 @@ def _main_thread(text: str) -> str:
 
 _AGAIN = 10.0  # seconds after which the alarm comes again, where something holds on
 _LAST = 30.0  # seconds beyond the limit for all to end in order
-_FRAMES = 12  # innermost calls that are told
 
 
 class TimeIsUp(BaseException):

@@ -37,10 +37,10 @@ class Choices(Ambient):
     ) -> Any:
         out = self.run(func, types, args, kwargs or {})
         # rounding tips no choice among whole numbers
-        if func in CHOOSING and scope.current() is not None and _floats(args, kwargs or {}):
+        if func in CHOOSING and scope.current() is not None and of_floats(args, kwargs or {}):
             right = self._note(CHOOSING[func], out)
             if right is not None:
-                return _as_chosen(CHOOSING[func], out, right, args, kwargs or {})
+                return as_chosen(CHOOSING[func], out, right, args, kwargs or {})
         return out
 
     def _note(self, name: str, out: Any) -> Tensor | None:
@@ -74,12 +74,13 @@ class Choices(Ambient):
         return out
 
 
-def _floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
+def of_floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator is given floats."""
     given = args[0] if args else kwargs.get("input")
     return isinstance(given, Tensor) and given.is_floating_point()
 
 
-def _as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator that chooses as it is told."""
     if isinstance(out, Tensor):
         return right

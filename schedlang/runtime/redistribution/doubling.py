@@ -21,6 +21,7 @@ from schedlang.runtime.redistribution.spread import (
     Part,
     Parts,
     Spread,
+    distinct,
     everywhere,
 )
 
@@ -84,7 +85,7 @@ def _of_blocks(spread: Spread, block: int) -> Spread:
     of = np.full(len(spread.of), NOWHERE, np.int32)
     known: dict[tuple[int, ...], int] = {}
     for low in range(0, len(of), block):
-        held = np.unique(spread.of[low : low + block])
+        held = distinct(spread.of[low : low + block])
         if some := tuple(held[held != NOWHERE].tolist()):
             of[low : low + block] = known.setdefault(some, len(known))
     parts = [_around(spread.parts, list(some)) for some in known]

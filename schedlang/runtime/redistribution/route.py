@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.runtime.redistribution.spread import NOWHERE, Array, Parts, Spread, volumes
+from schedlang.runtime.redistribution.spread import NOWHERE, Array, Parts, Spread, distinct, volumes
 
 
 class Unmet(Exception):
@@ -181,14 +181,14 @@ def _levelled(
     made = [(first[one], receiver[alone], np.zeros(len(one), np.int64), wanted[alone])]
     np.add.at(loads, first[one], wanted[alone] * kind.itemsize)
     rest = np.flatnonzero(~alone)  # by rising part
-    starts = np.searchsorted(part[rest], np.unique(part[rest]))
+    starts = np.flatnonzero(np.diff(part[rest], prepend=-1))
     for low, high in zip(starts, [*starts[1:], len(rest)]):
         some = rest[low:high]
         senders = holders[part[some[0]]]
         line = np.cumsum(wanted[some])
         shares = _shares(loads[senders], int(line[-1]), kind.itemsize)
         loads[senders] += shares * kind.itemsize
-        ends = np.union1d(line, np.cumsum(shares))
+        ends = distinct(line, np.cumsum(shares))
         begins = np.concatenate([[0], ends[:-1]])
         begins, ends = begins[begins < ends], ends[begins < ends]
         row = np.searchsorted(line, begins, "right")

@@ -78,11 +78,17 @@ class Parts(Sequence[Part]):
         return tuple(found)
 
     @cached_property
+    def counts(self) -> list[int]:
+        """For each dim one more than the greatest number of cells: of these parts, or of others."""
+        every = zip(self.numbers.T, self.cells)
+        return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in every]
+
+    @cached_property
     def sizes(self) -> Array:
         """The number of elements in each part."""
         found = np.ones(len(self), np.int64)
-        for numbers, rows in zip(self.numbers.T, self.cells):
-            each = np.zeros(_most(numbers, rows), np.int64)
+        for numbers, rows, most in zip(self.numbers.T, self.cells, self.counts):
+            each = np.zeros(most, np.int64)
             np.add.at(each, rows[:, 0], rows[:, 3])
             found *= each[numbers]
         return found
@@ -165,22 +171,23 @@ def whole(shape: Sequence[int]) -> Part:
     return tuple(((0, 0, n),) if n else () for n in shape)
 
 
+def distinct(*numbers: Array) -> Array:
+    """All numbers of some arrays, each once, ascending."""
+    # what is asked for besides keeps numpy from importing all of its masked arrays to look for one
+    return np.unique(np.concatenate(numbers), return_index=True)[0]
+
+
 def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
     """The part that is one box of a tensor."""
     return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
 
 
-def _most(numbers: Array, rows: Array) -> int:
-    """The count of cells' numbers: of parts, and of those that none of these parts has."""
-    return max(int(numbers.max(initial=-1)), int(rows[:, 0].max(initial=-1))) + 1
-
-
 def volumes(a: Parts, b: Parts) -> Array:
     """The number of elements that each part of `a` has in common with each of `b`."""
     found = np.ones((len(a), len(b)), np.int64)
-    for ours, theirs, mine, yours in zip(a.cells, b.cells, a.numbers.T, b.numbers.T):
-        sizes = _most(mine, ours), _most(yours, theirs)
-        found *= _common(ours, theirs, np.zeros(sizes, np.int64))[np.ix_(mine, yours)]
+    for dim, (mine, yours) in enumerate(zip(a.numbers.T, b.numbers.T)):
+        common = np.zeros((a.counts[dim], b.counts[dim]), np.int64)
+        found *= _common(a.cells[dim], b.cells[dim], common)[mine][:, yours]
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from schedlang.ir.placement import P
-from schedlang.runtime.forward import layer_of
+from schedlang.runtime.forward import below, layer_of
 from schedlang.runtime.sharding import grid, norms
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.embedding import embedding, embedding_bag
@@ -41,7 +41,7 @@ class Sharded:
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation, in which `inner` is the module's own."""
         run = self.run
-        if run is None or self.inner is not inner:
+        if run is None or not torch.compiler.is_compiling() and self.inner is not inner:
             run = forward_of(self, inner)
             if not torch.compiler.is_compiling():  # a graph changes nothing outside of it
                 self.inner, self.run = inner, run
@@ -56,6 +56,23 @@ class Sharded:
             return uncoded()
         sums = any(isinstance(edge.computes, P) for edge in self.edges)
         return partial_sums() if sums else nullcontext()
+
+
+def without_graph(model: nn.Module) -> str:
+    """Return why sharded modules inside cannot be a part of a graph, or "" if they can."""
+    every = (layer_of(module, "sharded") for module in model.modules())
+    if any(one is not None and one.kind.startswith("summa") for one in every):
+        return "its weights lie on a grid, and dynamo has no graph for broadcasts along a line"
+    return ""
+
+
+def make_ready(model: nn.Module) -> None:
+    """Make the computations of sharded modules: what dynamo cannot follow there is done then."""
+    for module in model.modules():
+        sharded = layer_of(module, "sharded")
+        if sharded is not None:
+            sharded.inner = below(module, "sharded")
+            sharded.run = forward_of(sharded, sharded.inner)
 
 
 def know_coded(model: nn.Module) -> None:

@@ -4,8 +4,8 @@ A policy is a layer around a module's forward. What autograd saves in there goes
 policy, in the order of `forward.ORDER`, from the inside out:
 
     stream      parameters that come and go: a note of which; anything else goes on outside
-    checkpoint  dropped and made again by a second run, of one module (torch's own hooks) or of
-                several as one; under a budget evicted, and made again operator by operator
+    checkpoint  dropped and made again by a second run, of one module or of several as one; under
+                a budget evicted, and made again operator by operator
     code        whole numbers of few bits, which go on to the offload around
     offload     a copy on the host or on disk, or the forward's bag, which goes to a peer
 
@@ -124,7 +124,9 @@ class Kept:
     def tensor(self) -> Tensor:
         """Give it, if it is what it was; as autograd does for what it saves itself."""
         if self.stale:
-            raise RuntimeError("a value that backward needs was written into after it was saved")
+            raise RuntimeError(
+                "a value that backward needs has been modified by an inplace operation since"
+            )
         return self.saved
 
 

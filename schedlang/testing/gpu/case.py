@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OUTCOMES = ("ok", "wrong", "failed", "skipped")
+OUTCOMES = ("ok", "wrong", "failed", "skipped", "late")
 
 
 class Wrong(Exception):
@@ -57,7 +57,8 @@ class Found:
     ok        it ran, and equals what it is compared with
     wrong     it ran, and does not
     failed    it raised, ended its process, or was not done in time
-    skipped   it was not tried
+    skipped   it was not tried: this machine has not what it needs
+    late      it was not tried, or not done: the time of its part was up
     """
 
     part: str

@@ -74,9 +74,11 @@ class _Run:
                     break
                 turn += 1
         for name in (self.names or [])[len(self.found) :]:
-            self._note(Found(self.part.name, name, "skipped", "no time was left for it"))
+            self._note(Found(self.part.name, name, "late", "no time was left for it"))
         if self.names is None and not self.found:
-            self._note(Found(self.part.name, "begin", "skipped", "no time was left for it"))
+            self._note(Found(self.part.name, "begin", "late", "no time was left for it"))
+        if self.names == [] and self.words:
+            self._note(Found(self.part.name, self.words, "failed", "no case's name begins so"))
         return self.found
 
     def _note(self, found: Found) -> None:
@@ -115,7 +117,7 @@ class _Run:
             return True
         if why == _TIME_IS_UP:
             if self.names is not None and begun is not None:
-                self._note(Found(self.part.name, self.names[begun], "skipped", why))
+                self._note(Found(self.part.name, self.names[begun], "late", why))
             return False
         if self.names is None:
             self._note(Found(self.part.name, "begin", "failed", f"{why}{_last(log)}"))

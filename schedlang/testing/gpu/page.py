@@ -49,7 +49,7 @@ def here(setup: Setup, parts: Sequence[str], seconds: float) -> Here:
         driver=driver,
         memory=memory,
         torch=str(torch.__version__),
-        cuda=str(torch.version.cuda),
+        cuda=f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA",
         triton=_version("triton"),
         liger=_version("liger_kernel"),
         python=platform.python_version(),
@@ -120,9 +120,10 @@ python -m schedlang.testing.gpu
 takes ten minutes at most (`--quick`: three) and writes this page: each part in processes of its own
 with a limit of time, so that what crashes or hangs is told and the rest goes on. `--only kernels`
 runs a part, `--only kernels:rms_norm` those of its cases that begin so, `--json` prints all
-numbers, `--out FILE` writes elsewhere. It ends with 1 if something is wrong or failed, with 2 if
-there is no GPU: then nothing is written. `--device cpu` and `--device sim` rehearse it on tiny
-shapes: all but the times.
+numbers, `--out FILE` writes elsewhere. It ends with 1 if something is wrong or failed, with 3 if
+no time was left for something, with 2 if there is no GPU: then nothing is written. `--device cpu`
+and `--device sim` rehearse it on tiny shapes, with ten times the time: all but the times, and but
+what is compiled for GPUs.
 """
 _SHOWS = {
     "kernels": "each kernel's results and gradients, in three types, for ragged shapes too: at most"
@@ -163,7 +164,7 @@ def _said(place: Here, found: Sequence[Found]) -> Iterator[str]:
     device = f"{place.device} {place.memory}".strip()
     yield f"| | |\n|---|---|\n| device | {device} |"
     yield f"| driver | {place.driver} |"
-    yield f"| torch | {place.torch}, CUDA {place.cuda} |"
+    yield f"| torch | {place.torch}, {place.cuda} |"
     yield f"| Triton | {place.triton} |"
     yield f"| Liger | {place.liger} |"
     yield f"| Python | {place.python} |"
@@ -176,8 +177,11 @@ def _said(place: Here, found: Sequence[Found]) -> Iterator[str]:
 
 def _wrong(found: Sequence[Found]) -> str:
     bad = [one for one in found if one.bad]
+    late = sum(one.outcome == "late" for one in found)
     if not bad:
-        return "\nNothing was wrong, and nothing failed.\n"
+        of = f"Of {len(found) - late} cases nothing" if late else "Nothing"
+        left = f" For {late} no time was left: they show nothing." if late else ""
+        return f"\n{of} was wrong, and nothing failed.{left}\n"
     rows = "".join(
         f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in bad
     )

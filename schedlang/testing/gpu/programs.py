@@ -495,7 +495,8 @@ def _fused(subject: Subject, setup: Setup) -> Told:
         raise Wrong("nothing was compiled: the regions ran eagerly")
     found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
     told = against(subject, shape, setup.device, found)
-    return Told(f"{sum(made)} graphs, {told.note}", {**told.numbers, "graphs": sum(made)})
+    several = "s" if sum(made) != 1 else ""
+    return Told(f"{sum(made)} graph{several}, {told.note}", {**told.numbers, "graphs": sum(made)})
 
 
 # -- what lies on the host while a step runs -------------------------------------------------------

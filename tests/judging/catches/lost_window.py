@@ -17,7 +17,7 @@ from schedlang import TrainingProgram
 from tests.judging.catches.parts import everyone, own, total
 from tests.judging.catches.words import VOCAB, WIDTH, Words, batch, loss
 
-NAMED = r"first module +the output of `inner`.*right before it: `inner.value`"
+NAMED = r"the output of `inner`: .*depends on .* original's does not: a mask lets through too much"
 WINDOW = 2
 
 __all__ = ["batch", "loss"]

@@ -1,0 +1,137 @@
+"""The arithmetic of mistakes in a low dtype: which right value is as near as roundings leave it.
+
+In few bits no pattern fits to the last digit. A wrong tensor is held against its bound once more as
+it would be without the mistake: divided by a factor, or put together from what ranks have.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import quoted
+from schedlang.passes.judge.kinds import MOST_GROUPS, MOST_NAMES
+from schedlang.passes.judge.subject import Kept
+from schedlang.passes.localize.diagnose import numbers
+from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.report import Row
+
+NEAR = 0.02  # how near a factor must be to a number to be tried as that
+_COPIES = "gradient of "  # replicas of it
+Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
+
+
+def causes(
+    rows: Sequence[Row], bounds: Bounds, seen: Observation, kept: Kept, ranks: int
+) -> tuple[tuple[str, str], ...]:
+    """Say how wrong gradients of the first step, or else its loss or norm, come from right ones.
+
+    Only of runs that clip nothing. Each sentence holds within the bounds of what it names.
+    """
+    sizes = {**(kept.holdings.axes if kept.holdings is not None else {}), "ranks": ranks}
+    for kind in ("gradients", "loss", "gradient norm"):
+        left = dict.fromkeys(_wrong(rows, bounds, kind))
+        if not left:
+            continue
+        said: dict[str, list[str]] = {}
+        own = _factors(bounds, seen, [*left])
+        alike = dict.fromkeys(own, statistics.median(own.values()) if own else 0.0)
+        ways = [_of_copies(kept, mean) for mean in (True, False)]
+        ways += [_of_factor(sizes, factors) for factors in (alike, own)]
+        for way in ways:
+            for key, words in _held(bounds, seen, list(left), way).items():
+                said.setdefault(words, []).append(key.name)
+                del left[key]
+        for key in left:
+            said.setdefault(_else(seen.tensors.get(key)), []).append(key.name)
+        of = sum(k.kind == kind and k.step == 0 for k in bounds.exact.tensors) // 2 or 1
+        lines = [(k, f"{len(n)} of {of} ({quoted(n, MOST_NAMES)}): {k}") for k, n in said.items()]
+        return tuple((kind, text) for words, text in lines if words)[:MOST_GROUPS]
+    return ()
+
+
+def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
+    """Yield the tensors that fail in the first step of a run that clips nothing."""
+    for row in rows:
+        name = row.name
+        if row.kind == "replicas" and name.startswith(_COPIES) and kind == "gradients":
+            name = name.removeprefix(_COPIES)
+        elif row.kind != kind + IN_DTYPE:
+            continue
+        key = Key(row.condition, kind, 0, name)
+        clipped = "clipped" in row.condition
+        if not row.ok and row.step == 0 and not clipped and key in bounds.exact.tensors:
+            yield key
+
+
+def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended) -> dict[Key, str]:
+    """The words for those that are right once they are mended."""
+    found = {k: mended(k, v) for k in keys if (v := seen.tensors.get(k)) is not None}
+    known = {key: one for key, one in found.items() if one is not None}
+    if not known:
+        return {}
+    steps = (k for k in bounds.exact.tensors if k[:2] in {one[:2] for one in known})
+    exact = {k: bounds.exact.tensors[k] for k in steps if k in known or k.kind != "gradients"}
+    alone = replace(bounds, exact=replace(bounds.exact, tensors=exact))
+    other = replace(seen, tensors={k: value for k, (_, value) in known.items()})
+    right = {Key(r.condition, k.kind, 0, r.name) for r in alone.rows(other) for k in known if r.ok}
+    return {key: words for key, (words, _) in known.items() if key in right}
+
+
+def _of_copies(kept: Kept, mean: bool) -> Mended:
+    """The mean, or the sum, of what ranks have whole, where they differ."""
+
+    def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
+        copies = [c for c in kept.of(key.condition, key.name) if c.held is not None]
+        if key.kind != "gradients" or len(copies) < 2:
+            return None
+        whole = []
+        for one in copies:
+            if one.values is None or len(one.places) != value.numel():
+                return None
+            whole.append(one.values.double()[one.places.argsort()].reshape(value.shape))
+        if all(torch.equal(one, whole[0]) for one in whole):
+            return None
+        total = torch.stack(whole)
+        if mean:
+            return "ranks differ and their mean is right: they are not averaged", total.mean(0)
+        return "ranks differ and their sum is right: a sum over ranks is missing", total.sum(0)
+
+    return mended
+
+
+def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended:
+    """The value divided by its factor, or by the number that this is nearest to."""
+
+    def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
+        found = factors.get(key, 0.0)
+        if not found or not math.isfinite(found):
+            return None
+        near = (one for one in numbers(sizes) if math.isclose(found, one[1], rel_tol=NEAR))
+        words, number = next(near, (f"{found:.2g}", found))
+        return f"{words} times the right value everywhere", value.double() / number
+
+    return mended
+
+
+def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
+    """Return by which factor each value is off that should be the original's, on the whole."""
+    found = {}
+    for key in keys:
+        x, r = seen.tensors.get(key), bounds.exact.tensors[key]
+        if x is not None and r is not None and x.shape == r.shape and bool(r.any()):
+            x, r = x.double(), r.double()
+            found[key] = float((x * r).sum() / (r * r).sum())
+    return found
+
+
+def _else(value: Tensor | None) -> str:
+    if value is None:
+        return "no rank has one: detached, or never computed"
+    return "" if value.any() else "it is zero: detached, or never received"

@@ -1,0 +1,280 @@
+"""Choices that roundings tip, in a program that is judged in a low dtype: held as ranks made them.
+
+A model that sends words to the best of its experts is another function wherever two scores are so
+near that a rounding tips the choice: no bound of errors covers that.  So all runs of the original
+choose as the one in float64 does.  Where ranks choose otherwise, and the scores differ by no more
+than roundings move them, the original is run again, and chooses as the ranks did.  Words are told
+apart by their scores: nothing need be known of how ranks split rows or name modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from schedlang.passes.verify.conditioning import IN_DTYPE
+from schedlang.report import Row
+from schedlang.runtime import scope
+from schedlang.runtime.comm import world
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.moe.choices import CHOOSING, as_chosen, of_floats
+
+WIDEST = 4096  # scores that one choice is among: no router has more
+Moment = tuple[int, int, bool]  # the how manyth run, the last step in it, whether it evaluates
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Scores, a row for each choice, and the places that were chosen in each row."""
+
+    scores: Tensor
+    chosen: Tensor
+
+
+class Choosing(Ambient):
+    """Notes what discrete operators choose among floats; `hold` may tell it what to choose.
+
+    hold  is given the moment, the number of the choosing operator in it, and what it would choose
+    A run begins where steps are counted anew.
+    """
+
+    def __init__(self, hold: Callable[[Moment, int, Noted], Tensor | None] | None = None) -> None:
+        super().__init__()
+        self.found: dict[Moment, list[Noted]] = defaultdict(list)
+        self._hold, self._run, self._step = hold, 0, -1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = self.run(func, types, args, kwargs)
+        if func not in CHOOSING or not of_floats(args, kwargs):
+            return out
+        noted, dim = _noted(CHOOSING[func], out, args, kwargs)
+        if noted is None:
+            return out
+        here = self._moment()
+        right = self._hold(here, len(self.found[here]), noted) if self._hold else None
+        self.found[here].append(noted if right is None else replace(noted, chosen=right))
+        if right is None or torch.equal(right, noted.chosen):
+            return out
+        return as_chosen(CHOOSING[func], out, _laid(right, out, args, kwargs, dim), args, kwargs)
+
+    def _moment(self) -> Moment:
+        where = scope.current()
+        evaluates = where is None or bool(where.evaluation)
+        if where is not None and not evaluates:
+            self._run += where.step < self._step
+            self._step = where.step
+        return self._run, self._step, evaluates
+
+    def everyone(self) -> dict[Moment, list[Noted]]:
+        """Gather what all ranks noted, those of one shape together."""
+        found: dict[Moment, dict[tuple[int, int], list[Noted]]] = {}
+        for one in world.gathered(dict(self.found)):
+            for moment, notes in one.items():
+                for note in notes:
+                    shape = note.scores.shape[-1], note.chosen.shape[-1]
+                    found.setdefault(moment, {}).setdefault(shape, []).append(note)
+        return {moment: [*map(_together, each.values())] for moment, each in found.items()}
+
+
+def _together(notes: Sequence[Noted]) -> Noted:
+    scores = torch.cat([one.scores.double() for one in notes])
+    return Noted(scores, torch.cat([one.chosen for one in notes]))
+
+
+def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
+    """Return scores and what is chosen, in rows, and along which dim; None: no such choice."""
+    given = args[0] if args else kwargs["input"]
+    chosen = out if isinstance(out, Tensor) else out[1]
+    place = 2 if name in ("topk", "kthvalue") else 1
+    whole = None if name in ("argmax", "argmin") else -1
+    dim = kwargs.get("dim", args[place] if len(args) > place else whole)
+    if isinstance(given, DTensor) or isinstance(chosen, DTensor):
+        given, chosen = _local(given), _local(chosen)
+    if given is None or chosen is None or not isinstance(dim, int) or not given.dim():
+        return None, 0
+    if chosen.is_floating_point() or not 0 < given.shape[dim] <= WIDEST:
+        return None, 0
+    chosen = chosen if chosen.dim() == given.dim() else chosen.unsqueeze(dim)
+    rows = (one.detach().movedim(dim, -1) for one in (given, chosen))
+    scores, places = (one.reshape(-1, one.shape[-1]).clone() for one in rows)
+    return Noted(scores, places), dim
+
+
+def _local(value: Tensor) -> Tensor | None:
+    """A rank's own part; None of a term of a sum."""
+    if not isinstance(value, DTensor):
+        return value
+    partial = any(one.is_partial() for one in value.placements)
+    return None if partial else value.to_local()
+
+
+def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int) -> Tensor:
+    """Choices in rows, as the operator lays them."""
+    given = args[0] if args else kwargs["input"]
+    chosen = out if isinstance(out, Tensor) else out[1]
+    kept = chosen.dim() == given.dim()
+    like = (chosen if kept else chosen.unsqueeze(dim)).movedim(dim, -1)
+    laid = right.reshape(like.shape).movedim(-1, dim)
+    return laid if kept else laid.squeeze(dim)
+
+
+# ---- The runs of an original, and what they choose.
+
+FURTHER = 1.5  # than in any run that is off by roundings may scores be: these are off by twelve
+Place = tuple[Moment, int]  # of a choosing operator: the how manyth of a moment
+
+
+@dataclass
+class Routes:
+    """The choices of the runs of an original, which all are those of its run in float64.
+
+    ranks  choices of the program by moment, with their scores
+    far    how far roundings move the scores of each row; where it is told, that run chooses as
+           ranks did, if its own scores are no further apart than roundings move two of them
+    held   how many choices ranks made otherwise
+    other  what else may have been chosen where roundings tip a choice and no rank tells which
+    """
+
+    ranks: Mapping[Moment, Sequence[Noted]]
+    far: Mapping[Place, Tensor] = field(default_factory=dict)
+    exact: Choosing = field(init=False)
+    draws: list[Choosing] = field(init=False, default_factory=list)
+    held: int = 0
+    other: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
+
+    def mode(self, draw: int | None) -> Choosing:
+        """The mode of a run: None is that in float64, which is the first."""
+        if draw is None:
+            self.exact = Choosing(self._as_ranks if self.far else None)
+            return self.exact
+        self.draws.append(Choosing(self._as_exact))
+        return self.draws[-1]
+
+    def again(self) -> Routes | None:
+        """Tell how far these runs moved scores; None where ranks may not choose otherwise."""
+        places = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
+        far = {place: self._far(*place) for place in places}
+        tips = (bool(_tips(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
+        return Routes(self.ranks, far) if any(tips) else None
+
+    def otherwise(self, draw: int | None) -> Choosing:
+        """The mode of a run that chooses the other way, wherever none is told."""
+
+        def hold(moment: Moment, number: int, noted: Noted) -> Tensor | None:
+            right = self._as_exact(moment, number, noted)
+            for row, chosen in self.other.get((moment, number), {}).items():
+                right = noted.chosen.clone() if right is None else right.clone()
+                right[row] = chosen
+            return right
+
+        return Choosing(hold)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Say how many choices are held as ranks made them, for the head of a report."""
+        many = sum(len(note.chosen) for notes in self.exact.found.values() for note in notes)
+        said = f"{self.held} of {many} as ranks made them: roundings tip these"
+        return [("choices", said)] if self.held else []
+
+    def _far(self, moment: Moment, number: int) -> Tensor:
+        noted, most = self.exact.found[moment][number], torch.zeros(())
+        for draw in self.draws:
+            notes = draw.found.get(moment, [])
+            if number < len(notes) and notes[number].scores.shape == noted.scores.shape:
+                error = (notes[number].scores.double() - noted.scores.double()).abs().amax(-1)
+                most = torch.maximum(most, FURTHER * error.nan_to_num(0.0, 0.0, 0.0))
+        return most.expand(len(noted.scores))
+
+    def _as_exact(self, moment: Moment, number: int, noted: Noted) -> Tensor | None:
+        found = self.exact.found.get(moment, [])
+        same = number < len(found) and found[number].chosen.shape == noted.chosen.shape
+        return found[number].chosen if same else None
+
+    def _as_ranks(self, moment: Moment, number: int, noted: Noted) -> Tensor | None:
+        """The choices of ranks in rows whose scores are the same but for roundings."""
+        far, seen = self.far.get((moment, number)), self.ranks.get(moment, ())
+        if far is None or far.shape != noted.scores.shape[:1]:
+            return None
+        if moment[-1] and not seen:
+            return None  # ranks do not evaluate
+        seen = [one for one in seen if one.scores.shape[-1] == noted.scores.shape[-1]]
+        right, scores = noted.chosen.clone(), noted.scores.double()
+        for row in _tips(noted, far).nonzero().flatten().tolist():
+            most = float(far[row])
+            told = _told(scores[row], right[row], seen, most)
+            if len(told) > 1 or not seen:
+                left = told[1] if told else _swapped(scores[row], right[row], most)
+                self.other.setdefault((moment, number), {})[row] = left
+            if told:
+                self.held += not torch.equal(told[0], right[row])
+                right[row] = told[0]
+        return right
+
+
+def _tips(noted: Noted, far: Tensor) -> Tensor:
+    """Rows in which something chosen is so near to another score that roundings tip the choice."""
+    values, order = noted.scores.double().sort(-1)
+    mine = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, noted.chosen, True)
+    mine = mine.gather(-1, order)
+    near = values.diff(dim=-1) <= 2 * far.unsqueeze(-1)
+    return (near & (mine[:, 1:] | mine[:, :-1])).any(-1)
+
+
+def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> list[Tensor]:
+    """Tell what ranks chose where scores are these but for roundings, the nearest first.
+
+    Two are told where a row as near chose otherwise. Nothing is told by rows whose scores are
+    others, or by a choice that no rounding explains.
+    """
+    near = []
+    for one in seen:
+        apart = (one.scores - scores).abs().amax(-1)
+        near += [(float(apart[k]), one.chosen[k]) for k in (apart <= far).nonzero().flatten()]
+    near.sort(key=lambda pair: pair[0])
+    told: list[Tensor] = []
+    for apart_, theirs in near:
+        if told and apart_ > 2 * near[0][0]:
+            break
+        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in told):
+            continue
+        if bool(((scores[theirs] - scores[chosen]).abs() <= 2 * far).all()):
+            told.append(theirs)
+    return told
+
+
+def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
+    """A choice of another score in place of one that is about as large, the nearest two."""
+    left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
+    gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~left, math.inf)
+    place, other = divmod(int(gaps.argmin()), len(scores))
+    swapped = chosen.clone()
+    if float(gaps[place, other]) <= 2 * far:
+        swapped[place] = other
+    return swapped
+
+
+def untold(rows: Sequence[Row], other: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows without those that fail by no more than other choices explain, and words for them.
+
+    `other` are those of the original itself with these choices, against the same bounds.
+    """
+    moved = {(row.condition, row.kind, row.name, row.step): row.error for row in other}
+    out = []
+    for row in rows:
+        error = moved.get((row.condition, row.kind, row.name, row.step), 0.0)
+        if not row.ok and row.kind.endswith(IN_DTYPE) and not row.error > 1.0 + 2.0 * error:
+            out.append(row)
+    if not out:
+        return list(rows), []
+    why = "choices that roundings tip are made at no known place on ranks"
+    said = f"{len(out)} rows in the working dtype, the first {out[0].place}: {why}"
+    return [row for row in rows if row not in out], [said]

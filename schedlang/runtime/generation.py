@@ -1,0 +1,235 @@
+"""Generate text on a sharded program, by the loop of transformers' own `generate`.
+
+The loop runs on every rank, on the same tokens; only the model's forward is the program's.  Prompts
+are shared among replicas and microbatches as the rows of a batch are.  Keys and values stay where
+they are made: a rank has those of its layers, of its heads, and of its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.comm.agreement import Item, agree, checksum
+from schedlang.runtime.device import default_generators
+
+if TYPE_CHECKING:
+    from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.device import States
+
+Run = Callable[[Mapping[str, Any], Callable[[int], Mapping[str, Any]]], Any]
+
+CACHES = ("cache", "past_key_values")  # the name in transformers, from 5.2x on and before
+APART = {  # settings under which ranks would go different ways, or that move a cache's rows
+    "max_time": "ranks have clocks of their own: bound it by `max_new_tokens`",
+    "assistant_model": "leave it out: the program's own model makes every token",
+    "prompt_lookup_num_tokens": "leave it out: the program's own model makes every token",
+    "custom_generate": "leave it out: the loop is transformers' own",
+    "synced_gpus": "leave it out: ranks go the same way",
+}
+
+
+def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, Any]) -> Any:
+    """Return what the model's own `generate` returns, alike on every rank.
+
+    `run(batch, beside)` is a forward of the program without gradients; `beside(k)` has more
+    arguments for microbatch `k`.  Raises Refusal S627 for models and settings that it cannot
+    follow, and S650 where ranks are given different prompts.
+    """
+    model: Any = a.module
+    config = options.get("generation_config") or getattr(model, "generation_config", None)
+    _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in APART})
+    samples = options.get("do_sample", getattr(config, "do_sample", False))
+    _alike(inputs, options, default_generators([a.ranks.device]) if samples else [])
+    return _facade(a, model, run).generate(inputs, **options)
+
+
+def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
+    if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
+        raise _refused(
+            f"`{type(model).__name__}` has no `generate` of transformers",
+            "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
+        )
+    if model.config.is_encoder_decoder:
+        raise _refused(
+            "an encoder and a decoder are not generated with",
+            "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
+        )
+    if a.tokens is not None:
+        raise _refused(
+            f"`{a.context[0]}` splits sequences, and one more token at a time cannot be split",
+            "load the state into a program without that axis: `schedlang.transfer`",
+        )
+    for name, help_ in APART.items():
+        if options.get(name) is not None:
+            raise _refused(f"`{name}` is not followed", help_)
+
+
+def _alike(inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]) -> None:
+    """Raise Refusal S650 where ranks are given other prompts, settings or states of generators."""
+    tensors = {
+        name: checksum(value)
+        for name, value in {"inputs": inputs, **options}.items()
+        if isinstance(value, Tensor)
+    }
+    plain = {
+        name: repr(value)
+        for name, value in options.items()
+        if isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+    }
+    helps = ("give the same prompts and settings on every rank",)
+    states = {str(k): checksum(one.get_state()) for k, one in enumerate(generators)}
+    agree(
+        [
+            Item("prompt", tensors, shown=False, helps=helps),
+            Item("settings of generation", plain, helps=helps),
+            Item(
+                "generator of random numbers",
+                states,
+                shown=False,
+                helps=("call `torch.manual_seed` with one number on all ranks before sampling",),
+            ),
+        ]
+    )
+
+
+def _refused(title: str, help_: str) -> Refusal:
+    return Refusal(Diagnostic("S627", title, helps=(help_,)))
+
+
+def _facade(a: Assembly, model: Any, run: Run) -> Any:
+    """The model as transformers' loop sees it: its forward is the program's, on whole batches."""
+    from transformers.cache_utils import DynamicCache
+
+    kind: Any = type(model)
+    _, replicas, _ = a.parts
+    least = replicas * a.micro
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, **inputs: Any) -> Any:
+        name = next((name for name in CACHES if inputs.get(name) is not None), None)
+        cache: Any = None if name is None else inputs.pop(name)
+        batch, rows = _enough_rows(inputs, least)
+        given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
+        output = run(given, lambda k: {} if name is None else {name: cache.part(k)})
+        if rows < least:
+            output.logits = output.logits[:rows]
+        if name is not None:
+            ids = inputs.get("input_ids")
+            cache.seen += (ids if ids is not None else inputs["inputs_embeds"]).shape[1]
+            output[name] = cache
+        return output
+
+    def prepared(self: Any, config: Any, given: dict[str, Any], *more: Any, **keyed: Any) -> None:
+        kind._prepare_cache_for_generation(self, config, given, *more, **keyed)
+        for name in CACHES:
+            if (made := given.get(name)) is None:
+                continue
+            if type(made) is not DynamicCache:
+                raise _refused(
+                    f"a cache of the kind `{type(made).__name__}` is not followed",
+                    "leave out `cache_implementation` and caches of your own: this one keeps"
+                    " all keys and values",
+                )
+            given[name] = _cache_class()()
+
+    more = {
+        "forward": forward,
+        "_prepare_cache_for_generation": prepared,
+        "device": property(lambda self: a.ranks.device),
+        "__module__": kind.__module__,
+    }
+    facade: Any = object.__new__(type(kind.__name__, (kind,), more))
+    facade.__dict__.update({name: v for name, v in vars(model).items() if name != "forward"})
+    return facade
+
+
+def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
+    """The batch with as many rows as there are parts, the last one again, and how many it had."""
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    rows = len(tensors[0])
+
+    def filled(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != rows:
+            return value
+        return torch.cat([value, value[-1:].expand(least - rows, *value.shape[1:])])
+
+    if rows >= least:
+        return dict(inputs), rows
+    return {name: filled(value) for name, value in inputs.items()}, rows
+
+
+class Kept:
+    """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
+
+    seen  tokens that all layers have had
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self._whole = self
+        self._lines: dict[int, tuple[Tensor, Tensor]] = {}
+        self._parts: dict[int, Kept] = {}
+
+    def part(self, microbatch: int) -> Kept:
+        """The cache of a microbatch."""
+        if microbatch not in self._parts:
+            self._parts[microbatch] = made = type(self)()
+            made._whole = self
+        return self._parts[microbatch]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values behind those before; a run for shapes leaves no trace."""
+        if key_states.is_meta:
+            before = [
+                new.new_empty((*new.shape[:-2], self._whole.seen, new.shape[-1]))
+                for new in (key_states, value_states)
+            ]
+        else:
+            before = list(self._lines.get(layer_idx, ()))
+        keys, values = key_states, value_states
+        if before:
+            keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
+        if not key_states.is_meta:
+            self._lines[layer_idx] = keys, values
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before these: alike for all layers, also of one that has had these already."""
+        return self._whole.seen
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys that the next tokens see; their first is the first of the sequence."""
+        return self._whole.seen + query_length, 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing of it: outputs are handed to other ranks, and it stays where it is."""
+        return type(None), ()
+
+    def _other(self, *_: Any, **__: Any) -> Any:
+        raise _refused(
+            "this model keeps more than keys and values between tokens, or moves their rows",
+            "`use_cache=False` makes every token from the whole sequence",
+        )
+
+    update_conv_state = update_recurrent_state = update_indexer = _other
+    get_conv_state = get_recurrent_state = has_previous_state = _other
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _other
+
+
+@functools.cache
+def _cache_class() -> Any:
+    """Made when first asked for: transformers is imported for its own models only."""
+    from transformers.cache_utils import DynamicCache
+
+    return type("Cache", (Kept, DynamicCache), {})
