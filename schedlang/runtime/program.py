@@ -589,16 +589,11 @@ class Program:
     def export(
         self, path: str | os.PathLike[str], model: nn.Module, *, adapter: bool = False
     ) -> None:
-        """Write whole weights as safetensors, for `from_pretrained`; see `export.export`.
-
-        Adapters are merged into the weights that they stand beside.  With `adapter` they are
-        written alone, in a folder that PEFT reads; see `adapter.export_adapter`.
-        """
+        """Write whole weights, with adapters merged into them (`export.export`); with `adapter`
+        the adapters alone, for PEFT (`adapter.export_adapter`)."""
         state = whole.state_dict(self.assembly, first_rank)  # which is the one that writes
         rank, merges = self.assembly.ranks.rank, self.assembly.merges
         if adapter:
             export_adapter(rank, path, model, state, merges, self.trained())
-            return
-        for change in reversed(merges):
-            state = change.merged(state)
-        export.export(rank, path, model, state)
+        else:
+            export.export(rank, path, model, state, merges)
