@@ -277,7 +277,7 @@ def _baseline_rows(
         without = pool.run(tried, plan.mesh.world, plain, first, True)[0]
     except Refusal as refusal:
         return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
-    return list(exact_rows(without, actual, words)), []
+    return list(exact_rows(without, actual, words, case.prepared.traced.partial)), []
 
 
 def _rank(

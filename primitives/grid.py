@@ -286,6 +286,13 @@ def _over(layout: Layout, axes: list[str], dim: int, blocks: tuple[int, ...] = (
 
 def _check_plain(site: Site, kind: str, plan: Plan) -> None:
     """Refuse subclasses that compute something else, and embeddings that change their rows."""
+    more = sorted(site.parameters.keys() - {"weight", "bias"})
+    if more:
+        refuse(
+            "S404",
+            f"`{site}` computes with `{more[0]}` too, which `grid` cannot shard",
+            helps=("leave out one of the two rows", "or use `shard(col, ...)`, `shard(row, ...)`"),
+        )
     module = plan.model.model.get_submodule(site.fqn)
     odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
     if odd or not plain(site, kind, plan):

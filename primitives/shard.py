@@ -180,10 +180,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         if self.style is None:
             return {name: value for name, value in self.tensors}
         dim = self._dim(site)
-        given: dict[str, Placement] = {"weight": S(dim or 0)}
-        if "bias" in site.parameters:
-            given["bias"] = S("out") if dim == "out" else R
-        return given
+        own = ((name, names) for name, names in site.dims.items() if name in site.parameters)
+        return {name: S(dim or 0) if dim in names else R for name, names in own}
 
     def _splits(self, site: Site) -> Iterator[tuple[str, ParameterFact, int]]:
         """Yield each parameter that is split, its name, and the number of the dim."""
@@ -271,17 +269,17 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             )
 
     def _check_together(self, site: Site) -> None:
-        """Refuse a bias that does not lie as the outputs do, and classes in several blocks."""
+        """Refuse parameters that do not lie as the weight does, and classes in several blocks."""
         splits = {(name, site.dims[name][dim]) for name, _, dim in self._splits(site)}
-        if "bias" in site.parameters and (("weight", "out") in splits) != (
-            ("bias", "out") in splits
-        ):
-            refuse(
-                "S407",
-                f"only one of weight and bias of `{site}` is sharded along `out`",
-                "shard both along `out`, or neither",
-                helps=("use a style: it shards both",),
-            )
+        for name, names in site.dims.items():
+            for dim in ("out", "in") if name in site.parameters and name != "weight" else ():
+                if dim in names and (("weight", dim) in splits) != ((name, dim) in splits):
+                    refuse(
+                        "S407",
+                        f"only one of weight and {name} of `{site}` is sharded along `{dim}`",
+                        f"shard both along `{dim}`, or neither",
+                        helps=("use a style: it shards both",),
+                    )
         head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
         if head and ("weight", "out") in splits and self.blocks != 1:
             refuse(
@@ -441,11 +439,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
     """Return whether the module computes what its class says; tried once for all that are equal."""
-    if plan.model.computes_as(site.fqn, kind):
+    module = plan.model.model.get_submodule(site.fqn)
+    if plan.model.computes_as(site.fqn, kind) or hasattr(module, "with_adapter"):
         return True
     from schedlang.kernels.probe import seen
 
-    module = plan.model.model.get_submodule(site.fqn)
     key = ("plain", kind, seen(module))
     if key not in plan.model.cache:
         from schedlang.runtime.propagation.likeness import computes_like

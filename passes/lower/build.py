@@ -282,10 +282,9 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
-    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module,
-        pipeline=pipeline,
+        pipeline=pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
         micro=plan.micro,
@@ -295,6 +294,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         sums=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
+        merges=tuple(change for change in plan.model.changes if hasattr(change, "merged")),
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
@@ -436,7 +436,8 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     if not on_meta and (prepared.tokens is not None or prepared.slicing is not None):
         _check_tried(model)
     bare = given.weights is not None or any(p.is_meta for p in model.parameters())
-    source = source_of(model, given.weights) if bare and not on_meta else None
+    # the record, and other names in files, are of the model that was given
+    source = source_of(plan.model.base.model, given.weights) if bare and not on_meta else None
     rooms: list[Room] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -445,8 +446,11 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
-        if source is None or (given.weights is None and not parameter.is_meta):
-            part = take(parameter.detach(), holding, mesh, rank).to(ranks.device)
+        here = source is None or (given.weights is None and not parameter.is_meta)
+        make = None if here else plan.model.drawn(name)
+        if here or make is not None:
+            value = parameter.detach() if make is None else make(parameter)
+            part = take(value, holding, mesh, rank).to(ranks.device)
         else:
             part = parameter.new_zeros(holding.local_shape(mesh, rank), device=ranks.device)
             names = plan.model.unique[name].names

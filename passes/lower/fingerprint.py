@@ -73,7 +73,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
         Item("batch to build from", kinds),
         Item(
             "initial weights",
-            dict(_values(model, given)),
+            dict(_values(model, plan.model.base.model, given)),
             shown=False,
             helps=(
                 "use the same seed before the model is built: `torch.manual_seed(0)`",
@@ -166,8 +166,11 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "relaxed", str(sorted(plan.relaxed))
 
 
-def _values(model: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
-    """A checksum of each tensor of the state dict, and of what gives values to those without."""
+def _values(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
+    """A checksum of each tensor of the state dict, and of what gives values to those without.
+
+    `base` is the model that was given, of which `model` may be a changed copy.
+    """
     from schedlang.runtime.comm.agreement import checksum
     from schedlang.runtime.initial.sources import source_of
 
@@ -178,7 +181,7 @@ def _values(model: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, checksum(buffer)
     if given.weights is not None or any(p.is_meta for p in model.parameters()):
-        yield "their source", source_of(model, given.weights).digest()
+        yield "their source", source_of(base, given.weights).digest()
 
 
 # -- code --------------------------------------------------------------------------------------

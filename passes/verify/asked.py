@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -80,10 +80,13 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     return (of_rows(plan, rows), ", ".join(words)) if words else None
 
 
-def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:
+def exact_rows(
+    without: Observation, program: Observation, words: str, summed: Container[str] = ()
+) -> Iterator[Row]:
     """Rows for the first step of a program against that of its baseline, bit by bit.
 
     Beside sliced state a few roundings are allowed to gradients that may be added in another order.
+    Of parameters that are `summed` over other axes too, one sum comes before the other there.
     """
 
     def first(seen: Observation) -> Observation:
@@ -92,20 +95,24 @@ def exact_rows(without: Observation, program: Observation, words: str) -> Iterat
 
     wanted = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
     rows = compare(first(without), first(program), exact=True)
-    for row in _regrouped(rows, without, program) if _UNSLICED in words else rows:
+    for row in _regrouped(rows, without, program, summed) if _UNSLICED in words else rows:
         yield replace(row, kind=EXACT, name=f"{row.kind}: {row.name}", note=row.note or words)
 
 
-def _regrouped(rows: Iterable[Row], without: Observation, program: Observation) -> Iterator[Row]:
+def _regrouped(
+    rows: Iterable[Row], without: Observation, program: Observation, summed: Container[str]
+) -> Iterator[Row]:
     """Let pass what differs by the order in which gradients of a value with several readers add up.
 
     Units of sliced state stand as nodes of their own in the graph: what a unit reads several times,
     and others read as well, gets (a + b) + c in the place of (c + b) + a.  So does what lies before
-    it, and nothing else: forwards are equal bit by bit, and so is the gradient that is made first.
+    it, and nothing else: forwards are equal bit by bit, and so is the gradient that is made first,
+    of those that are not summed over ranks that share a replica.
     """
     rows = list(rows)
     made = {row.name: row for row in rows if row.kind == "gradients"}
-    first = next((made[name] for name in program.order if name in made), None)
+    order = (name for name in program.order if name in made and name not in summed)
+    first = next((made[name] for name in order), None)
     start = without.tensors[_key(first)] if first is not None and first.ok else None
     same = start is not None and bool(start.any())
     tied = {name for names in program.ties for name in names}  # other names of what is updated

@@ -1,9 +1,10 @@
-"""Hold what rows change in the model itself (frozen, tied, untied) against the untouched model.
+"""Hold what rows change in the model itself (frozen, tied, adapted) against the untouched model.
 
 The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
 here: a parameter has the untouched model's value of the first of its names; and where the untouched
 model's own forward is given a value for each name, and so has a gradient for each, a parameter has
-the sum of those of its names, or none if frozen.
+the sum of those of its names, or none if frozen.  Parameters that a row brings are merged into
+those of the untouched model, and have their gradients by the chain rule through that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir.model import ModelFacts
+from schedlang.passes.verify.observe import flattened
 from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import Case, modes_of
 from schedlang.report import Row
@@ -32,19 +34,30 @@ def changed_rows(case: Case) -> Iterator[Row]:
     yield _values(facts)
     modes, _ = modes_of(case)
     with ambient(*modes):
-        named, grads = (_derived(case, one) for one in (_apart(facts), copy.deepcopy(facts.model)))
+        (apart, values, merged), own_model = _apart(facts), facts.undrawn()
+        named, grads = _derived(case, apart), _derived(case, own_model)
+        wanted, outputs = _evaluated(case, apart), _evaluated(case, own_model)
+    size = max((float(value.double().norm()) for value in wanted.values()), default=0.0)
+    for name, output in outputs.items():
+        yield _row(f"in evaluation: {name}", wanted[name], output, size)
     loss, own = named.pop(""), grads.pop("")
     yield _row("loss", loss, own, abs(float(loss.double().norm())))
     scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
+    named = _before(values, merged, named)
     for name, grad in grads.items():
         same = [n for n in facts.parameters[name].names if n in named]
         yield _row(name, sum(named[n] for n in same[1:]) + named[same[0]], grad, scale)
+
+
+Tensors = dict[str, Tensor]
 
 
 def _values(facts: ModelFacts) -> Row:
     """The greatest difference of a value from that of the untouched model, which must be none."""
     worst, place = 0.0, "all values"
     for name, value in facts.model.named_parameters(remove_duplicate=False):
+        if name not in facts.base.parameters:
+            continue  # a row brought it
         first = facts.base.model.get_parameter(facts.parameters[name].names[0])
         error = float((value.detach().double() - first.detach().double()).norm())
         if error > worst:
@@ -52,16 +65,34 @@ def _values(facts: ModelFacts) -> Row:
     return Row("untouched", KIND, place, worst, 0.0, worst == 0.0, 0)
 
 
-def _apart(facts: ModelFacts) -> nn.Module:
-    """A copy of the untouched model with a parameter for each name, at the changed one's values."""
+def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
+    """A copy of the untouched model with a parameter for each name, at the changed one's values.
+
+    And these values, by name, and those of the copy, which are made of them.
+    """
     twin = copy.deepcopy(facts.base.model)
-    values = dict(facts.model.named_parameters(remove_duplicate=False))
+    named = facts.model.named_parameters(remove_duplicate=False)
+    values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in named}
+    merged = facts.merged(values)
     for fqn, module in twin.named_modules():  # one that stands twice has its names once
         for local, parameter in list(module._parameters.items()):
             if parameter is not None:
-                value = values[f"{fqn}.{local}".lstrip(".")].detach().clone()
+                value = merged[f"{fqn}.{local}".lstrip(".")].detach().clone()
                 setattr(module, local, nn.Parameter(value, value.is_floating_point()))
-    return twin
+    return twin, values, merged
+
+
+def _before(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
+    """The gradients of values, of those of what was made of them."""
+    made = [name for name, value in merged.items() if name in named and value.grad_fn is not None]
+    if not made:
+        return named
+    at = {name: value for name, value in values.items() if value.requires_grad}
+    grads = [named[name].to(merged[name]) for name in made]
+    more = torch.autograd.grad(
+        [merged[name] for name in made], list(at.values()), grads, allow_unused=True
+    )
+    return named | {name: grad for name, grad in zip(at, more) if grad is not None}
 
 
 def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
@@ -71,6 +102,12 @@ def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
     held = dict(module.named_parameters())
     grads = subject.gradients().items()
     return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
+
+
+def _evaluated(case: Case, module: nn.Module) -> Tensors:
+    """The outputs of the first batch in evaluation, by path."""
+    output = Sequential(module, loss=case.loss).eval_step(case.batches[0])
+    return {n: v for n, v in flattened(output, set()) if isinstance(v, Tensor)}
 
 
 def _row(name: str, want: Tensor, got: Tensor, scale: float) -> Row:

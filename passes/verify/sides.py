@@ -96,7 +96,7 @@ class Case:
 
     def with_model(self, module: nn.Module) -> Case:
         """The same for another untouched module of the same names and shapes, changed by rows."""
-        return replace(self, plan=replace(self.plan, model=self.plan.model.like(module)))
+        return replace(self, plan=replace(self.plan, model=self.plan.model.like(module, True)))
 
 
 def prepared(case: Case) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     Change = Callable[[nn.Module], nn.Module]  # to a copy that is trained by another rule
 
@@ -28,6 +29,12 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
+    # beside those of the projection
+    "schedlang.runtime.adapted.Adapted": {
+        "lora_A": ("rank", "in"),
+        "lora_B": ("out", "rank"),
+        "lora_magnitude": ("out",),
+    },
 }
 
 BASE = "torch.nn.modules.module.Module"
@@ -96,14 +103,20 @@ class ModelFacts:
 
     The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
     Where rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a
-    copy with these `changes`, and `base` has the facts of the untouched one.
+    copy with these `changes`, and `base` has the facts of the untouched one.  `varied`: a proof has
+    given the untouched one other values, and parameters that rows bring begin with others too.
     """
 
     def __init__(
-        self, model: nn.Module, base: ModelFacts | None = None, changes: tuple[Change, ...] = ()
+        self,
+        model: nn.Module,
+        base: ModelFacts | None = None,
+        changes: tuple[Change, ...] = (),
+        varied: bool = False,
     ) -> None:
         self.model = model
         self.base: ModelFacts = base or self
+        self.varied = varied
         self.changes: tuple[Change, ...] = changes
         self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
@@ -112,11 +125,12 @@ class ModelFacts:
 
     def changed(self, change: Change) -> ModelFacts:
         """The facts of the model after one more change."""
-        return ModelFacts(change(self.model), self.base, (*self.changes, change))
+        make = getattr(change, "varied", change) if self.varied else change
+        return ModelFacts(make(self.model), self.base, (*self.changes, change), self.varied)
 
-    def like(self, module: nn.Module) -> ModelFacts:
+    def like(self, module: nn.Module, varied: bool = False) -> ModelFacts:
         """The facts of another untouched module of the same structure, changed as this one is."""
-        facts = ModelFacts(module)
+        facts = ModelFacts(module, varied=varied)
         for change in self.changes:
             facts = facts.changed(change)
         return facts
@@ -144,6 +158,28 @@ class ModelFacts:
     def rewritten(self) -> bool:
         """Whether some row changes the computation of a module."""
         return any(getattr(change, "rewrites", False) for change in self.changes)
+
+    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that makes the first values of a parameter that a row brings, of a
+        tensor like it; None: it is the model's own."""
+        draws = (change.drawn(name) for change in self.changes if hasattr(change, "drawn"))
+        return next((make for make in draws if make is not None), None)
+
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of the untouched model's parameters, of those of this one: by every name."""
+        found = dict(values)
+        for change in reversed(self.changes):
+            if hasattr(change, "merged"):
+                found = change.merged(found)
+        return found
+
+    def undrawn(self) -> nn.Module:
+        """A copy of the model in which nothing that a row brings draws numbers at random."""
+        twin = copy.deepcopy(self.model)
+        for change in self.changes:
+            if hasattr(change, "undrawn"):
+                change.undrawn(twin)
+        return twin
 
     @cached_property
     def compared(self) -> nn.Module:
@@ -214,7 +250,7 @@ class ModelFacts:
                 names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
                 known = (name for name in names if name not in (BASE, "builtins.object"))
                 classes[kind] = tuple(known) or (BASE,)
-                dims[kind] = next((DIMS[one] for one in classes[kind] if one in DIMS), {})
+                dims[kind] = _dims(classes[kind])
             own = {name: facts[prefix + name] for name in _there(module._parameters)}
             children, buffers = _there(module._modules), _there(module._buffers)
             # torch's own forward, of lists and dicts, only raises
@@ -278,6 +314,14 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+def _dims(classes: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
+    """The names of dims that a class has, or the nearest that it inherits from; base ones first."""
+    found: dict[str, tuple[str, ...]] = {}
+    for one in reversed([name for name in classes if name in DIMS]):
+        found |= DIMS[one]
+    return found
 
 
 def _there(held: Mapping[str, object]) -> tuple[str, ...]:

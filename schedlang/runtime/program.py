@@ -25,6 +25,7 @@ from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive, export
+from schedlang.runtime.checkpointing.adapter import export_adapter
 from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
@@ -587,7 +588,14 @@ class Program:
         self.saved()
         archive.load(self, path)
 
-    def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
-        """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
+    def export(
+        self, path: str | os.PathLike[str], model: nn.Module, *, adapter: bool = False
+    ) -> None:
+        """Write whole weights, with adapters merged into them (`export.export`); with `adapter`
+        the adapters alone, for PEFT (`adapter.export_adapter`)."""
         state = whole.state_dict(self.assembly, first_rank)  # which is the one that writes
-        export.export(self.assembly.ranks.rank, path, model, state)
+        rank, merges = self.assembly.ranks.rank, self.assembly.merges
+        if adapter:
+            export_adapter(rank, path, model, state, merges, self.trained())
+        else:
+            export.export(rank, path, model, state, merges)

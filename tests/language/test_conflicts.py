@@ -26,6 +26,7 @@ PAIRS = list(combinations(ALONE, 2))
 
 # a row of GPT-2 for each verb that has something to do there, and what its step has to give up
 GPT2 = {
+    "adapt": ("transformer.h.*.mlp.c_fc  adapt(lora, rank=4)", "model"),
     "cast": ("transformer.h.*  cast(bf16)", "dtype"),
     "checkpoint": ("transformer.h.*  checkpoint()", ""),
     "complete": ("complete(over=tp)", ""),
@@ -48,6 +49,7 @@ GPT2 = {
 # the same rows of other models, where their modules have other names
 TIED = ("untie",)  # rows that Llama, whose head is its own, has nothing for
 LLAMA = {name: row for name, row in GPT2.items() if name not in TIED} | {
+    "adapt": ("model.layers.*.mlp.up_proj  adapt(lora, rank=4)", "model"),
     "cast": ("model.layers.*  cast(bf16)", "dtype"),
     "checkpoint": ("model.layers.*  checkpoint()", ""),
     "context_parallel": ("model.layers.*.self_attn  context_parallel(ring, over=cp)", ""),
@@ -63,6 +65,7 @@ LLAMA = {name: row for name, row in GPT2.items() if name not in TIED} | {
     "split_backward": ("model.layers.*  split_backward()", ""),
 }
 BERT = GPT2 | {
+    "adapt": ("bert.encoder.layer.*.intermediate.dense  adapt(lora, rank=4)", "model"),
     "cast": ("bert.encoder.layer.*  cast(bf16)", "dtype"),
     "checkpoint": ("bert.encoder.layer.*  checkpoint()", ""),
     "context_parallel": (

@@ -267,6 +267,15 @@ SCENES: dict[str, Scene] = {
         points,
     ),
     "frozen front": replace(_gpt2("transformer.h.1.mlp freeze()", ""), relax="updates"),
+    "low rank": replace(
+        _gpt2(
+            "transformer.h.*.mlp.c_fc, transformer.h.*.mlp.c_proj adapt(lora, rank=4)\n"
+            "transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
+            "transformer.h.*.mlp.c_proj shard(row, over=tp)",
+            "tp=2",
+        ),
+        relax="model",
+    ),
     "tied blocks": replace(_gpt2("transformer.h.*.mlp tie()", ""), relax="model"),
     "untied head": replace(_gpt2("lm_head untie(weight)", ""), relax="model"),
     "compressed": replace(

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.passes.lower import build
+from schedlang.passes.propagate import dryrun
+from schedlang.runtime.adapted import Adapted
 from schedlang.runtime.grad_reduction import compressed
 from schedlang.runtime.grad_reduction.compressed import Compressor
 from tests.zoo.bug import Operator, Patch, Site, bug
@@ -43,6 +45,24 @@ def frozen_without_passing_on(patch: Patch, site: Site) -> None:
 def frozen_and_updated(patch: Patch, site: Site) -> None:
     """What is frozen takes a gradient, and is updated."""
     _after_copy(patch, lambda module: module.requires_grad_(True))
+
+
+@bug("D70", "adapt", Operator.REDUCTION, "low rank", row="adapt(", planning=True)
+def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
+    """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
+    patch.setattr(dryrun, "_inner", lambda *_: ())
+
+
+@bug("D71", "adapt", Operator.CONSTANT, "low rank", row="adapt(")
+def rank_left_out_of_the_factor(patch: Patch, site: Site) -> None:
+    """An adapter's result is multiplied by alpha, and not divided by its rank."""
+
+    def scaled(module: nn.Module) -> None:
+        for one in module.modules():
+            if isinstance(one, Adapted):
+                one.lora_scaling *= 4
+
+    _after_copy(patch, scaled)
 
 
 @bug("D41", "tie", Operator.DETACH, "tied blocks", row="tie(")

@@ -96,6 +96,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "two jobs save into one folder",
         "One job at a time: the message names the other one. A job that has ended holds nothing.",
     ),
+    "S639": (
+        "no adapters to write",
+        "Rows `adapt` bring them; a folder of PEFT has adapters of one kind.",
+    ),
     "S641": (
         "a state dict of another model",
         "Nothing was changed; the message lists names and shapes.",

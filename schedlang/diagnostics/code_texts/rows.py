@@ -40,6 +40,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
     "S417": ("no full gradient to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S418": (
+        "no adapter can stand here",
+        "A projection has one adapter, and a weight of its own, into which that can be merged.",
+    ),
     "S419": (
         "windows do not fit the shards",
         "Where positions are sharded, each shard is a multiple of the stride and at least as long\n"

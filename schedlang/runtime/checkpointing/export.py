@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,24 @@ MOST = 2**36  # bytes of one file
 
 
 def export(
-    rank: int, path: str | os.PathLike[str], model: nn.Module, state: dict[str, Tensor]
+    rank: int,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    state: dict[str, Tensor],
+    merges: Sequence[Any] = (),
 ) -> None:
     """Write whole weights, which the first rank has, under the original's names; all together.
 
-    `model` is the one that the schedule was made for, and is only read.  A model of transformers is
-    written by its own `save_pretrained`, with its configuration and in its files' names, so that
-    `from_pretrained` loads the folder, ties intact.  Any other becomes one file of whole tensors,
-    for `safetensors.torch.load_model`; what is tied is written once.  What was at the path stays
-    until the new folder takes its name, in one move.  Raises Refusal S631, S632, S634 or S638 on
-    all ranks, leaving what was at the path as it was.
+    `merges` are changes that brought parameters: each puts those of the state into others, the last
+    first. `model` is the one that the schedule was made for, and is only read. A model of
+    transformers is written by its own `save_pretrained`, with its configuration and in its files'
+    names, so that `from_pretrained` loads the folder, ties intact. Any other becomes one file of
+    whole tensors, for `safetensors.torch.load_model`; what is tied is written once. What was at the
+    path stays until the new folder takes its name, in one move. Raises Refusal S631, S632, S634 or
+    S638 on all ranks, leaving what was at the path as it was.
     """
+    for change in reversed(merges):
+        state = change.merged(state)
     target = Path(
         world.told_by(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new

@@ -71,7 +71,9 @@ class Wanted:
 class Leaf:
     """A sharded module: how it computes, its axes, and its own parameters (first names).
 
-    `kind` "" runs as it is between its edges, and its own calls are followed.
+    `kind` "" runs as it is between its edges, and its own calls are followed.  `inner`: axes that
+    split its weight, with parameters that are whole there and used before its results are summed,
+    or with a part of them: their gradients are parts.
     """
 
     fqn: str
@@ -79,6 +81,7 @@ class Leaf:
     wanted: tuple[Wanted, ...]
     parameters: tuple[str, ...] = ()
     bias: str | None = None  # first name of the bias, if it is added after a pending sum
+    inner: tuple[tuple[str, str], ...] = ()
 
 
 def dry_forward(
@@ -122,6 +125,8 @@ def dry_forward(
             axis = edges[0].group.axes[0]
             raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
         _note_leaf(leaf, edges, note, out, follower)
+        if follower.draws and getattr(module, "drops_input", False):
+            _note_mask(leaf, edges, main, follower)
     else:
         out = inner(*args, **kwargs)
         edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
@@ -299,6 +304,8 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
     for axis in ((note.entered | note.tags.keys()) - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
+    for axis, name in leaf.inner:
+        follower.partial_over(frozenset([name]), axis)
     whole = frozenset(w.axis for w in leaf.wanted if w.differ)
     for axis in whole:
         follower.partial_over(frozenset(leaf.parameters), axis)
@@ -314,6 +321,25 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
             dim = dim_of(edge.leaves) % out.ndim
             kept[axis] = _tag(edge, edge.leaves, dim, out, follower)
     follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
+
+
+def _note_mask(leaf: Leaf, edges: Sequence[Edge], main: Tensor, follower: Follower) -> None:
+    """Note the mask that a leaf draws for its input, and how that lies once it has come in."""
+    arrived, whole = follower.of(main).tags, list(main.shape)
+    for tag in arrived.values():
+        whole[tag.dim] = sum(tag.blocks)
+    tags = dict(arrived)
+    for edge in edges:
+        axis, wants = edge.group.axes[0], edge.wants
+        if edge.arrives != wants:
+            tags.pop(axis, None)
+            if isinstance(wants, S):
+                dim = dim_of(wants) % main.ndim
+                blocks = block_sizes(wants, whole[dim])
+                tags[axis] = Tag(dim, blocks, edge.group.label, wants.uneven)
+    turn = follower.drawn.get(leaf.fqn, 0)
+    follower.drawn[leaf.fqn] = turn + 1
+    follower.masks[leaf.fqn, turn] = (tuple(whole), tags)
 
 
 def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:

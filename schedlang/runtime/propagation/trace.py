@@ -305,8 +305,8 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
-            if self.draws:
-                self._note_draw(call)
+        if call.outputs and self.draws:  # inside of opaque modules too
+            self._note_draw(call)
         if self._lineage:
             self._follow_labels(call)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,7 @@ def projection(
 
     Not `biased`: whoever calls it adds the bias.
     """
-    compute = COMPUTES[kind]
+    compute, more = COMPUTES[kind], getattr(module, "with_adapter", None)
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
     is_head = [edge.head for edge in edges] == [True]
@@ -243,6 +244,8 @@ def projection(
         if layer is not None:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
+        if more is not None:
+            y = more(x, y, biased and not sums, partial(_summed, sums) if sums else None)
         for edge in sums:
             y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
@@ -255,6 +258,13 @@ def projection(
         return y
 
     return forward
+
+
+def _summed(edges: Sequence[Edge], x: Tensor) -> Tensor:
+    """The sum of a tensor without a gradient over the ranks of edges that sum."""
+    for edge in edges:
+        x = collectives.all_reduce(x, edge.group)
+    return x
 
 
 def is_padded(placement: Placement) -> bool:

@@ -1,0 +1,174 @@
+"""adapt: a low-rank adapter beside a projection, and nothing else trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.ir.model import Site
+
+KINDS = ("Linear", "Conv1D")
+
+
+class adapt(Primitive):  # noqa: N801
+    """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
+
+    before   y = x W + b
+    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is drawn, B begins with zeros
+    dora     y = m / |W'| (x W + (alpha / rank) dropout(x) A B) + b     W' = W + (alpha / rank) A B;
+             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is taken
+             as it is, without a gradient
+
+    The first such row freezes every parameter of the model; `keep` excepts some, as in `freeze`:
+    `keep="score.*"` trains a new head as well.  A row `shard` below splits the adapter with its
+    projection: where outputs are split so are B and m; where inputs are, so is A, and both results
+    are summed in one message.  What stays whole has its gradient summed.
+
+    The projection keeps its name and its parameters; `lora_A` [rank, in], `lora_B` [out, rank] and
+    `lora_magnitude` [out] are further ones, in the dtype of its weight, drawn by `seed` and their
+    names.  `program.export` merges them into the weights.
+
+    Results are those of training the original with the same adapters: `relax(model)`.
+
+    LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them.
+    """
+
+    kind: Literal["lora", "dora"]
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    keep: str | tuple[str, ...] = field(default=(), kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    example = "layers.*.mlp.up  adapt(lora, rank=4)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"trained"})
+    foremost = True
+    takes = "selection"
+    gives_up = frozenset({"model"})
+
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse numbers that make no adapter."""
+        if self.rank < 1:
+            refuse("S304", f"`rank` must be 1 or more, not {self.rank}", helps=("`rank=8`",))
+        if not self.alpha > 0:
+            refuse(
+                "S304",
+                f"`alpha` must be more than 0, not {self.alpha}",
+                notes=("the adapter's result is multiplied by alpha / rank",),
+                helps=("`alpha=16`",),
+            )
+        if not 0 <= self.dropout < 1:
+            refuse(
+                "S304",
+                f"`dropout` is a probability below 1, not {self.dropout}",
+                helps=("`dropout=0.1`",),
+            )
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse what is no projection, what has an adapter, and what shares its weight."""
+        for site in sites:
+            self._check_kind(site, plan)
+            weight = site.parameters["weight"]
+            if len(weight.names) > 1:
+                other = next(n for n in weight.names if n != f"{site}.weight")
+                refuse(
+                    "S418",
+                    f"the weight of `{site}` is `{other}` as well",
+                    notes=("merged, the adapter would change both",),
+                    helps=(
+                        f"give it a weight of its own first: `{site}  untie(weight)`",
+                        "or leave it out",
+                    ),
+                )
+            if self.rank > min(weight.shape):
+                refuse(
+                    "S304",
+                    f"`rank` is {self.rank}, and `{site}` has a rank of {min(weight.shape)} itself",
+                    notes=(f"its weight is {' x '.join(map(str, weight.shape))}",),
+                    helps=(f"use {min(weight.shape)} or less; 4 to 64 are usual",),
+                )
+        for pattern in self._kept:
+            if not any(_matches(name, pattern) for name in plan.model.parameters):
+                some = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
+                refuse(
+                    "S305",
+                    f"the model has no parameter `{pattern}`",
+                    helps=(f"it has {some}, ...",),
+                )
+
+    def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+        """Go on with a copy of the model, on the same storage, that has the adapters."""
+        from schedlang.runtime.adapted import Adapt
+
+        facts = plan.model
+        first = not any(isinstance(change, Adapt) for change in facts.changes)
+        trained = {
+            fact.name
+            for name, fact in (facts if first else facts.base).parameters.items()
+            if fact.requires_grad and any(_matches(name, pattern) for pattern in self._kept)
+        }
+        if not first:  # with those of the rows above
+            trained |= {name for name, fact in facts.unique.items() if fact.requires_grad}
+        made = Adapt(
+            self.kind,
+            tuple(site.fqn for site in sites),
+            frozenset(site.fqn for site in sites if site.dims["weight"] == ("in", "out")),
+            self.rank,
+            self.alpha,
+            self.dropout,
+            frozenset(trained),
+            self.seed,
+        )
+        return replace(plan, model=facts.changed(made))
+
+    def _check_kind(self, site: Site, plan: Plan) -> None:
+        """Refuse modules of which it is not known that they multiply by their weight."""
+        kind = next((one for one in KINDS if site.is_a(one)), None)
+        if "lora_A" in site.parameters:
+            refuse(
+                "S418",
+                f"`{site}` has an adapter already",
+                helps=("drop one of the two rows", "or use one of a higher rank"),
+            )
+        if kind is None:
+            inside = (s for n, s in plan.model.sites.items() if n.startswith(f"{site.fqn}."))
+            below = [one for one in inside if any(one.is_a(kind) for kind in KINDS)]
+            better = (
+                f"select the projections in it: `{below[0]}  adapt({self.kind}, rank={self.rank})`"
+                if below
+                else ""
+            )
+            refuse(
+                "S401",
+                f"`{site}` is a `{site.class_name}`, not a projection",
+                helps=(better or "select linear layers: `layers.*.mlp.up  adapt(lora)`",),
+            )
+        if site.is_a("NonDynamicallyQuantizableLinear"):
+            refuse(
+                "S401",
+                f"`{site}` is never called: its attention reads the weight, and multiplies itself",
+                helps=("select other projections",),
+            )
+        if not plan.model.computes_as(site.fqn, kind):
+            refuse(
+                "S404",
+                f"`{site}` is a `{site.class_name}` with a forward of its own",
+                notes=("an adapter would stand beside something that is not x W",),
+                helps=("select other projections",),
+            )
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        return (self.keep,) if isinstance(self.keep, str) else self.keep
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a name is the pattern's, or ends in it from a dot on."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
