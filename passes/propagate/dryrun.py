@@ -63,13 +63,14 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
         split_kind = kind if own else ""
         last = bias.name if bias and pending else None
-        leaves[fqn] = Leaf(fqn, split_kind, wanted, names, last, _inner(plan, site, wanted))
+        inner = _inner(plan, site, wanted) if len(site.dims) > 2 else ()
+        leaves[fqn] = Leaf(fqn, split_kind, wanted, names, last, inner)
     return leaves
 
 
 def _inner(plan: Plan, site: Site, wanted: tuple[Wanted, ...]) -> tuple[tuple[str, str], ...]:
     """Return axes, each with a parameter of an adapter that is whole where the weight is split."""
-    inner = getattr(plan.model.module(site.fqn), "inner", ()) if len(site.dims) > 2 else ()
+    inner = getattr(plan.model.module(site.fqn), "inner", ())
     axes = [one.axis for one in wanted if one.splits]
     facts = [site.parameters[name] for name in inner if name in site.parameters]
     return tuple(

@@ -250,7 +250,9 @@ class ModelFacts:
                 names = [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__]
                 known = (name for name in names if name not in (BASE, "builtins.object"))
                 classes[kind] = tuple(known) or (BASE,)
-                dims[kind] = _dims(classes[kind])
+                # those of the nearest class that names them, of each parameter
+                named = (DIMS.get(name, {}) for name in reversed(classes[kind]))
+                dims[kind] = {own: names for one in named for own, names in one.items()}
             own = {name: facts[prefix + name] for name in _there(module._parameters)}
             children, buffers = _there(module._modules), _there(module._buffers)
             # torch's own forward, of lists and dicts, only raises
@@ -314,14 +316,6 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
-
-
-def _dims(classes: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The names of dims that a class has, or the nearest that it inherits from; base ones first."""
-    found: dict[str, tuple[str, ...]] = {}
-    for one in reversed([name for name in classes if name in DIMS]):
-        found |= DIMS[one]
-    return found
 
 
 def _there(held: Mapping[str, object]) -> tuple[str, ...]:

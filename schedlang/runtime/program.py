@@ -269,7 +269,7 @@ class Program:
         what no rank has whole (`left_out` says what and why): a cache of keys and values of other
         stages, a count that differs between parts.
         """
-        return self._evaluate(batch, local)
+        return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
         """Generate tokens as the model's own `generate` of transformers does, on every rank alike.
@@ -282,18 +282,13 @@ class Program:
         from schedlang.runtime.generation import generate
 
         with torch.no_grad():
-            return generate(
-                self.assembly,
-                lambda batch, beside: self._evaluate(batch, False, beside),
-                inputs,
-                options,
-            )
+            return generate(self.assembly, self._evaluate, inputs, options)
 
     def _evaluate(
         self,
         batch: Batch,
-        local: bool,
         beside: Callable[[int], Mapping[str, Any]] | None = None,
+        local: bool = False,
     ) -> Any:
         """The output of a batch; `beside(k)` has more arguments for microbatch `k`."""
         check_mapping(batch)
