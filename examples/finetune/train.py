@@ -1,4 +1,4 @@
-"""Fine-tune a causal model of transformers on a text file: all of its weights.
+"""Fine-tune a causal model of transformers on a text file: all weights, or adapters (lora.sched).
 
     torchrun --nproc-per-node 2 examples/finetune/train.py --model Qwen/Qwen3-0.6B --text my.txt
 

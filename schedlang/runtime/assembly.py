@@ -95,6 +95,11 @@ class Assembly:
         return tuple(name for name, holding in self.holdings.items() if holding.sliced)
 
     @cached_property
+    def trained(self) -> frozenset[str]:
+        """Those of this rank's parameters that take gradients."""
+        return frozenset(name for name, one in self.parameters.items() if one.requires_grad)
+
+    @cached_property
     def held(self) -> LocalParameters:
         """This rank's parameters, and what is constant of them."""
         held = held_of(self.parameters)

@@ -445,12 +445,12 @@ class Program:
         world.all_reduce(both, a.ranks.world.group)
         if scale is not None:
             scale.hear(both[end:])
-        if any(not here and name in a.parameters for name, here in zip(names, used)):
+        if any(not here and name in a.trained for name, here in zip(names, used)):
             sums = both[2:end].tolist()
             for name, count in zip(
                 names, unpacked(sums, len(names), a.ranks.mesh.world, both.dtype)
             ):
-                if not count and name in a.parameters:  # of what nobody used, as in a plain loop
+                if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
         self._norm = both[0].sqrt()
         factor = clip_factor(self._norm, self.clip) if self.clip is not None else None

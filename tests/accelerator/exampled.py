@@ -44,6 +44,7 @@ class Example:
 SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
     "bert/one_device.sched": [(1, {})],
     "finetune/dp.sched": [(2, {})],
+    "finetune/lora.sched": [(2, {})],
     "gpt2/memory.sched": [(1, {"memory": 8})],
     "gpt2/3d.sched": [(2, {"tp": 1}), (4, {}), (8, {})],
     "gpt2/tp.sched": [(2, {}), (4, {"tp": 4})],

@@ -453,7 +453,8 @@ QUIET = (
 
 def waits(rows: str, mesh: str, there: bool) -> int:
     """On a rank: how often the host waits in a step whose loss nobody reads."""
-    plan = planned(words().to("sim"), rows, mesh, relax="lossy")
+    relax = "updates" if "freeze" in rows else "lossy"
+    plan = planned(words().to("sim"), rows, mesh, relax=relax)
     program = build(plan, batch(0), optimizer=sgd, clip=0.1)
     given = [{k: v.to("sim" if there else "cpu") for k, v in batch(s).items()} for s in range(3)]
     for one in given[:2]:
@@ -470,6 +471,7 @@ def waits(rows: str, mesh: str, there: bool) -> int:
         *QUIET,
         "int8",
         "activations",
+        "some frozen",
         *(
             pytest.param(one, marks=pytest.mark.deep)
             for one in ("zero 1", "ring", "GPipe", "DualPipe", "vocabulary", "powersgd")
@@ -479,7 +481,8 @@ def waits(rows: str, mesh: str, there: bool) -> int:
 def test_nothing_waits(feature: str) -> None:
     """Labels of the device are counted there, of parts and of slices of sequences alike; what is
     coded is judged in the first step."""
-    mesh, rows = {**EXACT, **CODES}[feature]
+    frozen = "dp=2", "blocks[:2]  freeze()\nzero(stage=2, over=dp)"
+    mesh, rows = {**EXACT, **CODES, "some frozen": frozen}[feature]
     ranks = ranks_of(mesh)
     for there in (True, False):
         assert max(spawn(waits, rows, mesh, there, ranks=ranks)) == 0

@@ -49,7 +49,8 @@ def test_it_is_short(name: str) -> None:
     assert sum(len(path.read_text().splitlines()) for path in folder.glob("*.py")) <= MOST
 
 
-def test_fine_tuning_gives_weights_that_transformers_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["dp", "lora"])
+def test_fine_tuning_gives_weights_that_transformers_reads(tmp_path: Path, schedule: str) -> None:
     """Two ranks, a model and a text from folders: the loss falls, and `from_pretrained` reads the
     weights of the last checkpoint; started again there is nothing left to do."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
@@ -62,6 +63,7 @@ def test_fine_tuning_gives_weights_that_transformers_reads(tmp_path: Path) -> No
     (tmp_path / "my.txt").write_text("How much wood would a woodchuck chuck? " * 60)
     words = (
         *("--model", str(tmp_path / "model"), "--text", str(tmp_path / "my.txt")),
+        *("--schedule", str(ROOT / "examples" / "finetune" / f"{schedule}.sched")),
         *("--steps", "20", "--saved", str(tmp_path / "saved"), "--out", str(tmp_path / "out")),
     )
     said = run_ranks(2, _played, "finetune", *words)
@@ -72,7 +74,10 @@ def test_fine_tuning_gives_weights_that_transformers_reads(tmp_path: Path) -> No
     AutoTokenizer.from_pretrained(tmp_path / "out")
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert tuned.keys() == before.keys()
-    assert any(not torch.equal(tuned[key], before[key]) for key in tuned)
+    trained = {key for key in tuned if not torch.equal(tuned[key], before[key])}
+    if schedule == "lora":  # merged into the projections
+        assert trained == {key for key in tuned if key.endswith("_proj.weight")}
+    assert trained
     assert losses(run_ranks(2, _played, "finetune", *words)[0]) == {}
 
 
