@@ -635,3 +635,20 @@ def test_autocast_is_that_of_the_first_run(around):
                 loss.backward()
         found.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_query_that_is_its_key_is_so_again():
+    """What is one tensor in the first run is one in the second: an attention asks, and takes
+    another way where it is not."""
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    again = copy.deepcopy(plain)
+    checkpoint(again)
+    grads = []
+    for attend in (plain, again):
+        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8).requires_grad_()
+        attend(x, x, x, need_weights=False)[0].square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    for one, other in zip(plain.parameters(), again.parameters()):
+        assert torch.equal(one.grad, other.grad)

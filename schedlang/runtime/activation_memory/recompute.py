@@ -172,16 +172,30 @@ class Call:
         chosen: frozenset[Key] = frozenset(),
     ) -> None:
         self.module, self.rerun = module, rerun
-        self.needs_grad = [t.requires_grad for t in rerun.tensors]
+        tensors = rerun.tensors
+        self.needs_grad = [t.requires_grad for t in tensors]
+        places = {id(t): k for k, t in reversed([*enumerate(tensors)])}
+        self.first = [places[id(t)] for t in tensors]  # where each stands for the first time
         self.draws, self.place = Draws(within, rerun.tensors), reentry()
         self.forward, self.second = keeping(save, chosen)
         self.inside: tuple[tuple[int, ...], ...] = ()
 
     def alone(self, tensors: Sequence[Tensor]) -> Any:
         """The second run of this call by itself; the history of tensors is not asked for."""
-        given = [t.detach().requires_grad_(n) for t, n in zip(tensors, self.needs_grad)]
+        given = self._given(tensors, lambda t, needs: t.detach().requires_grad_(needs))
         with self.draws, self.place, self.second:
             return self.rerun(*given)
+
+    def _given(
+        self, tensors: Sequence[Tensor], enters: Callable[[Tensor, bool], Tensor]
+    ) -> list[Tensor]:
+        """The arguments of a second run: what was one tensor (a query that is its key) is one."""
+        made: list[Tensor] = []
+        for k, (first, tensor, needs) in enumerate(
+            zip(self.first, tensors, self.needs_grad, strict=True)
+        ):
+            made.append(enters(tensor, needs) if first == k else made[first])
+        return made
 
     def run(self, around: tuple[Region, ...]) -> Any:
         """The first run, within these regions, the outermost first."""
@@ -203,7 +217,7 @@ class Call:
         """The second run, of the region at this depth; regions inside of it drop and keep anew."""
         if isinstance(self.module, FSDPModule):
             self.module.unshard()  # it is freed after its backward, as ever
-        given = [_entering(t, needs) for t, needs in zip(tensors, self.needs_grad, strict=True)]
+        given = self._given(tensors, _entering)
         with self.draws, self.place, self.second, ExitStack() as stack:
             for kept in self.inside[depth + 1 :]:
                 hold([tensors[k] for k in kept])
