@@ -47,7 +47,7 @@ class Noting(TorchFunctionMode):
 
     def __init__(self, notes: Notes) -> None:
         super().__init__()
-        self.notes = notes
+        self.met = notes
         self._met: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -67,14 +67,14 @@ class Noting(TorchFunctionMode):
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._met:
                 continue
             size = leaf.shape.numel()
-            if not leaf.requires_grad or leaf.is_leaf or leaf.shape not in self.notes.shapes:
+            if not leaf.requires_grad or leaf.is_leaf or leaf.shape not in self.met.shapes:
                 continue
-            if not leaf.is_floating_point() or size > self.notes.left:
+            if not leaf.is_floating_point() or size > self.met.left:
                 continue
-            self.notes.left -= size
+            self.met.left -= size
             self._met[id(leaf)] = leaf  # kept, so that no other has its identity
             note = Note(leaf.detach().clone())
-            self.notes.found.append(note)
+            self.met.found.append(note)
             leaf.register_hook(_kept(note))  # type: ignore[no-untyped-call]
 
 

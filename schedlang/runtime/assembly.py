@@ -96,7 +96,7 @@ class Assembly:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Those of this rank's parameters that take gradients."""
+        """The parameters of this rank that take gradients."""
         return frozenset(name for name, one in self.parameters.items() if one.requires_grad)
 
     @cached_property
