@@ -147,6 +147,10 @@ class Player:
         """It passes `check` without a warning, stands in canonical form, and holds as it says."""
         file = self.folder / (snippet.name or f"at_{snippet.line}.sched")
         file.write_text(snippet.text)
+        for library in re.findall(r'^use "(\w+\.sched)"', snippet.text, re.M):
+            if not (self.folder / library).exists():  # not the page's own: it is an example's
+                (found,) = (ROOT / "examples").glob(f"*/{library}")
+                shutil.copy(found, self.folder)
         checked = CliRunner().invoke(app, ["check", str(file)])
         assert checked.exit_code == 0 and not checked.stderr, (str(snippet), checked.stderr)
         assert CliRunner().invoke(app, ["fmt", "--check", str(file)]).exit_code == 0, str(snippet)

@@ -48,6 +48,8 @@ LIBRARIES = {
     "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
     "passes/judge/subject.py": {"tensor"},
     "passes/judge/masks.py": {"tensor"},
+    "passes/judge/choices.py": {"tensor"},
+    "passes/judge/owners.py": {"tensor"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
 STORES = {"diagnostics/told_once.py"}

@@ -9,7 +9,7 @@ from tests.properties.models import Config, Short
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *("tie", "untie", "freeze"),
+    *("tie", "untie", "freeze", "adapt"),
     *("replace", "replace_kernel", "decompose", "fuse", "cast", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "compress activations", "unroll"),
@@ -18,6 +18,7 @@ PHASES = (
 # what the step of a verb must allow
 RELAX = {
     "freeze": "updates",
+    "adapt": "model",
     "tie": "model",
     "untie": "model",
     "compress": "lossy",

@@ -82,6 +82,25 @@ def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 
 @generator
+def adapt(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Adapters at the projections of a block; the head is trained as before, or nothing else is."""
+    found = []
+    late = [f"late {_at(place)}" for place in range(len(config.blocks))]
+    for place, block in enumerate(config.blocks):
+        if block.kind == "mlp" and not config.frozen:
+            at = _at(place)
+            claims = [f"{verb} {at}" for verb in ("replace", "kernel", "decompose", "parameters")]
+            for words in (
+                'lora, rank=2, keep="head.*"',
+                "lora, rank=1, alpha=3, dropout=0.25",
+                "dora, rank=2, seed=3",
+            ):
+                row = f"{at}.up, {at}.down  adapt({words})"
+                found.append(step("adapt", [row], [*claims, "tie", "freeze", *late]))
+    return found
+
+
+@generator
 def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Padding that nothing needs; what a split needs comes with the split."""
     if config.entry != "words":
