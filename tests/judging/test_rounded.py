@@ -141,7 +141,7 @@ def test_a_wrong_program_fails(
 
 
 SAID = [  # of 36 gradients those of two biases of keys are zero
-    (wrapped.ddp_twice, "34 of 36", "1/ranks = 1/2 times the right value everywhere"),
+    (wrapped.ddp_twice, " of 36", "1/ranks = 1/2 times the right value everywhere"),
     (wrapped.ddp_unsynced, "1 of 36 (`head.weight`)", "ranks differ and their mean is right"),
     (by_hand.unreduced, "8 of 36", "their sum is right: a sum over ranks is"),
     (scaled, "(`emb.weight`", "1.1 times the right value everywhere"),
@@ -159,6 +159,10 @@ def test_the_kind_of_mistake_is_told_within_roundings(
     report = judged(pool, program, dtype)
     ((where, text),) = report.localised
     assert where == "gradients" and names in text and said in text, str(report)
+    if program is wrapped.ddp_twice:
+        # in few bits the bound of one may be as wide as its mistake, as processors' products round
+        least = 34 if dtype == "float32" else 31
+        assert least <= int(text.partition(" of 36")[0]) <= 34, str(report)
 
 
 def test_statistics_have_bounds(pool: Pool) -> None:
