@@ -439,11 +439,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
     """Return whether the module computes what its class says; tried once for all that are equal."""
-    module = plan.model.model.get_submodule(site.fqn)
-    if plan.model.computes_as(site.fqn, kind) or hasattr(module, "with_adapter"):
+    if plan.model.computes_as(site.fqn, kind) or site.is_a("Adapted"):
         return True
     from schedlang.kernels.probe import seen
 
+    module = plan.model.model.get_submodule(site.fqn)
     key = ("plain", kind, seen(module))
     if key not in plan.model.cache:
         from schedlang.runtime.propagation.likeness import computes_like

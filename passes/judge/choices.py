@@ -27,7 +27,7 @@ from schedlang.runtime.modes import Ambient
 from schedlang.runtime.moe.choices import CHOOSING, as_chosen, of_floats
 
 WIDEST = 4096  # scores that one choice is among: no router has more
-Moment = tuple[int, int, bool]  # the how manyth run, the last step in it, whether it evaluates
+Moment = tuple[int, int, bool]  # number of the run, its last step, whether it evaluates
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: in
 
 # ---- The runs of an original, and what they choose.
 
-FURTHER = 1.5  # than in any run that is off by roundings may scores be: these are off by twelve
-Place = tuple[Moment, int]  # of a choosing operator: the how manyth of a moment
+FURTHER = 1.5  # times as far as in the worst of a few runs may roundings move a score
+Place = tuple[Moment, int]  # of a choosing operator: its number in a moment
 
 
 @dataclass
@@ -241,8 +241,8 @@ def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> 
         near += [(float(apart[k]), one.chosen[k]) for k in (apart <= far).nonzero().flatten()]
     near.sort(key=lambda pair: pair[0])
     told: list[Tensor] = []
-    for apart_, theirs in near:
-        if told and apart_ > 2 * near[0][0]:
+    for gap, theirs in near:
+        if told and gap > 2 * near[0][0]:
             break
         if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in told):
             continue

@@ -31,7 +31,7 @@ from schedlang.passes.judge.beside import (
     saved,
     with_own,
 )
-from schedlang.passes.judge.kinds import INITIAL, Located, kinds
+from schedlang.passes.judge.kinds import kinds
 from schedlang.passes.judge.layouts import Holdings, Table
 from schedlang.passes.judge.loaded import reloaded
 from schedlang.passes.judge.located import located
@@ -160,7 +160,7 @@ def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: st
     if any(not row.ok for row in report.rows):
         progress("the kind of mistake")
         means = _means(case, told, task, drops)
-        where = _where(case, task, asked, told, drops, report, pool)
+        where = located(case, task.make, task.world, asked, told, drops, report, pool)
         report = kinds(report, expected, actual, kept, task.world, means, where)
     return report
 
@@ -371,21 +371,6 @@ def _rank(
 
 
 # ---- What is said about it.
-
-
-def _where(
-    case: Case,
-    task: Task,
-    asked: Sequence[Condition],
-    told: Sequence[Condition],
-    drops: Drops,
-    report: Report,
-    pool: Pool,
-) -> Located:
-    """Find the place where it arises; none if the program starts from other weights."""
-    if any(row.kind == INITIAL and not row.ok for row in report.rows):
-        return Located()
-    return located(case, task.make, task.world, asked, told, drops, report, pool)
 
 
 def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge import modules, sights, terms
-from schedlang.passes.judge.kinds import Located
+from schedlang.passes.judge.kinds import INITIAL, Located
 from schedlang.passes.judge.layouts import Table
 from schedlang.passes.judge.masks import Dropping, Drops, Placed
 from schedlang.passes.judge.owners import Notes, Noting, shapes, unmasked
@@ -79,9 +79,12 @@ def located(
 ) -> Located:
     """Name the first module that is wrong in the first step; nothing where that says nothing.
 
+    It says nothing of a program that starts from other weights.
     `told` are the conditions as the report names them, `asked` as ranks know them.
     """
     wrong = [row for row in report.rows if not row.ok]
+    if any(row.kind == INITIAL for row in wrong):
+        return Located()
     first = next((row for row in wrong if row.step == 0 and row.kind in _OF_A_STEP), None)
     if first is None:
         return Located()

@@ -17,7 +17,7 @@ MOST = 256  # windows that are tried
 def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
     """Return by dim the indices of a window; None where none is near, or more than one.
 
-    part   as many dims as the whole; blocks of dims, or every so manyth slice of them
+    part   as many dims as the whole; blocks of dims, or every n-th slice of them
     In few bits numbers are not unique, and those of two sides differ: none tells its place.
     """
     options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
@@ -36,7 +36,7 @@ def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
 
 
 def _cuts(part: int, whole: int) -> list[Tensor]:
-    """The slices that ranks and microbatches take of a dim: blocks, and every so manyth."""
+    """The slices that ranks and microbatches take of a dim: blocks, and every n-th."""
     if part == whole:
         return [torch.arange(whole)]
     step, rest = divmod(whole, max(1, part))

@@ -47,8 +47,8 @@ class Noting(TorchFunctionMode):
 
     def __init__(self, notes: Notes) -> None:
         super().__init__()
-        self.met = notes
-        self._met: dict[int, Tensor] = {}
+        self.into = notes
+        self._known: dict[int, Tensor] = {}  # by identity
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -64,17 +64,17 @@ class Noting(TorchFunctionMode):
 
     def _note(self, tree: Any) -> None:
         for leaf in pytree.tree_flatten(tree)[0]:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._met:
+            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._known:
                 continue
             size = leaf.shape.numel()
-            if not leaf.requires_grad or leaf.is_leaf or leaf.shape not in self.met.shapes:
+            if not leaf.requires_grad or leaf.is_leaf or leaf.shape not in self.into.shapes:
                 continue
-            if not leaf.is_floating_point() or size > self.met.left:
+            if not leaf.is_floating_point() or size > self.into.left:
                 continue
-            self.met.left -= size
-            self._met[id(leaf)] = leaf  # kept, so that no other has its identity
+            self.into.left -= size
+            self._known[id(leaf)] = leaf  # kept, so that no other has its identity
             note = Note(leaf.detach().clone())
-            self.met.found.append(note)
+            self.into.found.append(note)
             leaf.register_hook(_kept(note))  # type: ignore[no-untyped-call]
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
+from schedlang.passes.judge.kinds import SPARE
 from schedlang.passes.localize.diagnose import fits
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
 
 MOST_TERMS, MOST_STEPS = 6, 8
-SPARE = 3  # equations more than unknown numbers
 NEAR = 1e-6
 
 

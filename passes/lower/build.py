@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
+from schedlang.ir.model import Adapting
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
@@ -294,7 +295,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         sums=sums,
         sliced=sliced,
         keys=tuple(plan.model.model.state_dict()),
-        merges=tuple(change for change in plan.model.changes if hasattr(change, "merged")),
+        merges=tuple(change for change in plan.model.changes if isinstance(change, Adapting)),
         loss_dtype=_loss_dtype(plan),
         weight=given.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,

@@ -70,7 +70,9 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
 
 def _inner(plan: Plan, site: Site, wanted: tuple[Wanted, ...]) -> tuple[tuple[str, str], ...]:
     """Return axes, each with a parameter of an adapter that is whole where the weight is split."""
-    inner = getattr(plan.model.module(site.fqn), "inner", ())
+    from schedlang.runtime.adapted import Adapted
+
+    inner = Adapted.inner if site.is_a("Adapted") else ()
     axes = [one.axis for one in wanted if one.splits]
     facts = [site.parameters[name] for name in inner if name in site.parameters]
     return tuple(

@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Change = Callable[[nn.Module], nn.Module]  # to a copy that is trained by another rule
+    # to a copy that is trained by another rule
+    Change: TypeAlias = "Callable[[nn.Module], nn.Module] | Adapting"
 
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
 # a subclass inherits them.  Parameters of other classes are addressed by dim number.
@@ -38,6 +39,26 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 BASE = "torch.nn.modules.module.Module"
+
+
+@runtime_checkable
+class Adapting(Protocol):
+    """A change of a model that brings parameters of its own (`adapt`)."""
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Change a module: a copy, on the same storage."""
+
+    def varied(self, module: nn.Module) -> nn.Module:
+        """Change a module; what the change brings begins with other values than in training."""
+
+    def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes the first values of a parameter of a tensor like it; None: of none."""
+
+    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Merge values of the model after the change into those of the model before."""
+
+    def undrawn(self, module: nn.Module) -> None:
+        """Let what the change brings draw no random numbers in a module that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +146,7 @@ class ModelFacts:
 
     def changed(self, change: Change) -> ModelFacts:
         """The facts of the model after one more change."""
-        make = getattr(change, "varied", change) if self.varied else change
+        make = change.varied if self.varied and isinstance(change, Adapting) else change
         return ModelFacts(make(self.model), self.base, (*self.changes, change), self.varied)
 
     def like(self, module: nn.Module, varied: bool = False) -> ModelFacts:
@@ -162,14 +183,14 @@ class ModelFacts:
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """Return the function that makes the first values of a parameter that a row brings, of a
         tensor like it; None: it is the model's own."""
-        draws = (change.drawn(name) for change in self.changes if hasattr(change, "drawn"))
+        draws = (change.drawn(name) for change in self.changes if isinstance(change, Adapting))
         return next((make for make in draws if make is not None), None)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of the untouched model's parameters, of those of this one: by every name."""
         found = dict(values)
         for change in reversed(self.changes):
-            if hasattr(change, "merged"):
+            if isinstance(change, Adapting):
                 found = change.merged(found)
         return found
 
@@ -177,7 +198,7 @@ class ModelFacts:
         """A copy of the model in which nothing that a row brings draws numbers at random."""
         twin = copy.deepcopy(self.model)
         for change in self.changes:
-            if hasattr(change, "undrawn"):
+            if isinstance(change, Adapting):
                 change.undrawn(twin)
         return twin
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.model import Adapting
 from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding, Ways
@@ -28,13 +28,6 @@ from schedlang.runtime.rng.native import NativeDropout
 from schedlang.runtime.weights import Number, counted
 
 Weight = Callable[[Batch], float]
-
-
-class Merging(Protocol):
-    """A change of a model that brings parameters, and merges their values into others."""
-
-    def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of the model after the change as those of the model before."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Assembly:
     sums: tuple[Sum, ...]
     sliced: Mapping[int, Sliced]  # stage -> its units
     weight: Weight
-    merges: tuple[Merging, ...] = ()  # changes that brought parameters, and merge them into others
+    merges: tuple[Adapting, ...] = ()  # changes that brought parameters, and merge them into others
     stage_axis: str | None = None
     last_rank: int = 0  # a rank of the last stage, at place 0 of all other axes
     buffer_stages: Mapping[str, frozenset[int] | None] = field(default_factory=dict)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 Run = Callable[[Mapping[str, Any], Callable[[int], Mapping[str, Any]]], Any]
 
-CACHES = ("cache", "past_key_values")  # the name in transformers, from 5.2x on and before
+CACHES = ("cache", "past_key_values")  # the argument in newer transformers 5, and in older ones
 MORE = "this model keeps more than keys and values between tokens, or moves their rows"
 WITHOUT = "`use_cache=false` makes every token from the whole sequence"
-APART = {  # settings under which ranks would go different ways, or that move a cache's rows
+REFUSED = {  # settings under which ranks would go different ways, or that move a cache's rows
     "max_time": "ranks have clocks of their own: bound it by `max_new_tokens`",
     "assistant_model": "leave it out: the program's own model makes every token",
     "prompt_lookup_num_tokens": "leave it out: the program's own model makes every token",
@@ -45,9 +45,9 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
     """
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
-    _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in APART})
+    _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED})
     samples = options.get("do_sample", getattr(config, "do_sample", False))
-    _alike(inputs, options, default_generators([a.ranks.device]) if samples else [])
+    _check_same(inputs, options, default_generators([a.ranks.device]) if samples else [])
     return _facade(a, model, run).generate(inputs, **options)
 
 
@@ -67,12 +67,14 @@ def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
             f"`{a.context[0]}` splits sequences, and one more token at a time cannot be split",
             "load the state into a program without that axis: `schedlang.transfer`",
         )
-    for name, help_ in APART.items():
+    for name, help_ in REFUSED.items():
         if options.get(name) is not None:
             raise _refused(f"`{name}` is not followed", help_)
 
 
-def _alike(inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]) -> None:
+def _check_same(
+    inputs: Tensor | None, options: Mapping[str, Any], generators: Sequence[States]
+) -> None:
     """Raise Refusal S650 where ranks are given other prompts, settings or states of generators."""
     tensors = {
         name: checksum(value)
@@ -123,7 +125,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             output.logits = output.logits[:rows]
         if name is not None:
             ids = inputs.get("input_ids")
-            cache.came((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
+            cache.advance((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
             output[name] = cache
         return output
 
@@ -171,7 +173,7 @@ def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any],
     return {name: filled(value) for name, value in inputs.items()}, rows
 
 
-class Kept:
+class KeyValueCache:
     """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
 
     seen  tokens that all layers have had
@@ -181,21 +183,21 @@ class Kept:
         super().__init__()
         self.seen = 0
         self._whole = self
-        self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._parts: dict[int, Kept] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._parts: dict[int, KeyValueCache] = {}
 
-    def part(self, microbatch: int) -> Kept:
+    def part(self, microbatch: int) -> KeyValueCache:
         """The cache of a microbatch."""
         if microbatch not in self._parts:
             self._parts[microbatch] = made = type(self)()
             made._whole = self
         return self._parts[microbatch]
 
-    def came(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
         """Count the tokens of a forward; refuse a model that keeps others beside them."""
         self.seen += tokens
         for part in self._parts.values():
-            if any(keys.shape[-2] != self.seen for keys, _ in part._lines.values()):
+            if any(keys.shape[-2] != self.seen for keys, _ in part._held.values()):
                 raise _refused(MORE, WITHOUT)
 
     def update(
@@ -208,12 +210,12 @@ class Kept:
                 for new in (key_states, value_states)
             ]
         else:
-            before = list(self._lines.get(layer_idx, ()))
+            before = list(self._held.get(layer_idx, ()))
         keys, values = key_states, value_states
         if before:
             keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
         if not key_states.is_meta:
-            self._lines[layer_idx] = keys, values
+            self._held[layer_idx] = keys, values
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -243,4 +245,4 @@ def _cache_class() -> Any:
     """Made when first asked for: transformers is imported for its own models only."""
     from transformers.cache_utils import DynamicCache
 
-    return type("Cache", (Kept, DynamicCache), {})
+    return type("Cache", (KeyValueCache, DynamicCache), {})

@@ -173,7 +173,7 @@ def _watched() -> tuple[list[int], dict[int, tuple[int, ...]]]:
     embedding.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     found = program.generate(**prompts(4), max_new_tokens=3, return_dict_in_generate=True)
     cache = found.get("cache", found.get("past_key_values"))
-    lines = [cache.part(k)._lines for k in (0, 1)]
+    lines = [cache.part(k)._held for k in (0, 1)]
     assert [*lines[0]] == [*lines[1]]
     return lengths, {layer: tuple(keys.shape) for layer, (keys, _) in lines[0].items()}
 

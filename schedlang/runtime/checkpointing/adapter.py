@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import Adapting
 from schedlang.runtime.adapted import MAGNITUDE, Adapt, Adapted
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import replace_folder
@@ -24,7 +25,7 @@ def export_adapter(
     path: str | os.PathLike[str],
     model: nn.Module,
     state: Mapping[str, Tensor],
-    changes: Sequence[Any],
+    changes: Sequence[Adapting],
     trained: Sequence[str],
 ) -> None:
     """Write the adapters, and modules that are trained beside them (`modules_to_save`).

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import Adapting
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import replace_folder, together
 
@@ -25,7 +26,7 @@ def export(
     path: str | os.PathLike[str],
     model: nn.Module,
     state: dict[str, Tensor],
-    merges: Sequence[Any] = (),
+    merges: Sequence[Adapting] = (),
 ) -> None:
     """Write whole weights, which the first rank has, under the original's names; all together.
 

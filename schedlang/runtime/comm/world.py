@@ -480,7 +480,7 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
         first: dict[bytes, list[int]] = {row: [] for row in rows}
         for source, row in enumerate(rows):
-            first[row] += (source,)
+            first[row] += (source,)  # no call for each of many ranks
         if len(first) > _KINDS:  # as many messages would take longer than one that is longer
             everyone = gathered(value)
             return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]

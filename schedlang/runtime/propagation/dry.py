@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.ir.placement import EVEN, P, Placement, R, Replicate, S, Uneven
+from schedlang.runtime.adapted import Adapted
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.propagation.follow import GATHER, Follower
@@ -125,7 +126,7 @@ def dry_forward(
             axis = edges[0].group.axes[0]
             raise follower.refuse(str(fault), axis, GATHER_NORM) from fault
         _note_leaf(leaf, edges, note, out, follower)
-        if follower.draws and getattr(module, "drops_input", False):
+        if follower.draws and isinstance(module, Adapted) and module.drops_input:
             _note_mask(leaf, edges, main, follower)
     else:
         out = inner(*args, **kwargs)

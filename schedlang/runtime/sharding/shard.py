@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.placement import EVEN, P, Placement, Replicate, S, holds, positions
+from schedlang.runtime.adapted import Adapted
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.lazy_logits.lazy import waiting
@@ -230,7 +231,8 @@ def projection(
 
     Not `biased`: whoever calls it adds the bias.
     """
-    compute, more = COMPUTES[kind], getattr(module, "with_adapter", None)
+    compute = COMPUTES[kind]
+    more = module.with_adapter if isinstance(module, Adapted) else None
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
     is_head = [edge.head for edge in edges] == [True]
