@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.mesh import neighbours
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import Booked, holdings_of, sliced_over, slicing
@@ -156,10 +157,17 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 def booked_at(
     plan: Plan, prepared: Prepared, ranks: tuple[int, ...], names: frozenset[str]
 ) -> Booked:
-    """A sum over these ranks as one over axes, and over places of the pipeline."""
+    """A sum over these ranks as one over axes or runs of neighbours, and over places of the
+    pipeline."""
     mesh, axis = plan.mesh, prepared.staged.axis
+    stages = mesh.fold(axis) if axis is not None else ()
     at = [mesh.coordinates(one) for one in ranks]
-    axes = tuple(name for name in mesh.sizes if len({place[name] for place in at}) > 1)
+    along = {name: sorted({place[name] for place in at}) for name in mesh.sizes}
+    axes = tuple(
+        name if len(some) == mesh.size(name) or name in stages else neighbours(name, len(some))
+        for name, some in along.items()
+        if len(some) > 1
+    )
     if axis is None:
         return Booked(axes, names)
     return Booked(axes, names, frozenset(mesh.index(one, axis) for one in ranks))
