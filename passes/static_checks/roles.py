@@ -133,7 +133,7 @@ def _role(step: Step, rank: int) -> Role:
 
 
 def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
-    """The sums of gradients: all-reduces of what gradients were put together in.
+    """The sums of gradients: all-reduces of where they lie, or of what they were put together in.
 
     A gradient that was multiplied beside them stands there as a sum over no axis.
     """
@@ -142,10 +142,10 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
     there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
     names = {lies(grad): name for name, grad in there}
     for lane, tensor in tap.summed:
-        _, parts = answers.together.get(id(tensor), (None, ()))
+        _, put = answers.together.get(id(tensor), (None, frozenset()))
         # what lies together from the start is summed as it is
         lying = [name for (at, _), name in names.items() if at == storage(tensor)]
-        of = frozenset([*lying, *(names[part] for part in parts if part in names)])
+        of = put.union(lying)
         if of:
             yield booked_at(step.plan, step.prepared, lane.ranks, of)
     for name, grad in there:
