@@ -33,6 +33,7 @@ from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.conditioning import MAGNIFIED
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
+from schedlang.passes.verify.outputs import with_outputs
 from schedlang.passes.verify.probe import check_parts
 from schedlang.passes.verify.randomness import native_draws
 from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
@@ -224,7 +225,8 @@ def _ranks(
     if progress is not None:
         progress(stage, 0, steps)
     with temporary() as folder:
-        every = pool.run(_rank, world, case, working, tuple(told), folder, on_progress=heard)
+        sent = with_outputs(case, working, told)
+        every = pool.run(_rank, world, *sent, folder, on_progress=heard)
         seen, worked, again, _ = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
