@@ -28,7 +28,8 @@ from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.tracing.units import Switch
 from schedlang.runtime.training import Training
 
-Run = tuple[Case, Sequence[Batch], Sequence[Batch]]  # what trains, and what is evaluated
+Given = Sequence[Batch]
+Run = tuple[Case, Given, Given]  # what trains, and what is evaluated
 
 
 def with_outputs(
@@ -42,7 +43,8 @@ def with_outputs(
     exact: list[Run] = []
     for condition in told:
         run, given = condition.case or case, condition.batches
-        trains, evaluates = ((), given) if condition.evaluate else (given, given[:1])
+        trains: Given = () if condition.evaluate else given
+        evaluates: Given = given if condition.evaluate else given[:1]
         exact.append((run, trains, (*evaluates, *first)))
     rounded = [] if working is None else [(working, working.batches, working.batches[:1])]
     made: dict[int, Prepared] = {}
