@@ -73,7 +73,9 @@ class Carrying(Ambient):
     def __enter__(self) -> Self:
         depth = _len_torch_function_stack()
         under = _get_function_stack_at(depth - 1) if depth else None
-        taken = under if getattr(under, "carried", False) and under is not self else None
+        # entered again, as a recomputation does: it carries what it carried, or nothing
+        alike = under is self._under[-1] if self._under else under is not self
+        taken = under if alike and getattr(under, "carried", False) else None
         if taken is not None:
             _pop_mode()  # type: ignore[no-untyped-call]
         self._under.append(taken)
