@@ -221,7 +221,7 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
             return known
     skeleton = local_skeleton(plan, prepared.traced)
     exchange(plan, skeleton, prepared.tokens, ranks)
-    made = Stub(skeleton, prepared.staged.cut)
+    made = Stub(skeleton, prepared.staged.cut, prepared.outputs)
     if prepared.tokens is None:  # else it holds the groups of this rank
         _last.made = ref(plan), ref(prepared), made
     return made

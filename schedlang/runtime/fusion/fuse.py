@@ -30,7 +30,7 @@ from schedlang.runtime.fusion.rewrite import (
     whole,
 )
 from schedlang.runtime.left import leave
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import Ambient, Carrying
 from schedlang.runtime.sharding.leaf import make_ready, without_graph
 
 # -- whole modules ---------------------------------------------------------------------------------
@@ -135,7 +135,8 @@ def _ambient_modes() -> list[Ambient]:
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in stack if isinstance(mode, Ambient)]
+    carried = [mode.under for mode in stack if isinstance(mode, Carrying)]  # these are on as well
+    return [mode for mode in (*stack, *carried) if isinstance(mode, Ambient)]
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
