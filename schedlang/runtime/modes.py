@@ -181,6 +181,11 @@ def again() -> AbstractContextManager[None]:
     return _on(_active.modes)
 
 
+def on(kind: type[Ambient]) -> bool:
+    """Return whether an ambient mode of a class is on."""
+    return any(isinstance(mode, kind) for mode in _active.modes)
+
+
 @contextmanager
 def _holding(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
     before = _active.modes

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.modes import ATTRIBUTE, Ambient, Carrying, ambient
+from schedlang.runtime.modes import ATTRIBUTE, Ambient, Carrying, ambient, on
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
 from schedlang.runtime.tracing.meta import model_line
 
@@ -273,6 +273,11 @@ def _shifted(state: Tensor, by: int) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def draws_weights() -> bool:
+    """Return whether attention that drops weights is written out here, weights and all."""
+    return scope.current() is not None and on(LogicalDropout)
 
 
 def without_form(name: str, site: str, line: str = "") -> Refusal:
