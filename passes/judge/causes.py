@@ -78,7 +78,7 @@ def causes(
 
 
 def _of_a_step(seen: Observation) -> Observation:
-    """What is held against right values here: the first step of runs that clip nothing."""
+    """The values that are mended here: those of the first step of runs that clip nothing."""
     first = {k: v for k, v in seen.tensors.items() if not k.step and "clipped" not in k.condition}
     return Observation({k: v for k, v in first.items() if k.kind in _KINDS})
 

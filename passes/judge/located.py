@@ -67,7 +67,7 @@ class Step:
             yield Choosing(hold)
 
     def looks(self, dtype: str | None) -> modules.Exact:
-        """What values of ranks are held against."""
+        """Run the original for what values of ranks are held against."""
         if dtype is None:
             return modules.Exact(self.original(self.batch))
         exact = replace(self, trial=self.trial.exact)

@@ -151,7 +151,7 @@ class Found:
 
 
 class Exact:
-    """What a value is held against where no rounding counts: the original's, by its numbers.
+    """Comparison with the original's values where no rounding counts: by their numbers.
 
     apart  how much factors of one value may differ, relative to them
     """
@@ -163,7 +163,7 @@ class Exact:
         self._wholes: dict[At, Whole] = {}
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
-        """Where an output lies in the original's; None where nothing there is the same."""
+        """Find the places of an output in the original's; None where nothing there is the same."""
         frame, k = at
         if at not in self._wholes:
             self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
@@ -245,7 +245,7 @@ class Followed:
 
     @cached_property
     def parts(self) -> dict[At, list[Part]]:
-        """What ranks' calls of a module give, where it is called as often in each pass."""
+        """All that ranks' calls of modules give, where these are called as often in each pass."""
         calls: dict[str, list[tuple[int, Frame, Seen]]] = {}
         for rank, (run, names) in enumerate(self.ranks):
             for frame, seen in run.calls.items():

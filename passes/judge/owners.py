@@ -48,7 +48,7 @@ class Noting(Tape):
 
     @property
     def notes(self) -> list[Note]:
-        """Those that a gradient came back to, in the order in which they were met."""
+        """The ones that a gradient came back to, in the order in which they were met."""
         pairs = ((value, self.gradients[key]) for key, value in self.values.items())
         return [Note(value, gradient) for value, gradient in pairs if gradient.numel()]
 

@@ -110,7 +110,7 @@ def rounded(
 
 
 def rounding(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What a run of the original rounds by, beside its dtype."""
+    """The mode that a run of the original rounds by, beside its dtype."""
     return partial(EightBits, dtype) if dtype in FORMATS else contextlib.nullcontext
 
 

@@ -53,12 +53,12 @@ class Given:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """What every step runs under, beside what drops."""
+        """Modes that every step runs under, beside the one that drops."""
         return (Float64(),) if self.wide else ()
 
     @contextlib.contextmanager
     def ready(self, kept: Kept) -> Iterator[tuple[Placed, Callable[[Condition], Judged]]]:
-        """On a rank: what drops there, and a function that makes the program for a condition."""
+        """Give a rank what drops there, and a function that makes the program for a condition."""
         lines = contextlib.redirect_stdout(sys.stderr) if self.aside else contextlib.nullcontext()
         # a compiled region does not ask for masks
         stance = "force_eager" if self.drops.sites else "default"
@@ -126,7 +126,7 @@ class Trial:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """What the original runs under: it drops by masks that ranks have parts of."""
+        """Modes that the original runs under: it drops by masks that ranks have parts of."""
         return (*((Float64(),) if self.wide else ()), Dropping(self.drops.seed, self.drops.off))
 
     @property

@@ -45,7 +45,7 @@ class Likest(Whole):
 
 
 class Within(Exact):
-    """What a value is held against in a low dtype: the original in float64, and its runs there.
+    """Comparison with the original's values in a low dtype: by those in float64, and its runs there.
 
     run  its k-th run in the dtype: as it stands for 0, each result off by a rounding for others
     eps  of the dtype
@@ -58,7 +58,7 @@ class Within(Exact):
         self.run, self.eps = cache(run), eps
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
-        """Where an output lies in the original's; None where it is further off than roundings."""
+        """Find the places of an output; None where it is further off than roundings move it."""
         places = self._place(at, value)
         right = places is not None and self.same(at, False, value, places)
         return places if right else None
