@@ -45,7 +45,7 @@ class Likest(Whole):
 
 
 class Within(Exact):
-    """Comparison with the original's values in a low dtype: by those in float64, and its runs there.
+    """Comparison in a low dtype: with the original's values in float64, by its runs in the dtype.
 
     run  its k-th run in the dtype: as it stands for 0, each result off by a rounding for others
     eps  of the dtype
