@@ -1,4 +1,4 @@
-"""Who is waited for, who is slow, and what the links carry: judged from the ledgers of ranks."""
+"""Ranks that are waited for, slow ranks, and what links carry: judged from ledgers of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Link:
-    """What some ranks sent each other: the median of bytes a second, each rank's share alone."""
+    """Transfers among some ranks: the median of bytes a second, each rank's share alone."""
 
     ranks: tuple[int, ...]
     op: str
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is found in a job.
+    """All that is found in a job.
 
     after    seconds in one operation from which a job counts as stuck
     silent   ranks without a sign of life, in seconds; `over` those that have ended
@@ -163,7 +163,7 @@ def _causes(job: Job, missing: Sequence[Missing]) -> tuple[int, ...]:
 
 
 def _differing(job: Job) -> Iterator[Differs]:
-    """Of each group the first collective in which a rank does not do what the first does.
+    """Find in each group the first collective in which a rank does not do what the first does.
 
     Only what both have kept is compared.  Shapes may differ, as of all-to-alls.
     """
@@ -226,7 +226,7 @@ _SHARES: Mapping[str, Callable[[int], float]] = {
 
 
 def _links(job: Job) -> Iterator[Link]:
-    """What each group carried: of an operation the time of whoever came last, who waited for none.
+    """Measure what each group carried: the time of whoever came last, who waited for none.
 
     Only where the host waits for transfers, or their times are in a dump.
     """

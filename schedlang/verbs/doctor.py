@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.diagnostics.tables import size
 from schedlang.verbs.ending import FAILS, show_json
 from schedlang.verbs.options import AsJson, verb
 
@@ -76,8 +77,8 @@ def _told(folder: Path, found: Diagnosis) -> list[str]:
     if found.links:
         lines += ["", "links  bytes a second of each rank, median"]
         for link in found.links:
-            what = f"{link.op}, {link.count} of {_size(link.size)}"
-            lines.append(f"  ranks {_some(link.ranks):<16} {_size(link.rate)}/s   {what}")
+            what = f"{link.op}, {link.count} of {size(link.size)}"
+            lines.append(f"  ranks {_some(link.ranks):<16} {size(int(link.rate))}/s   {what}")
     return lines
 
 
@@ -179,12 +180,12 @@ def _what(op: Op) -> str:
 
 def _of(op: Op) -> str:
     whose = f" for `{op.whose}`" if op.whose else ""
-    size = f", {_size(op.size)}" if op.size else ""
-    return whose + (" in backward" if op.backward else "") + size
+    held = f", {size(op.size)}" if op.size else ""
+    return whose + (" in backward" if op.backward else "") + held
 
 
 def _where(ledger: Ledger) -> list[str]:
-    """Where a slow rank was found at work most often."""
+    """The place at which a slow rank was found at work most often."""
     looks = sum(n for *_, n in ledger.where)
     lines = []
     for module, line, row, n in ledger.where[:1]:
@@ -194,14 +195,6 @@ def _where(ledger: Ledger) -> list[str]:
         )
         lines += [f"    row {row}"] * bool(row)
     return lines
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 # -- for machines ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What ranks wrote down, read: records of ours, or dumps of torch's flight recorder."""
+"""Ledgers of ranks, read from records of ours or from dumps of torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Op:
 
     @property
     def channel(self) -> tuple[str, str, tuple[int, int] | None]:
-        """Those that it is counted with."""
+        """The operations that it is counted with."""
         return self.lane, "" if self.ends is None else self.op, self.ends
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one rank did: its steps as (number, seconds since the last, of them in waiting).
+    """The doings of one rank: its steps as (number, seconds since the last, of them in waiting).
 
     timed   durations are those of transfers, or of whoever waited for them
     where   where it was found at work: module, line, row, how often

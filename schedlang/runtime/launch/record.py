@@ -55,7 +55,7 @@ class Op:
 
 
 class Record:
-    """What this rank has done, and the thread that writes it down."""
+    """Operations and steps of this rank, and the thread that writes them down."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.path, self.rank, self.world = folder / f"rank{rank}.json", rank, world
@@ -97,7 +97,7 @@ class Record:
         return time.time()
 
     def done(self, one: Op, since: float) -> None:
-        """It has ended, and was waited for."""
+        """End an operation that was waited for since then."""
         one.ended, one.waits = time.time(), False
         self.events += 1
         if not one.beside:

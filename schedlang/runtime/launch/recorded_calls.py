@@ -129,7 +129,7 @@ class Calls:
         return run
 
     def _ends(self, op: str, peer: int | None, group: Any, more: Any) -> tuple[int, int]:
-        """From which rank to which; whoever receives from anyone tells -1."""
+        """The sender and the receiver; -1 for anyone."""
         if peer is None:
             place = more.get("group_dst" if op == "send" else "group_src")
             whole: Any = dist.group.WORLD if group is None else group
