@@ -39,7 +39,7 @@ class OneRank:
 
     at       its place along each axis
     modules  those with parameters or buffers of their own here, by path
-    groups   process groups that it is in, by the axes along which their ranks differ
+    groups   process groups that it is in, the job among them, by axes whose ranks differ
     slices   of files, that it would read; None: no files were named
     """
 
@@ -120,7 +120,7 @@ def one_rank(
     sample = sample_of(batch, plan.shares, plan.micro)
     step = Step(plan, prepare(plan, sample, loss), sample, loss)
     with alone(step, rank) as (program, tap):
-        groups = {lane.ranks for lane in tap.lanes}
+        groups = {tuple(range(plan.mesh.world)), *(lane.ranks for lane in tap.lanes)}
         return OneRank(
             rank,
             plan.mesh.world,
