@@ -212,6 +212,7 @@ SHARED = {
     ("add_norm", "_alive"),
     ("torch_compile", "_done"),
     ("torch_compile", "_kept"),
+    ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
     ("transfer", "_KNOWN"),
