@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.model import Adapting
@@ -510,13 +510,11 @@ def _check_state(plan: Plan) -> None:
     known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
     extra = [key for key in model.state_dict() if key not in known]
     if extra:
-        raise Refusal(
-            Diagnostic(
-                "S624",
-                f"`{extra[0]}` of the state dict is not a parameter or a buffer",
-                notes=("a module returns it as extra state, which cannot be sharded or saved",),
-                helps=("leave it out: override `get_extra_state` in a subclass",),
-            )
+        raise Refusal.of(
+            "S624",
+            f"`{extra[0]}` of the state dict is not a parameter or a buffer",
+            notes=("a module returns it as extra state, which cannot be sharded or saved",),
+            helps=("leave it out: override `get_extra_state` in a subclass",),
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.timeline.simulation import Timing, timing
 from schedlang.pipeline.timeline.table import WORK, Kind, Timeline, dependencies
@@ -325,4 +325,4 @@ def check(course: Course) -> None:
 
 
 def _refuse(title: str, help_: str) -> None:
-    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
+    raise Refusal.of("S109", title, helps=(help_,))

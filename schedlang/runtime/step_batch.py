@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, named_tensors, rows_of, split
@@ -177,9 +177,7 @@ def _compared(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
 def _check(item: Item, said: Mapping[int, Mapping[str, str]], step: int) -> None:
     title, notes = differences(item, said)
     if notes:
-        raise Refusal(
-            Diagnostic("S652", f"{title} in step {step}", notes=tuple(notes), helps=item.helps)
-        )
+        raise Refusal.of("S652", f"{title} in step {step}", notes=tuple(notes), helps=item.helps)
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
@@ -251,9 +251,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
         helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*wrong[:8], *more)
-        raise Refusal(
-            Diagnostic("S641", "the state dict is not of this model", notes=notes, helps=helps)
-        )
+        raise Refusal.of("S641", "the state dict is not of this model", notes=notes, helps=helps)
     with torch.no_grad():
         for name, parameter in a.parameters.items():
             part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)

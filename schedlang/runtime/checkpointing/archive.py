@@ -490,12 +490,10 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     for name, shape in here.items():
         ours, theirs = (known[name], shape), (contents["dtypes"][name], saved[name])
         if ours != theirs:
-            raise Refusal(
-                Diagnostic(
-                    "S635",
-                    f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
-                    helps=("load it into a program of the same model and dtype",),
-                )
+            raise Refusal.of(
+                "S635",
+                f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
+                helps=("load it into a program of the same model and dtype",),
             )
     check_moments(program, told)
 
@@ -534,7 +532,7 @@ def _same_names(
     notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
     notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
     if notes:
-        raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
+        raise Refusal.of(code, title, notes=tuple(notes), helps=(help_,))
 
 
 def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
@@ -560,13 +558,11 @@ def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
 
 
 def _keeps(keep: Any) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S631",
-            f"`keep` must be None, or 1 or more, not {keep!r}",
-            notes=("the new checkpoint is always kept",),
-            helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
-        )
+    return Refusal.of(
+        "S631",
+        f"`keep` must be None, or 1 or more, not {keep!r}",
+        notes=("the new checkpoint is always kept",),
+        helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
     )
 
 
@@ -585,14 +581,12 @@ def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
 
 
 def _other_optimizer(note: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S636",
-            "the checkpoint is of a different optimizer",
-            notes=(note,),
-            helps=(
-                "build the program with the optimizer of the checkpoint",
-                "or without an optimizer, to load only the model",
-            ),
-        )
+    return Refusal.of(
+        "S636",
+        "the checkpoint is of a different optimizer",
+        notes=(note,),
+        helps=(
+            "build the program with the optimizer of the checkpoint",
+            "or without an optimizer, to load only the model",
+        ),
     )

@@ -65,21 +65,17 @@ def export(
 def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
     """Refuse another model, and one whose ties would undo what has been trained apart."""
     if not isinstance(model, nn.Module):
-        raise Refusal(
-            Diagnostic(
-                "S634",
-                f"this is a {type(model).__name__}, not the model that was scheduled",
-                helps=("give the module that was passed to `create_schedule`",),
-            )
+        raise Refusal.of(
+            "S634",
+            f"this is a {type(model).__name__}, not the model that was scheduled",
+            helps=("give the module that was passed to `create_schedule`",),
         )
     known = model.state_dict(keep_vars=True)
     if odd := sorted(known.keys() ^ state.keys()):
-        raise Refusal(
-            Diagnostic(
-                "S634",
-                f"this is not the model that was scheduled: `{odd[0]}`",
-                helps=("give the model that the schedule was made for",),
-            )
+        raise Refusal.of(
+            "S634",
+            f"this is not the model that was scheduled: `{odd[0]}`",
+            helps=("give the model that the schedule was made for",),
         )
     first: dict[int, str] = {}
     for name, tensor in known.items():

@@ -187,13 +187,11 @@ def _saved(name: str, value: Any) -> Any:
         return type(value)(_saved(name, one) for one in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Refusal(
-        Diagnostic(
-            "S637",
-            f"`{name}` of the optimizer is a `{type(value).__name__}`",
-            notes=("a checkpoint may hold tensors, numbers and strings",),
-            helps=("remove it from the optimizer's state before saving",),
-        )
+    raise Refusal.of(
+        "S637",
+        f"`{name}` of the optimizer is a `{type(value).__name__}`",
+        notes=("a checkpoint may hold tensors, numbers and strings",),
+        helps=("remove it from the optimizer's state before saving",),
     )
 
 
@@ -240,16 +238,14 @@ def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _unlike(name: str, key: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S637",
-            f"ranks differ in `{key}` of the optimizer for `{name}`",
-            notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
-            helps=(
-                "compute it only from values that are equal on all ranks",
-                "or save it yourself, rank by rank",
-            ),
-        )
+    return Refusal.of(
+        "S637",
+        f"ranks differ in `{key}` of the optimizer for `{name}`",
+        notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
+        helps=(
+            "compute it only from values that are equal on all ranks",
+            "or save it yourself, rank by rank",
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import schedlang
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import device as devices
 
 Plain = dict[str, Any]
@@ -124,7 +124,7 @@ def check_same(told: Mapping[str, Any] | None, schedule: str, last: Path) -> Non
             "begin the data anew, with these parameters: `Trainer(..., accept=True)`",
             "or give another folder: `Trainer` keeps that in those that it saves",
         )
-        raise Refusal(Diagnostic("S693", title, helps=helps))
+        raise Refusal.of("S693", title, helps=helps)
     if told["schedule"] == schedule:
         return
     before, now = told["schedule"].splitlines(), schedule.splitlines()
@@ -135,7 +135,7 @@ def check_same(told: Mapping[str, Any] | None, schedule: str, last: Path) -> Non
         "go on under this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
         "or give the schedule of before, or another folder",
     )
-    raise Refusal(Diagnostic("S693", title, notes=tuple(changed[:_LINES]), helps=helps))
+    raise Refusal.of("S693", title, notes=tuple(changed[:_LINES]), helps=helps)
 
 
 def check_parts(told: Mapping[str, Any], parts: int, last: Path) -> None:
@@ -144,7 +144,7 @@ def check_parts(told: Mapping[str, Any], parts: int, last: Path) -> None:
     if told["parts"] != parts:
         title = f"`{last}` was saved where data were in {told['parts']} parts, and here in {parts}"
         helps = ("give whole batches (`local=False`): their place fits any layout",)
-        raise Refusal(Diagnostic("S693", title, helps=helps))
+        raise Refusal.of("S693", title, helps=helps)
 
 
 def scheduled_on(scheduler: Any, told: Mapping[str, Any] | None) -> None:

@@ -120,23 +120,17 @@ def save_step(
 def _begin(target: Path, step: int, held: ExitStack) -> Path:
     """Make the new folder, alone; what saves that died have left is swept away."""
     if (target / MINE).is_file():
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` is a complete checkpoint, and is not changed",
-                helps=("save into its parent folder, or into a new one",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` is a complete checkpoint, and is not changed",
+            helps=("save into its parent folder, or into a new one",),
         )
     if target.exists() and not _ours(target):
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` exists, and is not a folder of checkpoints",
-                notes=(
-                    "a checkpoint is saved into a folder of checkpoints, or into an empty folder",
-                ),
-                helps=("give the path of another folder",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` exists, and is not a folder of checkpoints",
+            notes=("a checkpoint is saved into a folder of checkpoints, or into an empty folder",),
+            helps=("give the path of another folder",),
         )
     target.mkdir(parents=True, exist_ok=True)
     try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
 from schedlang.runtime.checkpointing.moments import laid, like_parameter
 from schedlang.runtime.comm import world
@@ -90,16 +90,13 @@ def check_closure(made: torch.optim.Optimizer) -> None:
     """Raises Refusal S622 for an optimizer that would compute the loss again in it."""
     given = inspect.signature(made.step).parameters.get("closure")
     if given is not None and given.default is inspect.Parameter.empty:
-        raise Refusal(
-            Diagnostic(
-                "S622",
-                f"`{type(made).__name__}` computes the loss again within its step",
-                notes=(
-                    "its `step(closure)` runs forward and backward again, which a program cannot"
-                    " do",
-                ),
-                helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
-            )
+        raise Refusal.of(
+            "S622",
+            f"`{type(made).__name__}` computes the loss again within its step",
+            notes=(
+                "its `step(closure)` runs forward and backward again, which a program cannot do",
+            ),
+            helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
         )
 
 

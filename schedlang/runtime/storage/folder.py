@@ -287,13 +287,11 @@ def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
         if former:
             max(former, key=lambda path: path.stat().st_mtime_ns).rename(target)
     if target.exists() and not _replaceable(target, marks):
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` exists, and is not a checkpoint",
-                notes=("only a checkpoint or an empty folder may be replaced",),
-                helps=("give the path of another folder",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` exists, and is not a checkpoint",
+            notes=("only a checkpoint or an empty folder may be replaced",),
+            helps=("give the path of another folder",),
         )
     _sweep(target)
     beside = beside_of(target, SAVING)
@@ -314,13 +312,11 @@ def _replaceable(target: Path, marks: Sequence[str]) -> bool:
 
 def _see(beside: Path) -> None:
     if not beside.is_dir():
-        raise Refusal(
-            Diagnostic(
-                "S631",
-                f"not all ranks see `{beside.parent}`",
-                notes=("each rank writes its shards into this folder",),
-                helps=("give a path on a file system that all nodes share",),
-            )
+        raise Refusal.of(
+            "S631",
+            f"not all ranks see `{beside.parent}`",
+            notes=("each rank writes its shards into this folder",),
+            helps=("give a path on a file system that all nodes share",),
         )
 
 

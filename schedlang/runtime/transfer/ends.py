@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
+from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Segment, joined
 from schedlang.runtime.checkpointing import archive
@@ -145,13 +145,11 @@ def state_tensors(told: Sequence[tuple[ToldState, Ranks]], world: int) -> Tensor
     for state, ranks in told:
         for name, shape, dtype, part in state.parts:
             if known.setdefault(name, (shape, dtype)) != (shape, dtype):
-                raise Refusal(
-                    Diagnostic(
-                        "S635",
-                        f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
-                        f" one of them, and {dtype}{[*shape]} on another",
-                        helps=("pass the same state on every rank, or its parts as DTensors",),
-                    )
+                raise Refusal.of(
+                    "S635",
+                    f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
+                    f" one of them, and {dtype}{[*shape]} on another",
+                    helps=("pass the same state on every rank, or its parts as DTensors",),
                 )
             places.setdefault(name, {}).setdefault(part, []).extend(ranks)
     shared: dict[Any, Spread] = {}
@@ -254,11 +252,8 @@ def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
 
 def not_taken(title: str, *helps: str) -> Refusal:
     """Refuse what cannot be an end of a transfer (S642)."""
-    return Refusal(
-        Diagnostic(
-            "S642",
-            title,
-            helps=helps
-            or ("a transfer goes between programs, modules, and state dicts of tensors",),
-        )
+    return Refusal.of(
+        "S642",
+        title,
+        helps=helps or ("a transfer goes between programs, modules, and state dicts of tensors",),
     )

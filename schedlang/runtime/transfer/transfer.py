@@ -364,7 +364,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
     notes += (f"not in `b`: {quoted(unknown)}",) * bool(unknown)
     if notes:
         title, help_ = "the two ends have different tensors", "transfer between ends of one model"
-        raise Refusal(Diagnostic("S634", title, notes=notes, helps=(help_,)))
+        raise Refusal.of("S634", title, notes=notes, helps=(help_,))
     for name, at in found.items():
         ours, theirs = (
             f"{side.dtypes[one]}{[*side.lying[one].spread.shape]}"
@@ -373,7 +373,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
         if ours != theirs:
             title = f"`{name}` is {theirs} in `a`, but {ours} in `b`"
             help_ = "transfer between ends of the same model and dtype"
-            raise Refusal(Diagnostic("S635", title, helps=(help_,)))
+            raise Refusal.of("S635", title, helps=(help_,))
     return found
 
 
