@@ -335,6 +335,11 @@ class Absent:
     place: str = ""  # if more than this leaf is lost: what, by path
 
 
+def is_output(value: Any) -> bool:
+    """Return whether a leaf of an output is one that can be put together, or says why not."""
+    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+
+
 def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """The output for the whole batch from the outputs of its parts.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
+from schedlang.runtime.batch import Absent, Part, dotted, is_output, named_tensors, stack
 from schedlang.runtime.checkpointing.holding import AT_A_TIME, To, assembled, copies, take
 from schedlang.runtime.checkpointing.moments import like_parameter
 from schedlang.runtime.comm import world
@@ -53,7 +53,7 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
             own = [v.narrow(dim, 0, n) for v, n in zip(values, layout.counts)]
             made.append(layout.whole(own, dim))
             continue
-        plain = all(_plain(value) for value in values)
+        plain = all(is_output(value) for value in values)
         whole = stack(values, [1] * len(values), weights) if plain else None
         scattered = isinstance(whole, Tensor) and whole.dim() > 0 and values[0].dim() > 0
         made.append(
@@ -62,10 +62,6 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
             else whole
         )
     return pytree.tree_unflatten(made, flat[0][1])
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
 
 
 def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import Absent, Batch, dotted, forward, rows_of, shares, stack
+from schedlang.runtime.batch import (
+    Absent,
+    Batch,
+    dotted,
+    forward,
+    is_output,
+    rows_of,
+    shares,
+    stack,
+)
 from schedlang.runtime.device import numbers
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
@@ -343,13 +352,10 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
         for values in zip(*(leaves for leaves, _ in flat))
     ]
     whole = [
-        value if _plain(value) else Absent("slices of it cannot be concatenated") for value in made
+        value if is_output(value) else Absent("slices of it cannot be concatenated")
+        for value in made
     ]
     return pytree.tree_unflatten(whole, flat[0][1])
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
 
 
 def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
