@@ -130,7 +130,7 @@ def peer_of(
     rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
     axis = rows[0].over
     assert axis is not None
-    everyone = world.gathered(len(rounds))
+    everyone = world.all_gather_object(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     most = max(everyone[rank] for rank in group.ranks)
     return Peer(group, found, rounds, most, builder.ranks.on_host(axis, "peer sizes"))

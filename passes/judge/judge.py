@@ -365,7 +365,7 @@ def _rank(
         with ambient(Float64(), dropping):
             seen = observe(subject, told, keep=comm.rank() == 0, folder=drops.folder)
             kept.loaded = reloaded(made[0], told[-1], begin_again)
-    kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
+    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None
 

@@ -57,7 +57,7 @@ def places_of(
             met |= {place[0] for place in places if place is not None}
             if None in places:
                 unknown[site] = judged.original_module(site) or "?"
-    sites, each, more = zip(*comm.gathered((met, unknown, others)))
+    sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
     joined = {site: meant for one in each for site, meant in one.items()}
     kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
     return found

@@ -221,6 +221,6 @@ def _rank(
                 seen = observe(subject, told, keep=comm.rank() == 0)
             chosen = choosing.everyone()
             kept.loaded = reloaded(made[0], told[-1], lambda step: None, step=False)
-    kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
+    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept, chosen) if comm.rank() == 0 else None

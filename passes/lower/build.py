@@ -345,7 +345,7 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
         sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     found = prepare(plan, sample, given.loss, given.weight, trains=False)
     # each rank has measured its own table of bits, on a machine of its own: the first one's counts
-    return replace(found, bits=world.told_by(0, found.bits)) if found.bits else found
+    return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
 
 
 def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> DropoutOptions:

@@ -195,7 +195,7 @@ def _native(
         return None, why
     seed = options.seed
     if seed is None:  # ranks may have seeded apart, as for what they read
-        seed = world.told_by(0, torch.initial_seed())
+        seed = world.broadcast_object(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
     install(module, native, forks, plain)

@@ -289,7 +289,7 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     from schedlang.runtime.left import left_in
     from schedlang.runtime.measure import memory_of
 
-    return tuple(world.gathered((memory_of(program), left_in(program.assembly.module))))
+    return tuple(world.all_gather_object((memory_of(program), left_in(program.assembly.module))))
 
 
 def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

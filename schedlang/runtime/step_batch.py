@@ -93,7 +93,9 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     own_known = known(weights)
     said = weights if own_known else [0.0] * len(weights)
     shapes = crc32(repr(_shapes(own)).encode())
-    told = world.numbers([*map(float, said), not own_known, shapes, rows_of(batch)], on_host)
+    told = world.all_gather_numbers(
+        [*map(float, said), not own_known, shapes, rows_of(batch)], on_host
+    )
     everyone: Sequence[Sequence[Number]] = [row[:-3] for row in told]
     if any(there for *_, there, _, _ in told):
         everyone = _of_device(a, weights)
@@ -159,7 +161,7 @@ class Comparing:
         shapes = {} if local else {name: _shape(value) for name, value in batch.items()}
         rows = a.ranks.mesh.index(a.ranks.rank, a.replicas) if local else 0
         parts = [dict(kinds.parts), shapes, dict(values.parts), dict(settings.parts)]
-        everyone = world.gathered((rows, parts))
+        everyone = world.all_gather_object((rows, parts))
         items = (kinds, Item("batch", shapes, helps=_HELPS), values, settings)
         for place, item in enumerate(items):
             for ranks in _compared(everyone, apart=item is values):

@@ -69,7 +69,7 @@ class Tipped:
         if world.size() == 1:
             return self.found
         out: dict[int, tuple[Tensor, Tensor]] = {}
-        for found in world.gathered(self.found):
+        for found in world.all_gather_object(self.found):
             for draws, (places, values) in found.items():
                 known = out.get(draws, (places[:0], values[:0]))
                 out[draws] = torch.cat([known[0], places]), torch.cat([known[1], values])

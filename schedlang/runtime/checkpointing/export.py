@@ -41,7 +41,7 @@ def export(
     for change in reversed(merges):
         state = change.merged(state)
     target = Path(
-        world.told_by(0, os.path.realpath(path))
+        world.broadcast_object(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new
     together(
         lambda: _check(target, state, model) if rank == 0 else None,
@@ -57,7 +57,7 @@ def export(
         rank,
         fill,
         marks=MARKS,
-        told=lambda error: _unwritten(target, str(error)),
+        diagnose=lambda error: _unwritten(target, str(error)),
         failures=(Exception,),
     )
 
@@ -102,12 +102,12 @@ def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
     from safetensors.torch import save_file
 
     kept: dict[tuple[int, torch.Size], str] = {}
-    told = {"format": "pt"}
+    metadata = {"format": "pt"}
     for name, tensor in state.items():
         one = kept.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), name)
         if one != name:
-            told[name] = one
-    save_file({name: state[name].contiguous() for name in kept.values()}, folder / MARK, told)
+            metadata[name] = one
+    save_file({name: state[name].contiguous() for name in kept.values()}, folder / MARK, metadata)
 
 
 def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:

@@ -69,7 +69,7 @@ class Choices(Ambient):
         if world.size() == 1:
             return self.found
         out: dict[Where, Tensor] = {}
-        for found in reversed(world.gathered(self.found)):
+        for found in reversed(world.all_gather_object(self.found)):
             out.update(found)
         return out
 

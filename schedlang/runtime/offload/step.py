@@ -152,7 +152,7 @@ class Peer:
             if sent:
                 count("send", self.group, sent[0][0])
             wanted = [(into, source)] if into.numel() else []
-            for work in world.both_ways(sent, wanted, self.group.pg):
+            for work in world.batch_isend_irecv(sent, wanted, self.group.pg):
                 work.wait()
 
     def _told(self, number: int) -> int:
@@ -161,7 +161,7 @@ class Peer:
         with torch._C.DisableTorchFunction():
             mine = torch.tensor([number], dtype=torch.int64, device=HOST)
             theirs = torch.empty_like(mine)
-            for work in world.both_ways([(mine, to)], [(theirs, source)], self.hosts):
+            for work in world.batch_isend_irecv([(mine, to)], [(theirs, source)], self.hosts):
                 work.wait()
             return int(theirs)
 
