@@ -16,7 +16,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Boundary
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.model import inside
-from schedlang.ir.placement import EVEN, P, R, S, Uneven
+from schedlang.ir.placement import EVEN, P, R, S, Split, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.original import Recording, saved_by
@@ -107,20 +107,23 @@ def _check_ties(plan: Plan) -> None:
             known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
                 if not known.issuperset(plan.mesh.fold(split.axis)):
-                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+                    raise Refusal(_half_sharded(plan, name, used, split))
 
 
-def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
-    owner = plan.model.owner(used).fqn
-    owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
-    row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
+def _half_sharded(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
+    site, axis = plan.model.owner(used), split.axis
+    owners = [plan.model.owner(other) for other in plan.model.parameters[name].names]
+    row = next(a for a in plan.actions if {o.fqn for o in owners} & {*a.sites} or touches(a, name))
+    words = any(owner.is_a("Embedding") for owner in owners)
+    styles = ("vocab" if words else "col", "col" if site.is_a("Embedding") else "row")
+    style = styles[split.dim ^ site.is_a("Conv1D")] if split.dim < 2 else styles[0]
     return Diagnostic(
         "S506",
-        f"`{owner}` shares a sharded weight, but has no `shard` row",
+        f"`{site.fqn}` shares a sharded weight, but has no `shard` row",
         Label(row.span),
         notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
         facts=(("parameter", used),),
-        helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
+        helps=(f"shard it, too: `{site.fqn} shard({style}, over={axis})`",),
     )
 
 
