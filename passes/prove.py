@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.holdings import is_lossy
 from schedlang.passes.analyze.routing import routings
@@ -193,13 +193,11 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
         if math.prod(sizes.values()) > MOST_RANKS:
             sizes[axis] = 1
     small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    raise Refusal(
-        Diagnostic(
-            "S702",
-            f"`{verb}` starts at most {MOST_RANKS} ranks on one machine, not {plan.mesh.world}",
-            notes=(f"the mesh is {plan.mesh}",),
-            helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
-        )
+    raise Refusal.of(
+        "S702",
+        f"`{verb}` starts at most {MOST_RANKS} ranks on one machine, not {plan.mesh.world}",
+        notes=(f"the mesh is {plan.mesh}",),
+        helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
     )
 
 

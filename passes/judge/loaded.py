@@ -96,7 +96,7 @@ def reloaded(old: Judged, *, step: bool = True) -> Loaded | None:
 
 
 def _any(mine: bool) -> bool:
-    return any(world.gathered(mine))
+    return any(world.all_gather_object(mine))
 
 
 def _of_optimizer(name: str) -> bool:
@@ -113,11 +113,11 @@ def _taken(state: Any) -> Any:
 def _of_first(state: Any) -> Any:
     """The state of this rank, or of the first that has one."""
     empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
-    has = world.gathered(not empty)
+    has = world.all_gather_object(not empty)
     if all(has) or not any(has):
         return state
     first = has.index(True)
-    given = world.gathered(state if world.rank() == first else None)[first]
+    given = world.all_gather_object(state if world.rank() == first else None)[first]
     return given if empty else state
 
 
@@ -161,7 +161,7 @@ def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]
 def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
     """The greatest error of all ranks for each name."""
     found: dict[str, tuple[float, str]] = {}
-    for one in world.gathered(mine):
+    for one in world.all_gather_object(mine):
         for name, pair in one.items():
             found[name] = max(found.get(name, pair), pair, key=lambda p: (p[1] != "", p[0]))
     return found

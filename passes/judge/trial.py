@@ -97,7 +97,7 @@ class Given:
                 met |= {place[0] for place in places if place is not None}
                 if None in places:
                     unknown[site] = judged.original_module(site) or "?"
-        sites, each, more = zip(*comm.gathered((met, unknown, others)))
+        sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
         joined = {site: meant for one in each for site, meant in one.items()}
         kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
         return found
@@ -212,6 +212,6 @@ def _train(given: Given) -> tuple[Observation, Kept] | None:
             seen = observe(subject, given.told, keep=comm.rank() == 0, folder=given.drops.folder)
         kept.chosen = choosing.everyone()
         kept.loaded = reloaded(made[0], step=given.wide)
-    kept.stray = {site for one in comm.gathered(dropping.stray) for site in one}
+    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None

@@ -138,7 +138,8 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 
     A gradient that was multiplied beside them stands there as a sum over no axis.
     """
-    from schedlang.runtime.played import lies, storage
+    from schedlang.runtime.played import lies
+    from schedlang.runtime.tracing.meta import storage
 
     there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
     names = {lies(grad): name for name, grad in there}

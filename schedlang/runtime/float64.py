@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.modes import ATTRIBUTE, Ambient
 
@@ -135,13 +135,11 @@ def _wide(value: Any) -> Any:
 
 
 def _bits(note: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S811",
-            "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
-            notes=(note,),
-            helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
-        )
+    return Refusal.of(
+        "S811",
+        "`Tensor.view(dtype)` reads bits of a float: they differ in float64",
+        notes=(note,),
+        helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
     )
 
 

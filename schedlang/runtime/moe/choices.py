@@ -74,7 +74,7 @@ class Choices(Carrying):
         if world.size() == 1:
             return self.found
         out: dict[Where, Tensor] = {}
-        for found in reversed(world.gathered(self.found)):
+        for found in reversed(world.all_gather_object(self.found)):
             out.update(found)
         return out
 

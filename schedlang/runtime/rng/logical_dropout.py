@@ -182,7 +182,7 @@ class LogicalDropout(Carrying):
         self.drawn += 1
         if self.noted is not None:
             self.noted.setdefault((where.moment, site, call), set()).update(samples)
-        keys = [_key(self.seed, where.moment, site, call, sample) for sample in samples]
+        keys = [stream(self.seed, where.moment, site, call, sample) for sample in samples]
         return keys, per_sample, window, call
 
     def samples(self, site: str, call: int) -> tuple[int, ...]:
@@ -223,9 +223,10 @@ def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, .
     return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
 
 
-def _key(*what: object) -> int:
-    """A stream for (seed, step, site, call, sample), as a signed 64-bit number."""
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+def stream(*words: object) -> int:
+    """The stream of draws that some words name, of a mask (seed, step, site, call, sample) or of a
+    saved tensor, as a signed 64-bit number."""
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
