@@ -218,7 +218,7 @@ def test_a_sum_over_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stage_that_trains_nothing() -> None:
     """A rank without an optimizer is not said to train what `build` showed to one."""
-    rows = f'freeze(keep="lm_head.*")\n{LLAMA}{_pipe("model.layers")}'
+    rows = f'freeze(keep="lm_head.*")\n{LLAMA}{LLAMA_ENDS}{_pipe("model.layers")}'
     plan = planned(models.llama(2), rows, "pp=2, tp=2", "updates")
     assert static(plan, TOKENS).problems == ()
 
