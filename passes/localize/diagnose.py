@@ -239,6 +239,9 @@ def _few(x: Tensor, r: Tensor) -> str:
     return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
 
 
+SHOWN = 16  # of places that are wrong
+
+
 def _slices(x: Tensor, r: Tensor) -> str:
     """Some slices along one dim are right, and the others zero or wrong."""
     for dim in range(x.dim()):
@@ -247,7 +250,8 @@ def _slices(x: Tensor, r: Tensor) -> str:
         wrong = off.nonzero().reshape(-1).tolist()
         if wrong and 2 * len(wrong) < len(ours):
             how = "zero" if not ours[wrong].any() else "wrong"
-            return f"right, but for places {wrong} of dim {dim}, which are {how}"
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            return f"right, but for places {wrong[:SHOWN]}{more} of dim {dim}, which are {how}"
     return ""
 
 
