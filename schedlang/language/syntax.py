@@ -275,14 +275,12 @@ def _bare(line: str, place: Span) -> tuple[str, ...]:
     from schedlang.language.value import UNITS  # which writes values by what is read here
 
     before, rest = line[: place.col - 1], line[place.col - 1 :]
-    if named := re.search(r"(\w+) *= *(\d+)$", before):  # `order=1F1B`
-        word = named[2] + (re.match(r"[\w.+-]*", rest) or [""])[0]
-        unit = next((u for u in UNITS if u.lower() == word[len(named[2]) :].lower()), "")
-        return (f"write `{named[1]}={named[2]}{unit}`" if unit else f'write `{named[1]}="{word}"`',)
-    if number := re.search(r"(\d+)$", before):  # `70Gib`
-        word = (re.match(r"\w*", rest) or [""])[0]
-        unit = next((u for u in UNITS if u.lower() == word.lower()), "")
-        return (f"write `{number[1]}{unit}`",) if unit else ()
+    if number := re.search(r"(\d+)$", before):
+        word = (re.match(r"[\w.+-]*", rest) or [""])[0]
+        if unit := next((u for u in UNITS if u.lower() == word.lower()), ""):  # `70Gib`
+            return (f"write `{number[1]}{unit}`",)
+        named = re.search(r"(\w+)=\d+$", before)  # `order=1F1B`
+        return (f'write `{named[1]}="{number[1]}{word}"`',) if named and word else ()
     row = re.match(r"\s*(\S*[.*]\S*[ \t]+[a-z_]+)\s*(?:#|$)", line)
     return (f"write `{row[1]}()`",) if row and not rest.partition("#")[0].strip() else ()
 

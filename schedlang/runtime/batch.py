@@ -383,7 +383,7 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
             return type(first)(one for value in values for one in value)
         if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
             return Absent("whether its entries are those of samples is not known")
-    flat = [pytree.tree_flatten(v, lambda one, v=v: one is not v) for v in values]
+    flat = [_one_level(value) for value in values]
     spec = flat[0][1]
     if any(other != spec for _, other in flat[1:]):
         return Absent(f"parts of a `{type(first).__name__}` are not of one length")
@@ -391,6 +391,11 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
         return _stacked(values, rows, weights)
     children = zip(*(leaves for leaves, _ in flat))
     return pytree.tree_unflatten([_nested(one, rows, weights) for one in children], spec)
+
+
+def _one_level(value: Any) -> tuple[list[Any], Any]:
+    """What a value holds itself, and how that is put together."""
+    return pytree.tree_flatten(value, lambda one: one is not value)
 
 
 def _of_one(entry: Any, count: int) -> bool:
