@@ -317,7 +317,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         if sum(cut.blocks) != size:
             refuse(
                 "S406",
-                f"blocks {list(cut.blocks)} add up to {sum(cut.blocks)}, not to {size}",
+                f"blocks [{some(cut.blocks)}] add up to {sum(cut.blocks)}, not to {size}",
                 notes=(f"`{site}.{name}` is {_shape(fact)}",),
                 helps=blocks_of(self.blocks, size),
             )

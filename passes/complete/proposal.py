@@ -85,7 +85,7 @@ def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
     """Rows folded: one block for each list of blocks, one row for names that are done the same."""
     lines: list[str] = []
     opened = ""
-    for head, tail, row in _together(_placed(_folded(rows), blocks)):
+    for head, tail, row in _together(_placed(_folded(rows, blocks), blocks)):
         if head != opened:
             lines += ["}"] * bool(opened) + [f"at {head} {{"] * bool(head)
             opened = head
@@ -133,7 +133,9 @@ def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
     )
     found = tuple(held)
     if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
-        return (quoted(root + star),)
+        inner = root.rpartition("*")[2].strip(".")
+        outer = heads(root.rstrip("."), blocks)  # a list may stand in some of the outer blocks only
+        return tuple(".".join(filter(None, (head, quoted(inner), star))) for head in outer)
     one = pattern(found, everyone)
     return (quoted(one),) if " and " not in one else tuple(quoted(fqn) for fqn in found)
 
@@ -186,14 +188,15 @@ def quoted(path: str) -> str:
     )
 
 
-def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one parent and one call that follow each other, as one row."""
+def _folded(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
+    """Rows of one parent and one call that follow each other, in the same blocks, as one row."""
     out: list[Row] = []
     before: object = None
     for row in rows:
         parent, _, last = row.names[0].rpartition(".") if row.names else ("", "", "")
         foldable = PLAIN.fullmatch(last) is not None and bool(parent or not last.isdigit())
-        key = (parent, row.call, row.comment, last.isdigit()) if foldable else None
+        where = heads(row.names[0], blocks) if foldable else ()
+        key = (parent, where, row.call, row.comment, last.isdigit()) if foldable else None
         if key is not None and key == before:
             out[-1] = replace(out[-1], names=(*out[-1].names, *row.names))
         else:

@@ -266,6 +266,9 @@ def _few(x: Tensor, r: Tensor) -> Pattern | None:
     return Pattern(said, how=False)
 
 
+SHOWN = 16  # of places that are wrong
+
+
 def _slices(x: Tensor, r: Tensor) -> Pattern | None:
     """Some slices along one dim are right, and the others zero or wrong."""
     for dim in range(x.dim()):
@@ -274,7 +277,8 @@ def _slices(x: Tensor, r: Tensor) -> Pattern | None:
         wrong = off.nonzero().reshape(-1).tolist()
         if wrong and 2 * len(wrong) < len(ours):
             how = "zero" if not ours[wrong].any() else "wrong"
-            said = f"right, but for places {wrong} of dim {dim}, which are {how}"
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            said = f"right, but for places {wrong[:SHOWN]}{more} of dim {dim}, which are {how}"
             return Pattern(said, how=False)
     return None
 

@@ -127,7 +127,7 @@ def record(
             except Refusal:
                 raise
             except Exception as error:
-                raise rejected(error, left_over(plan.model.model, batch)) from error
+                raise rejected(error, left_over(plan.model.model, batch), batch) from error
     if values.random and not draws:
         return record(plan, batch, loss, leaves, draws=True)
     # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
@@ -236,6 +236,7 @@ def _for_values(error: Exception) -> bool:
     """Return whether an error says that a tensor without values was asked for them."""
     text = str(error)
     wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    wanted |= "unallocated storage" in text or "meta tensor without output_size" in text
     return isinstance(error, NotImplementedError) or wanted
 
 
@@ -246,24 +247,53 @@ def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
     return [key for key in batch if key not in taken(model, batch)]
 
 
-def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
+def uncut(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The notes on tensors of a batch that hold several entries for each row, as packed patches of
+    images do: a part of the batch has all of them."""
+    from schedlang.runtime.batch import named_tensors, rows_of
+
+    try:
+        rows = rows_of(batch)
+    except Refusal:  # a batch without rows: what the model said of it comes first
+        return ()
+    sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
+    found = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
+    return tuple(
+        f"`{name}` has {count} entries in dim 0 where the batch has {rows} rows: it is not split"
+        " by rows, and each part has all of it"
+        for name, count in found
+    )
+
+
+def rejected(
+    error: Exception, others: Sequence[str] = (), batch: Mapping[str, Any] | None = None
+) -> Refusal:
     """Return the refusal for what a model raised when it was followed on the meta device.
 
     `others`: keys of the batch that it was not given, of which one may be misspelled.
+    `batch`: what it was given.
     """
     from schedlang.runtime.tracing.calls import asks_for_values, line_of
 
     if _for_values(error):
         return asks_for_values(error)
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
+    packed = uncut(batch) if batch else ()
+    helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
+    if packed:
+        helps += [
+            "give one entry for each row, `[rows, ...]`, and flatten it in the forward",
+            "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+        ]
     return Refusal.of(
         "S604",
         "the model rejects this batch",
         notes=(
             f"on the meta device it raised `{text}`{line and f', at {line}'}",
             *(f"its forward does not take `{key}` of the batch" for key in others),
+            *packed,
         ),
-        helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
+        helps=tuple(helps),
     )
 
 

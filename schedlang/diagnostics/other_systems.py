@@ -33,11 +33,11 @@ VERBS: Mapping[str, tuple[str, ...]] = {
         "in fewer bytes with `compress(gradients, int8, over=dp)` below it",
     ),
     **_told(
-        "slice split microbatch micro_batch accumulate",
+        "slice split microbatch micro_batch accumulate gradient_accumulation",
         _MICRO,
         'sequences by `pipeline(order="Seq1F1B", micro=4, slices=4)`',
     ),
-    **_told("tensor_parallel tp parallelize column_parallel row_parallel", _SPLITS),
+    **_told("tensor_parallel tp parallelize column_parallel row_parallel colwise rowwise", _SPLITS),
     **_told(
         "sequence_parallel sp",
         "between a row and a column: `layers.*.norm  shard(input=S(seq), output=S(seq), over=tp)`",

@@ -417,8 +417,10 @@ class Binder:
         alone = argument.name and not isinstance(argument.value, tuple)
         before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
-        if not near and len(self.axes) < 6:  # a long mesh is not repeated
+        if not near and len(self.axes) < 6 and name.isidentifier():  # a long mesh is not repeated
             helps = (f"declare it: `mesh({', '.join(filter(None, (mesh, f'{name}=2')))})`",)
+        elif not near and self.axes and not name.isidentifier():
+            helps = (f"name an axis: `{', '.join(self.axes)}`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
         facts = unknown(name, self.axes)

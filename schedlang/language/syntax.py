@@ -190,12 +190,16 @@ def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
         closing = Span(source, line, col, line, col + len(rest))
         return Diagnostic("S001", "this string is never closed", Label(closing, 'no `"` follows'))
     helps: tuple[str, ...] = ()
-    if char == "'":
+    if char in "'“”„‘’":
         helps = ('write strings in double quotes: `"..."`',)
     elif char == ";":
         helps = ("write one statement per line, without `;`",)
     elif char == "%":
         helps = ("write a percentage as a number: 0.4",)
+    elif char.isalpha():
+        helps = ("names have letters a to z, digits and `_`; in backquotes any: `` `größe` ``",)
+    elif not char.isprintable() or char.isspace():
+        helps = ("delete it: spaces and line ends are the only characters that are not seen",)
     shown = char if char.isprintable() else f"U+{ord(char[0]):04X}"
     return Diagnostic("S001", f"unexpected character `{shown}`", Label(place), helps=helps)
 
@@ -260,8 +264,25 @@ def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
-    said = tuple(helps) or _in_words(source.line(place.line))
+    said = (
+        tuple(helps) or _bare(source.line(place.line), place) or _in_words(source.line(place.line))
+    )
     return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=said)
+
+
+def _bare(line: str, place: Span) -> tuple[str, ...]:
+    """The help for what lacks its quotes, its brackets, or the spelling of its unit."""
+    from schedlang.language.value import UNITS  # which writes values by what is read here
+
+    before, rest = line[: place.col - 1], line[place.col - 1 :]
+    if number := re.search(r"(\d+)$", before):
+        word = (re.match(r"[\w.+-]*", rest) or [""])[0]
+        if unit := next((u for u in UNITS if u.lower() == word.lower()), ""):  # `70Gib`
+            return (f"write `{number[1]}{unit}`",)
+        named = re.search(r"(\w+)=\d+$", before)  # `order=1F1B`
+        return (f'write `{named[1]}="{number[1]}{word}"`',) if named and word else ()
+    row = re.match(r"\s*(\S*[.*]\S*[ \t]+[a-z_]+)\s*(?:#|$)", line)
+    return (f"write `{row[1]}()`",) if row and not rest.partition("#")[0].strip() else ()
 
 
 def _in_words(line: str) -> tuple[str, ...]:

@@ -343,15 +343,54 @@ def is_output(value: Any) -> bool:
 def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """The output for the whole batch from the outputs of its parts.
 
-    Tensors with one row per sample, or the same number of rows, are put one after the other, other
-    floating-point numbers (losses) are averaged by weight.  Of anything else one stands for all if
-    they are equal; if not it is Absent.
+    Tensors with one row per sample, or the same number of rows, are put one after the other, and so
+    are lists with an entry for each sample; other floating-point numbers (losses) are averaged by
+    weight.  Of anything else one stands for all if they are equal; if not it is Absent.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
-    leaves = zip(*(leaves for leaves, _ in flat))
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat[1:]) or _listed(spec, rows[0]):
+        return _nested(outputs, rows, weights)
+    leaves = zip(*(leaves for leaves, _ in flat))
     whole = [_stacked(values, rows, weights) for values in leaves]
-    return pytree.tree_unflatten(whole, flat[0][1])
+    return pytree.tree_unflatten(whole, spec)
+
+
+def _listed(spec: Any, count: int) -> bool:
+    """Return whether a nest has a list with as many entries as a part has rows."""
+    if spec.type in (list, tuple) and spec.num_children == count > 1:
+        return True
+    return any(_listed(child, count) for child in spec.children())
+
+
+def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    """The whole of nests, some of whose lists may have an entry for each sample."""
+    first = values[0]
+    if len(values) > 1 and type(first) in (list, tuple):
+        lengths = [len(v) if type(v) is type(first) else -1 for v in values]
+        if lengths == list(rows) and len(set(rows)) > 1:
+            return type(first)(one for value in values for one in value)
+        if lengths == list(rows) and any(_of_one(one, rows[0]) for one in first):
+            return Absent("whether its entries are those of samples is not known")
+    flat = [_one_level(value) for value in values]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat[1:]):
+        return Absent(f"parts of a `{type(first).__name__}` are not of one length")
+    if spec.is_leaf():
+        return _stacked(values, rows, weights)
+    children = zip(*(leaves for leaves, _ in flat))
+    return pytree.tree_unflatten([_nested(one, rows, weights) for one in children], spec)
+
+
+def _one_level(value: Any) -> tuple[list[Any], Any]:
+    """What a value holds itself, and how that is put together."""
+    return pytree.tree_flatten(value, lambda one: one is not value)
+
+
+def _of_one(entry: Any, count: int) -> bool:
+    """Return whether an entry of a list may be that of one sample: it has dims, and no rows."""
+    return isinstance(entry, Tensor) and entry.ndim > 0 and entry.shape[0] != count > 1
 
 
 def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:

@@ -241,16 +241,12 @@ _RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 
 
 def widened(value: Any) -> Any:
-    """A structure of tuples, lists and dicts with its float tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.to(WIDE.get(value.dtype, value.dtype))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(widened(v) for v in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(widened(v) for v in value)
-    if isinstance(value, dict):
-        return type(value)((k, widened(v)) for k, v in value.items())
-    return pytree.tree_map(widened, value) if pytree.separable(value) else value
+    """A nest of any classes that hold tensors, with its float tensors in float64."""
+
+    def wide(leaf: Any) -> Any:
+        return leaf.to(WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(wide, value)
 
 
 def as_float64(module: M) -> M:

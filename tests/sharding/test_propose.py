@@ -324,3 +324,63 @@ def test_too_few_rows() -> None:
     """A batch with fewer rows than ranks is refused as `plan` would."""
     with pytest.raises(Refusal, match="S606"):
         propose(Unknown(), words(0, rows=2), {"dp": 4})
+
+
+class Sharing(nn.Module):
+    """Attention whose later layers take keys and values of an earlier one."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        if own:
+            self.k_proj, self.v_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        heads = (*x.shape[:2], -1, 4)
+        if hasattr(self, "k_proj"):
+            kept = tuple(f(x).view(heads).transpose(1, 2) for f in (self.k_proj, self.v_proj))
+        q = self.q_proj(x).view(heads).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, kept[0], kept[1])
+        return x + self.o_proj(mixed.transpose(1, 2).flatten(2)), *kept
+
+
+class Adapted(nn.Module):
+    """A layer; every second one has a list of small pairs beside it."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.attn = Sharing(place < 2)
+        if place % 2:
+            self.side = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)) for _ in range(2)
+            )
+
+    def forward(self, x: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        x, *more = self.attn(x, *kept)
+        for pair in getattr(self, "side", ()):
+            x = x + pair(x)
+        return x, *more
+
+
+class Uneven(nn.Module):
+    """Layers of one class that do not all have the same children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted(place) for place in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for layer in self.layers:
+            x, *kept = layer(x, *kept)
+        return x.square().mean()
+
+
+def test_children_that_only_some_layers_have(pool: Pool) -> None:
+    """Rows name the layers that have what they act on, also where a list lies inside of these."""
+    model = Uneven().double()
+    batch = {"x": torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(0)).double()}
+    found = propose(model, batch, {"dp": 2, "tp": 2})
+    assert "layers[0:2].attn.{k,v}_proj  shard(col, over=tp)" in found.text, found.text
+    assert "at layers[1, 3].side.* {" in found.text, found.text
+    proven(pool, planned(model, found.text), [batch])

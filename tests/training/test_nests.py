@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from schedlang.ir import pytree
 from schedlang.runtime.batch import named_tensors, stack
+from schedlang.runtime.float64 import widened
 from schedlang.runtime.launch.pool import Pool
 from tests.proofs import planned, proven
 
@@ -91,6 +92,8 @@ def test_a_nest_of_any_class(kind: str) -> None:
     assert spec == other and [id(x) for x in leaves] == [id(x) for x in again]
     whole = stack([nest, twice], [4, 4], [1, 1])
     assert all(t.shape == (8,) for t in named_tensors({"x": whole}).values())
+    wide = named_tensors({"x": widened(nest)})  # a proof in float64 is one of all that is inside
+    assert [t.dtype for t in wide.values()] == [torch.float64] * len(names)
 
 
 def test_what_a_class_does_not_pass_on_stays() -> None:

@@ -79,6 +79,43 @@ def test_parts_that_agree_or_do_not() -> None:
     assert stack([object], [1], [1.0]) is object
 
 
+def test_lists_with_an_entry_for_each_sample() -> None:
+    """They go one after the other where parts tell it; where they may be layers they are Absent."""
+    three, two, wide = [torch.ones(5)] * 3, [torch.zeros(5)] * 2, [torch.ones(3, 2)] * 3
+    parts = [{"a": three, "z": torch.ones(3)}, {"a": two, "z": torch.zeros(2)}]
+    whole = stack(parts, [3, 2], [1.0, 1.0])
+    assert [one[0].item() for one in whole["a"]] == [1, 1, 1, 0, 0]
+    assert whole["z"].tolist() == [1, 1, 1, 0, 0]
+    assert isinstance(stack([three, three], [3, 3], [1.0, 1.0]), Absent)
+    assert isinstance(stack([three, two], [4, 4], [1.0, 1.0]), Absent)
+    assert [one.shape for one in stack([wide, wide], [3, 3], [1.0, 1.0])] == [(6, 2)] * 3
+    assert stack([(1.0, 2.0), (3.0, 4.0)], [2, 2], [1.0, 1.0]) == (2.0, 3.0)
+
+
+class Pieces(nn.Module):
+    """Gives the features of each sample by themselves, as models of images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.one(x).tanh()
+        return {"loss": self.two(h).square().mean(), "pieces": list(h.unbind()), "after": h}
+
+
+def test_samples_by_themselves_do_not_shift_what_stands_behind_them(pool: Pool) -> None:
+    """Parts have lists of other lengths than the whole; the rest is compared, the list is said."""
+    plan = planned(Pieces(), "zero(stage=0, over=dp)", "dp=2")
+    report = prove(Case(plan, BATCHES, dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    names = {row.name for row in report.rows if row.kind == "training outputs"}
+    assert {"loss", "after"} <= names, names
+    assert any("`pieces`" in gap.condition for gap in report.gaps)
+
+
 class Keeping(nn.Module):
     """Every layer leaves a value in a list that the model returns, as caches are left."""
 

@@ -202,3 +202,71 @@ def test_the_line_at_which_a_model_cannot_be_followed(
     """What asks for values is no wrong batch; either way the model's line is said."""
     with pytest.raises(Refusal, match=told):
         propose(model, batch, {"dp": 2})
+
+
+class Gridded(nn.Module):
+    """Reads in Python, in texts and in sizes what its batch says of grids and of kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleDict({f"way{k}": nn.Linear(4, 4) for k in range(2)})
+
+    def forward(self, x: Tensor, grid: Tensor, kind: Tensor) -> Tensor:
+        times = torch.repeat_interleave(grid[:, 0], grid[:, 1])
+        sizes = [height * width for height, width in grid.tolist()]
+        assert len(times) == 3 * len(grid) and sizes == [6] * len(grid)
+        return self.ways[f"way{kind[0]}"](x).square().mean()
+
+
+def test_what_a_batch_says_is_read_without_data() -> None:
+    """Numbers that follow from the batch alone are known, whichever way a model asks for them."""
+    grid, kind = torch.tensor([[2, 3]] * 4), torch.ones(4, dtype=torch.long)
+    found = propose(Gridded(), {"x": torch.rand(4, 4), "grid": grid, "kind": kind}, {"dp": 2})
+    assert "zero(stage=1, over=dp)" in found.text
+
+
+class Told(nn.Module):
+    """Reads in Python what follows from its weights."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = self.one(x).argmax(-1)
+        if self.how == "list":
+            assert len(at.tolist()) == len(x)
+        else:
+            x = x.repeat_interleave(at, dim=0)
+        return self.one(x).square().mean()
+
+
+@pytest.mark.parametrize("how", ["list", "sizes"])
+def test_what_weights_say_is_not_known_without_data(how: str) -> None:
+    """Such a model is refused for that reason, and its batch is not to blame."""
+    with pytest.raises(Refusal, match="S612.*reads the value of a tensor"):
+        propose(Told(how), {"x": torch.rand(4, 4)}, {"dp": 2})
+
+
+class Patched(nn.Module):
+    """Takes the patches of all images as rows of one tensor, and pools those of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, patches: Tensor) -> Tensor:
+        pooled = self.one(patches.view(3, len(patches) // 3, 4)).mean(0)
+        return self.two(pooled + x[:, :1]).square().mean()
+
+
+def test_a_batch_with_several_entries_for_a_row() -> None:
+    """That such a tensor is not split is said where a part of the batch does not run."""
+    batch = {"x": torch.rand(4, 4), "patches": torch.rand(12, 4)}
+    assert Patched()(**batch).isfinite()
+    part = {**batch, "x": batch["x"][:2]}
+    with pytest.raises(Refusal, match="S604") as refused:
+        prepare(planned(Patched(), ROWS["dp=2"], "dp=2"), part)
+    told = refused.value.diagnostic
+    assert "`patches` has 12 entries in dim 0 where the batch has 2 rows" in told.notes[-1]
+    assert any("or do not split the batch" in help_ for help_ in told.helps)

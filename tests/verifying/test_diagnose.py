@@ -66,6 +66,15 @@ def test_few_wrong_rows_are_no_rounding() -> None:
     assert said == "right, but for places [1, 4, 5, 9] of dim 0, which are wrong"
 
 
+def test_many_wrong_places_are_counted() -> None:
+    """Only the first of them are listed: a generator's state has thousands."""
+    right = torch.randn(5000, generator=GEN, dtype=torch.float64)
+    wrong = right.clone()
+    wrong[::3] = 7.0
+    said = diagnose(wrong, right, {}, {})
+    assert " and 1651 more of dim 0, which are wrong" in said and len(said) < 200, said
+
+
 BIAS = torch.randn(12, generator=GEN, dtype=torch.float64)
 
 

@@ -293,6 +293,10 @@ class Constants:
             output = memo.run(func, args, kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
+        except RuntimeError as error:  # so it says of one operator
+            if "meta tensor without output_size" not in str(error):
+                raise
+            return self._sized(func, args, kwargs, unknown)
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
         made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
         if not made:
@@ -407,7 +411,9 @@ def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
 class Literals(TorchFunctionMode):
     """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
 
-    Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
+    Both are made below all dispatch: tensors from numbers, and lists that stand as an index. The
+    ways back are below it, too: a tensor as a list of numbers, which only the batch can tell, and
+    one number written into a text.
     """
 
     constants: Constants
@@ -416,6 +422,8 @@ class Literals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in TELLING and args[0].is_meta and (told := self._told(func, args)) is not None:
+            return told
         if func in INDEXING and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             spelt = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
@@ -424,6 +432,13 @@ class Literals(TorchFunctionMode):
         if func in MAKING and output.is_meta and _plain(args[0]):
             self.constants.know(func(*args, **{**kwargs, "device": "cpu"}), output)
         return output
+
+    def _told(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The numbers of a tensor; None where nobody knows them, for torch to say so."""
+        if func is torch.Tensor.tolist:
+            real = self.constants.real(args[0])
+            return None if real is None else real.tolist()
+        return format(args[0].item(), *args[1:]) if args[0].ndim == 0 else None
 
     def _tensor(self, numbers: list[Any]) -> Any:
         if not _plain(numbers):
@@ -436,6 +451,7 @@ class Literals(TorchFunctionMode):
 
 INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 MAKING = (torch.tensor, torch.as_tensor)
+TELLING = (torch.Tensor.tolist, torch.Tensor.__format__)
 
 
 def _plain(data: Any) -> bool:
