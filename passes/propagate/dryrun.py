@@ -16,7 +16,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.facets import Boundary
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.model import inside
-from schedlang.ir.placement import EVEN, P, R, S, Uneven
+from schedlang.ir.placement import EVEN, P, R, S, Split, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.original import Recording, saved_by
@@ -107,20 +107,23 @@ def _check_ties(plan: Plan) -> None:
             known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
                 if not known.issuperset(plan.mesh.fold(split.axis)):
-                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+                    raise Refusal(_half_sharded(plan, name, used, split))
 
 
-def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
-    owner = plan.model.owner(used).fqn
-    owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
-    row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
+def _half_sharded(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
+    site, axis = plan.model.owner(used), split.axis
+    owners = [plan.model.owner(other) for other in plan.model.parameters[name].names]
+    row = next(a for a in plan.actions if {o.fqn for o in owners} & {*a.sites} or touches(a, name))
+    words = any(owner.is_a("Embedding") for owner in owners)
+    styles = ("vocab" if words else "col", "col" if site.is_a("Embedding") else "row")
+    style = styles[split.dim ^ site.is_a("Conv1D")] if split.dim < 2 else styles[0]
     return Diagnostic(
         "S506",
-        f"`{owner}` shares a sharded weight, but has no `shard` row",
+        f"`{site.fqn}` shares a sharded weight, but has no `shard` row",
         Label(row.span),
         notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
         facts=(("parameter", used),),
-        helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
+        helps=(f"shard it, too: `{site.fqn} shard({style}, over={axis})`",),
     )
 
 
@@ -249,11 +252,11 @@ def _check_data(plan: Plan, fqn: str) -> None:
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
         said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
         add = f"add `zero(stage=0, over={first[0]})` at the end"
-        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+        raise Refusal.of("S510", said, label, helps=(add,))
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
             said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
-            raise Refusal(Diagnostic("S510", said, label, helps=(f"leave `{axis}` out of `zero`",)))
+            raise Refusal.of("S510", said, label, helps=(f"leave `{axis}` out of `zero`",))
 
 
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -262,13 +265,11 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
     axis, told = boundary.axis, plan.told[fqn]
     if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
-        raise Refusal(
-            Diagnostic(
-                "S428",
-                f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
-                notes=("the ranks that share an expert must have the same tokens",),
-                helps=("use an axis that no `zero` row names: `inner=tp`",),
-            )
+        raise Refusal.of(
+            "S428",
+            f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
+            notes=("the ranks that share an expert must have the same tokens",),
+            helps=("use an axis that no `zero` row names: `inner=tp`",),
         )
     if axis in plan.data_axes:
         return Wanted(axis, None, None, None, splits=False, told=told)

@@ -173,9 +173,11 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
 def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
     """A part that several ranks hold: each has a part of its gradient, summed over them, once."""
     for split in plan.held(name).splits:
-        copies = neighbours(split.axis, split.uneven.repeat)
+        over = {neighbours(split.axis, split.uneven.repeat)}
+        if split.uneven.repeat == plan.mesh.size(split.axis):
+            over.add(split.axis)
         for sums in mine.values() if split.uneven.repeat > 1 else ():
-            done = sum(copies in one.axes or split.axis in one.axes for one in sums)
+            done = sum(not over.isdisjoint(one.axes) for one in sums)
             if done != 1:
                 said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
                 said += f" gradient is summed over them {done} times"

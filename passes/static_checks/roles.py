@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.mesh import neighbours
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.axis_rows import axis_row, facet_row
@@ -133,19 +134,20 @@ def _role(step: Step, rank: int) -> Role:
 
 
 def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
-    """The sums of gradients: all-reduces of what gradients were put together in.
+    """The sums of gradients: all-reduces of where they lie, or of what they were put together in.
 
     A gradient that was multiplied beside them stands there as a sum over no axis.
     """
-    from schedlang.runtime.played import lies, storage
+    from schedlang.runtime.played import lies
+    from schedlang.runtime.tracing.meta import storage
 
     there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
     names = {lies(grad): name for name, grad in there}
     for lane, tensor in tap.summed:
-        _, parts = answers.together.get(id(tensor), (None, ()))
+        _, put = answers.together.get(id(tensor), (None, frozenset()))
         # what lies together from the start is summed as it is
         lying = [name for (at, _), name in names.items() if at == storage(tensor)]
-        of = frozenset([*lying, *(names[part] for part in parts if part in names)])
+        of = put.union(lying)
         if of:
             yield booked_at(step.plan, step.prepared, lane.ranks, of)
     for name, grad in there:
@@ -157,10 +159,17 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 def booked_at(
     plan: Plan, prepared: Prepared, ranks: tuple[int, ...], names: frozenset[str]
 ) -> Booked:
-    """A sum over these ranks as one over axes, and over places of the pipeline."""
+    """A sum over these ranks as one over axes or runs of neighbours, and over places of the
+    pipeline."""
     mesh, axis = plan.mesh, prepared.staged.axis
+    stages = mesh.fold(axis) if axis is not None else ()
     at = [mesh.coordinates(one) for one in ranks]
-    axes = tuple(name for name in mesh.sizes if len({place[name] for place in at}) > 1)
+    along = {name: sorted({place[name] for place in at}) for name in mesh.sizes}
+    axes = tuple(
+        name if len(some) == mesh.size(name) or name in stages else neighbours(name, len(some))
+        for name, some in along.items()
+        if len(some) > 1
+    )
     if axis is None:
         return Booked(axes, names)
     return Booked(axes, names, frozenset(mesh.index(one, axis) for one in ranks))

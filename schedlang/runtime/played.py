@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch, tensors_in
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch, storage, tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
 
@@ -42,14 +42,14 @@ SCALES: dict[Any, bool] = {
 class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
-    `together` tells for each result of `torch.cat` where what it was made of lies; it keeps all
-    of them, because another tensor may come to lie where one was (not unless it shall `remember`).
+    `together` tells of each flat result of `torch.cat`, by its id, which of these `parameters` had
+    their gradients in it then: later a gradient may lie elsewhere, and another tensor there.
     """
 
-    def __init__(self, remember: bool = True) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.remember = remember
-        self.together: dict[int, tuple[list[Tensor], tuple[tuple[int, int], ...]]] = {}
+        self.parameters = parameters
+        self.together: dict[int, tuple[Tensor, frozenset[str]]] = {}  # a kept id stays its tensor's
         # where a tensor lies -> what multiplied it, outside of the model
         self.scaled: dict[tuple[int, int], float] = {}
         self.outside = True  # of the model: nobody knows any value there
@@ -74,10 +74,16 @@ class Answers(TorchFunctionMode):
             times = factor if SCALES[func] else 1 / factor
             self.scaled[at] = self.scaled.get(at, 1.0) * times
         out = func(*args, **kwargs)
-        if self.remember and func is torch.cat and out.is_meta:
-            parts = list(tensors_in(args[0]))
-            self.together[id(out)] = ([out, *parts], tuple(map(lies, parts)))
+        if func is torch.cat and self.parameters and out.is_meta and out.dim() == 1:
+            self.together[id(out)] = out, self._gradients_in(args[0])
         return out
+
+    def _gradients_in(self, parts: Any) -> frozenset[str]:
+        """Return the parameters whose gradients begin where one of these tensors does."""
+        with torch._C.DisableTorchFunction():
+            there = {lies(part) for part in tensors_in(parts)}
+            grads = [(name, parameter.grad) for name, parameter in self.parameters.items()]
+            return frozenset(n for n, grad in grads if grad is not None and lies(grad) in there)
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,6 @@ class Letter:
     sends: bool
     name: Message
     tensors: int
-
-
-def storage(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory, or in the same that is not there."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def lies(tensor: Tensor) -> tuple[int, int]:
@@ -110,7 +111,7 @@ class Played(Program):
 
     weights: list[float] = field(default_factory=list)
     letters: list[Letter] = field(default_factory=list)
-    answers: Answers = field(default_factory=Answers)
+    answers: Answers = field(default_factory=lambda: Answers({}))
     footprint: Footprint | None = None  # is told what runs, and whose gradients there are
 
     def _run(
@@ -160,7 +161,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
 
     assembly = replace(program.assembly, dropout=None)
     optimizer = program.optimizer if footprint is not None else None
-    answers = Answers(remember=footprint is None)
+    answers = Answers(assembly.parameters if footprint is None else {})
     played = Played(assembly, optimizer, footprint=footprint, answers=answers)
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")

@@ -1,13 +1,11 @@
-"""Run many drawn legal schedules; print what they choose and how they end.
-
-`python -m tests.properties N [SEED [cheap | whole]]`
-"""
+"""Run many drawn legal schedules; print what they choose and how they end:
+`python -m tests.properties --help`."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
-import sys
 import time
 import traceback
 from typing import Any
@@ -85,5 +83,15 @@ def attempt(drawn: Drawn, pool: Any, form: str) -> str:
 
 
 if __name__ == "__main__":
-    arguments = [*sys.argv[1:], *("100", "0", "cheap")[len(sys.argv) - 1 :]]
-    main(int(arguments[0]), int(arguments[1]), arguments[2])
+    parser = argparse.ArgumentParser(prog="tests.properties", description="Run drawn schedules.")
+    parser.add_argument("count", type=int, nargs="?", default=100)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument(
+        "form",
+        nargs="?",
+        default="cheap",
+        choices=[form + ranks for form in ("cheap", "whole") for ranks in ("", "-gloo")],
+        help="how much is compared; with -gloo on processes, else on threads",
+    )
+    asked = parser.parse_args()
+    main(asked.count, asked.seed, asked.form)

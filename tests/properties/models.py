@@ -243,6 +243,7 @@ def _block(draw: st.DrawFn, tp: int, context: bool) -> Block:
             (2, 2),
             (2 * tp, 2 * tp),
             (tp, tp),
+            (2 * tp, 4 if tp % 2 == 0 else 2),  # a group on two ranks
         )
         return Block(
             kind,

@@ -51,7 +51,7 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                     *(
                         f"{verb} {one}"
                         for verb in ("shard", "late", "kernel", "parameters")
-                        for one in (at, to)
+                        for one in (at, to, f"{at}.experts.*", f"{to}.experts.*")
                     ),
                 ]
                 for names in ("", TIED.get(block.kind, "")):
@@ -491,6 +491,7 @@ MESHES: tuple[Axes, ...] = (
     (("tp", 2), ("up", 2)),
     (("dp", 2), ("ep", 2)),
     (("dp", 4),),
+    (("tp", 4),),
     (("dp", 3), ("tp", 2)),
     (("tp", 3), ("dp", 2)),
     (("pp", 2), ("tp", 3)),

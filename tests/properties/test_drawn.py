@@ -127,6 +127,7 @@ def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
             "uneven=replicate",
         ),
         (Block("attention", heads=2, groups=1, plain=True), (("tp", 2),), "uneven=replicate"),
+        (Block("attention", heads=4, groups=2, causal=True), (("tp", 4),), "uneven=replicate"),
         (Block("attention", heads=6, groups=3, window=2, norm="rms"), (("tp", 2),), "uneven=pad"),
         (Block("mlp", hidden=7), (("dp", 2), ("tp", 3)), "uneven=pad"),
     ],

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedlang.passes.complete.complete import completed
+from schedlang.passes.static_checks.static import static
 from schedlang.runtime.launch.pool import Pool
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, sequential, sgd, steps
@@ -39,6 +41,18 @@ def test_1_the_whole_proof(threads: Threads, drawn: Drawn) -> None:
     """The same after three steps on three batches of unlike shapes, under two optimizers, clipped
     and not, with the state saved and loaded."""
     engine.holds(drawn, threads, engine.whole)
+
+
+@examples(20)
+@given(schedules.legal())
+def test_1_so_say_the_static_proofs(drawn: Drawn) -> None:
+    """What is equal to the original holds from shapes and types alone, too: no false alarm."""
+    if drawn.refused:
+        return
+    case = engine.case_of(drawn, 1)
+    batch, loss = case.batches[0], case.loss
+    found = static(completed(case.plan, batch, loss), batch, loss)
+    assert found.problems == (), [(one.code, one.title, one.notes) for one in found.problems]
 
 
 @pytest.mark.deep

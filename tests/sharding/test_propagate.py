@@ -345,6 +345,15 @@ def test_a_half_sharded_tie() -> None:
     assert "lm_head shard(vocab, over=tp)" in said
 
 
+@pytest.mark.parametrize("style", ["row", "col"])
+def test_a_half_sharded_tie_of_layers(style: str) -> None:
+    """The row that is offered splits a layer as the layer that shares its weight is split."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    said = refused(model, f"0 shard({style}, over=tp)", "tp=2", {"input": torch.ones(2, 4)})
+    assert "S506" in said and f"`2 shard({style}, over=tp)`" in said
+
+
 def test_a_batch_that_the_model_rejects() -> None:
     """The model's own words are in the message, and what a batch should be."""
     said = refused(models.gpt2(1), "verify(loss)", "", {"nonsense": TOKENS["input_ids"]})

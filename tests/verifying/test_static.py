@@ -24,6 +24,7 @@ from schedlang.runtime.propagation import dry, follow
 from schedlang.runtime.sharding import embedding, shard
 from tests import layouts, models
 from tests.proofs import planned
+from tests.sharding import test_uneven
 from tests.training.test_build import GPT2, LLAMA, LLAMA_ENDS
 from tests.zoo import heads, replicas, tensor
 from tests.zoo.pipeline import last_microbatch_dropped, ties_not_summed, ties_summed_twice
@@ -126,6 +127,12 @@ PLANS: dict[str, Case] = {
     ),
     "skipping pp": (models.Skipping, _pipe("blocks", "1F1B"), "pp=2", models.points(8)),
     "odd zero": (layouts.Odd, "zero(stage=1, over=dp)", "dp=2", layouts.points(0)),
+    "heads on pairs of ranks": (
+        lambda: test_uneven.llama(8, 2),
+        test_uneven.attention("", ", heads=2, uneven=replicate"),
+        "tp=4",
+        TOKENS,
+    ),
 }
 
 
@@ -207,6 +214,22 @@ def test_a_sum_over_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     missing, more = _found(found, "S711"), _found(found, "S712")
     assert any("zero(" in _line(one) and "`dp`" in one.title for one in missing)
     assert any("shard(" in _line(one) and "`tp`" in one.title for one in more)
+
+
+@pytest.mark.parametrize(("axes", "code"), [(None, "S711"), (("tp",), "S712")])
+def test_copies_of_heads(
+    axes: tuple[str, ...] | None, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs of ranks hold a head: its gradient is summed over the pair, and over no more ranks."""
+
+    def change(one: Any) -> list[Any]:
+        if one.axes != ("tp/2",):
+            return [one]
+        return [] if axes is None else [replace(one, axes=axes)]
+
+    _mutated(monkeypatch, change)
+    found = _found(proven("heads on pairs of ranks"), code)
+    assert found and all("uneven=replicate" in _line(one) for one in found)
 
 
 def test_one_parameter_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

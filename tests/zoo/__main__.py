@@ -1,12 +1,9 @@
-"""Hunt the bugs and print the table.
-
-`python -m tests.zoo [--quick] [--blame] [--shuffle] [beginning of an id ...]`
-"""
+"""Hunt the bugs and print the table: `python -m tests.zoo --help`."""
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import traceback
 
 from schedlang.runtime.launch.pool import Pool
@@ -17,17 +14,16 @@ from tests.zoo.hunt import Verdict, hunt
 from tests.zoo.table import by_kind, last_line, line
 
 
-def main(wanted: list[str]) -> int:
-    """The table of the bugs whose ids begin so, or of all; 1 if one lives.
-
-    With `--quick` no row to blame is looked for, `--blame` tells by kind how often it was the right
-    one, `--shuffle` hunts in another order each time.
-    """
-    kinds, shuffle = "--blame" in wanted, "--shuffle" in wanted
-    blame = "--quick" not in wanted
-    wanted = [word for word in wanted if not word.startswith("--")]
-    bugs = [b for b in ZOO.values() if not wanted or b.id.startswith(tuple(wanted))]
-    if shuffle:
+def main() -> int:
+    """The table of the bugs whose ids begin so, or of all; 1 if one lives."""
+    parser = argparse.ArgumentParser(prog="tests.zoo", description="Hunt the bugs of the zoo.")
+    parser.add_argument("--quick", action="store_true", help="look for no row to blame")
+    parser.add_argument("--blame", action="store_true", help="count by kind how often it was right")
+    parser.add_argument("--shuffle", action="store_true", help="hunt in another order each time")
+    parser.add_argument("ids", nargs="*", help="beginnings of ids; without one, all bugs")
+    asked = parser.parse_args()
+    bugs = [b for b in ZOO.values() if not asked.ids or b.id.startswith(tuple(asked.ids))]
+    if asked.shuffle:
         random.shuffle(bugs)
     verdicts: list[Verdict] = []
     with Pool(preload=PRELOAD) as pool:
@@ -35,9 +31,9 @@ def main(wanted: list[str]) -> int:
             if not bug.applies:
                 print(line(bug, None), flush=True)
             for scene in bug.scenes if bug.applies else ():
-                verdicts.append(_hunted(bug, scene, pool, blame))
+                verdicts.append(_hunted(bug, scene, pool, not asked.quick))
                 print(line(bug, verdicts[-1]), flush=True)
-    if kinds:
+    if asked.blame:
         print(by_kind(verdicts))
     print(last_line(bugs, verdicts))
     return int(any(not v.killed for v in verdicts))
@@ -53,4 +49,4 @@ def _hunted(bug: Bug, scene: str, pool: Pool, blame: bool) -> Verdict:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())
