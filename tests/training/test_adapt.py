@@ -362,6 +362,21 @@ def test_refusals(rows: str, code: str, said: str) -> None:
     assert code in error.value.render() and said in error.value.render()
 
 
+def test_experts_in_one_tensor_have_none() -> None:
+    """Refused by the name and the class of what was selected, in one layer as in all."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, use_cache=False))
+    for row in (f"{BLOCK}.mlp.experts  adapt(lora)", "model.layers.1.mlp.experts  adapt(dora)"):
+        with pytest.raises(Refusal) as error:
+            planned(model, row, "", "model")
+        said = " ".join(error.value.render().split())
+        assert "S401" in said and "Experts`, not a projection" in said, said
+    planned(model, f"{BLOCK}.self_attn.q_proj  adapt(lora)", "", "model")
+
+
 def test_a_tied_table_is_untied_first() -> None:
     """Merged, the adapter of a tied head would change the embedding."""
     with pytest.raises(Refusal, match="S418") as error:
