@@ -456,7 +456,7 @@ def is_of_before(program: Program, path: str | os.PathLike[str]) -> bool:
             index = steps.checked_index(*steps.to_load(steps.resolved(path)))
             names = [key.removeprefix("model.") for key in index.tensors if key[:6] == "model."]
             found = not any(_brought(change, name) for change in changes for name in names)
-    return comm.told_by(0, found) if changes else False
+    return comm.broadcast_object(0, found) if changes else False
 
 
 def _brought(change: Adapting, name: str) -> bool:
