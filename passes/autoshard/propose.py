@@ -23,6 +23,7 @@ from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.taking import at_the_forward, check_keys
+from schedlang.passes.autoshard.adapter_rows import Adapters
 from schedlang.passes.complete.proposal import (
     Row,
     Trial,
@@ -332,6 +333,7 @@ class Asked:
     mesh: Mapping[str, int]
     batch: Mapping[str, Any]
     relax: str = ""  # what the last step gives up
+    adapters: Sequence[Row] = ()
 
     def axis(self, role: str) -> str | None:
         """The axis of a role, if the mesh has one."""
@@ -344,6 +346,7 @@ def propose(
     mesh: Mapping[str, int],
     loss: Loss | None = None,
     weight: Loss | None = None,
+    adapters: Adapters | None = None,
 ) -> Proposed:
     """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
 
@@ -365,6 +368,8 @@ def propose(
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
     notes: list[str] = []
+    if adapters is not None:
+        asked = replace(asked, adapters=adapters.rows(blocks, notes))
     rows = _rows(asked, notes)
     rest = _rest(asked)
     stages = max(1, mesh.get(asked.axis("stages") or "", 1))
@@ -549,6 +554,10 @@ def _file(
     """Write the schedule with its comments, and read it as whoever asked will."""
     steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
     steps[0] += f"{mesh_text(asked.mesh)}\n"
+    if asked.adapters:
+        steps.append(
+            f'step "adapters" relax(model) {{\n{rows_text([*asked.adapters], blocks)}\n}}\n'
+        )
     for role, name in STEPS.items():
         if rows.get(role):
             body = rows_text(rows[role], blocks)

@@ -248,11 +248,11 @@ def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
     """Read a checkpoint, ours or torch's, into the parts of a program; files are there already."""
     from schedlang.runtime.checkpointing.archive import load
     from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
-    from schedlang.runtime.transfer.transfer import begin
+    from schedlang.runtime.transfer.transfer import begin, is_of_before
 
-    if is_checkpoint(weights):
+    if is_checkpoint(weights) and not is_of_before(program, weights):
         load(program, weights, fresh=True)
-    elif is_dcps(weights):
+    elif is_checkpoint(weights) or is_dcps(weights):
         begin(program, weights)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.ending import show_json
+from schedlang.verbs.ending import bad_option, show_json
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ def init(
     mesh: Annotated[
         str, typer.Option("--mesh", metavar="AXIS=N,...", help="Axes with their sizes.")
     ] = "",
+    adapt: Annotated[
+        str | None,
+        typer.Option(metavar="lora|dora", help="Train adapters beside the blocks' projections."),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Write a schedule for a model and a mesh of ranks.
@@ -39,9 +44,12 @@ def init(
     stages, tp and model the tensors.  What can be split is found by following one forward without
     values and by trying what is legal; modules that stay replicated are listed with the reason.
     """
+    from schedlang.passes.autoshard.adapter_rows import Adapters
     from schedlang.passes.autoshard.propose import check_mesh, propose
     from schedlang.verbs.inputs import settings
 
+    if adapt not in (None, "lora", "dora"):
+        bad_option(f"`--adapt {adapt}` is no kind of adapter", "`--adapt lora` or `--adapt dora`")
     sizes = settings((), mesh).mesh
     check_mesh(sizes)
     start = time.perf_counter()
@@ -50,7 +58,8 @@ def init(
 
     imports = time.perf_counter() - start
     module = _model(found, sizes)
-    made = propose(module, found.batch(0), sizes, found.loss, found.weight)
+    adapters = None if adapt is None else Adapters(adapt, rank)
+    made = propose(module, found.batch(0), sizes, found.loss, found.weight, adapters)
     spent = time.perf_counter() - start - imports
     if as_json:
         show_json({"schedule": made.text, "notes": list(made.notes), "mesh": dict(sizes)})

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional as F
 
 from schedlang import create_schedule, deferred_init
@@ -282,6 +284,51 @@ def test_a_model_without_values(tmp_path: Path) -> None:
     assert "is the norm of" in " ".join(error.value.render().split())
 
 
+def _saved(plan: Plan, folder: str, dcp: str) -> dict[str, Tensor]:
+    """Two steps of the model as it is; a checkpoint of it, and one that torch writes."""
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    for one in BATCHES[:2]:
+        program.train_step(one)
+    program.save(folder)
+    state = program.state_dict()
+    if program.assembly.ranks.rank == 0:
+        save(state, storage_writer=FileSystemWriter(dcp), no_dist=True)
+    return state
+
+
+def _gone_on(plan: Plan, folder: str) -> tuple[dict[str, Tensor], int, bool, list[float]]:
+    program = build(plan, BATCHES[0], optimizer=adamw, weights=folder)
+    assert program.optimizer is not None
+    begun, step, known = program.state_dict(), program.step, bool(program.optimizer.state)
+    return begun, step, known, [float(program.train_step(one)) for one in BATCHES]
+
+
+def test_a_checkpoint_of_before(threads: Threads, tmp_path: Path) -> None:
+    """What was saved without adapters, by a program under another layout or by torch, gives an
+    adapted program its weights: adapters are drawn as ever, and the run begins at step 0.  It then
+    trains as the model would that has these values, with adapters; a program that is there is not
+    changed by such a checkpoint."""
+    whole = planned(models.llama(2).double(), SPLIT, "tp=2")
+    folder, dcp = str(tmp_path / "saved"), str(tmp_path / "dcp")
+    base = threads.run(_saved, 2, whole, folder, dcp)[0]
+    tuned = copy.deepcopy(whole.model.base.model)
+    tuned.load_state_dict(base)
+    wanted = planned(tuned, LORA, "", "model").model.model.state_dict()
+    expected = sequential(by_hand(planned(tuned, LORA, "", "model"), 1.5), BATCHES, adamw)
+    plan = planned(models.llama(2).double(), f"{LORA}{SPLIT}{ONE_F}", "pp=2, tp=2", "model")
+    for path in (folder, dcp):
+        for begun, step, known, losses in threads.run(_gone_on, 4, plan, path):
+            assert begun.keys() == wanted.keys() and (step, known) == (0, False)
+            assert all(torch.equal(begun[name], value) for name, value in wanted.items())
+            assert losses == pytest.approx([expected[f"loss {k}"].item() for k in range(3)])
+    program = build(planned(models.llama(2).double(), LORA, "", "model"), BATCHES[0])
+    with pytest.raises(Refusal, match="S634"):
+        program.load(folder)
+    dora = planned(models.llama(2).double(), DORA, "", "model")
+    with pytest.raises(Refusal, match="S623"):
+        build(dora, BATCHES[0], weights=folder)
+
+
 @pytest.mark.parametrize(
     "rows, code, said",
     [
@@ -313,6 +360,21 @@ def test_refusals(rows: str, code: str, said: str) -> None:
     with pytest.raises(Refusal) as error:
         planned(models.llama(2), rows, "tp=2, c=2", "model")
     assert code in error.value.render() and said in error.value.render()
+
+
+def test_experts_in_one_tensor_have_none() -> None:
+    """Refused by the name and the class of what was selected, in one layer as in all."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, use_cache=False))
+    for row in (f"{BLOCK}.mlp.experts  adapt(lora)", "model.layers.1.mlp.experts  adapt(dora)"):
+        with pytest.raises(Refusal) as error:
+            planned(model, row, "", "model")
+        said = " ".join(error.value.render().split())
+        assert "S401" in said and "Experts`, not a projection" in said, said
+    planned(model, f"{BLOCK}.self_attn.q_proj  adapt(lora)", "", "model")
 
 
 def test_a_tied_table_is_untied_first() -> None:

@@ -14,6 +14,14 @@ from schedlang.diagnostics.diagnostic import Refusal
 from tests.ranks import run_ranks
 
 ONE = "schedule 1\n"
+FOUR = """schedule 1
+
+mesh(dp=2, pp=2)
+
+transformer.h  pipeline_split(over=pp)
+zero(stage=1, over=dp)
+pipeline(order="1F1B", micro=2)
+"""
 TWO = "schedule 1\n\nmesh(dp=2)\n\nzero(stage=1, over=dp)\n"
 
 
@@ -71,13 +79,13 @@ def _scheduled(rank: int, folder: Path, rows: int, text: str, again: bool = Fals
 
 
 def test_losses_are_those_of_transformers_own_loop(tmp_path: Path) -> None:
-    """On one rank and on two, over more than an epoch: loss, norm and rate of every step, and the
-    trained weights."""
+    """On one rank, on two, and on four in two stages, over more than an epoch: loss, norm and rate
+    of every step, and the trained weights."""
     plain = _trainer(tmp_path, 8, None)
     plain.train()
     expected, weights = _losses(plain), plain.model.state_dict()
     assert len(expected) == 7
-    for ranks, rows, text in ((1, 8, ONE), (2, 4, TWO)):
+    for ranks, rows, text in ((1, 8, ONE), (2, 4, TWO), (4, 4, FOUR)):
         for found, state in run_ranks(ranks, _scheduled, tmp_path, rows, text):
             for mine, theirs in zip(found, expected, strict=True):
                 assert mine == pytest.approx(theirs, rel=2e-4, abs=1e-7), (mine, theirs)

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.memory import CLASSES
+from schedlang.passes.simulate.account import account
 from schedlang.runtime.initial.recorded import Record, record_of
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
 from schedlang.runtime.launch.pool import Pool
@@ -396,7 +398,19 @@ def _used() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
 
 
-def _within(size: tuple[int, int], file: str, weights: str | None, narrow: str | None) -> None:
+def _limited(free: int, work: Callable[[], Any]) -> Any:
+    """Do work that may ask for so many bytes of private memory and no more."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
+    try:
+        return work()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _within(
+    size: tuple[int, int], file: str, weights: str | None, narrow: str | None, peak: int
+) -> None:
     wide, deep = size
     batch = {"input": torch.ones(4, wide)}
     loss = lambda out, batch: out.mean()  # noqa: E731
@@ -404,18 +418,27 @@ def _within(size: tuple[int, int], file: str, weights: str | None, narrow: str |
     imports.build(batch={"input": torch.ones(4, 8)}, loss=loss, weights=narrow)
     sch = schedlang.load(file, schedlang.deferred_init(_wide, wide, deep))
     one = 4 * wide * wide
-    before = resource.getrlimit(resource.RLIMIT_DATA)
     free = deep * one // 4 + 2 * one + BESIDE
     assert free < deep * one, "the whole model would not fit"
     if weights is not None and (Path(weights) / "model.safetensors").exists():
         free += deep * one  # the file is mapped, and its pages are the file's
-    resource.setrlimit(resource.RLIMIT_DATA, (_used() + free, before[1]))
-    try:
-        program = sch.build(batch=batch, loss=loss, weights=weights)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    program = _limited(free, lambda: sch.build(batch=batch, loss=loss, weights=weights))
     held = sum(p.nbytes for p in program.assembly.parameters.values())
     assert held == deep * one // 4
+    with pytest.raises(RuntimeError, match="memory"):  # the limit is one
+        _limited(BESIDE, lambda: torch.empty(2 * BESIDE, dtype=torch.uint8))
+    _limited(int(1.05 * (peak - held)) + BESIDE, lambda: program.train_step(batch))
+
+
+def _peak(file: Path, size: tuple[int, int]) -> int:
+    """The most bytes that `plan` says a rank has in a step, without the moments of an optimizer."""
+    wide, deep = size
+    plan = schedlang.load(str(file), schedlang.deferred_init(_wide, wide, deep)).plan()
+    loss = lambda out, batch: out.mean()  # noqa: E731
+    told = account(plan, {"input": torch.ones(4, wide)}, loss, memory=True).memory
+    assert told is not None
+    at = CLASSES.index("optimizer")
+    return max(max(sum(m.most) - m.most[at] for m in one.moments) for one in told)
 
 
 def _weights(kind: str, where: Path, wide: int, deep: int) -> str | None:
@@ -439,7 +462,8 @@ def _weights(kind: str, where: Path, wide: int, deep: int) -> str | None:
 @pytest.mark.parametrize("size", [SMALL, pytest.param(LARGE, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kind", ["record", "files", "checkpoint", "dcp"])
 def test_a_rank_never_has_the_whole_model(tmp_path: Path, kind: str, size: tuple[int, int]) -> None:
-    """The operating system gives each rank its parts, two whole tensors and 96 MiB beside.
+    """The operating system gives each rank its parts, two whole tensors and 96 MiB beside; then
+    for a training step what `plan` says that it adds, 5 % more and 96 MiB beside.
 
     Ranks of a job of its own: in those that have run others the allocator of C keeps what it likes.
     """
@@ -450,6 +474,6 @@ def test_a_rank_never_has_the_whole_model(tmp_path: Path, kind: str, size: tuple
     file.write_text("\n".join(["schedule 1", "mesh(tp=4)", *rows, ""]))
     try:
         with Pool(preload=(*BASE, *PROGRAMS)) as pool:
-            pool.run(_within, 4, size, str(file), weights, narrow)
+            pool.run(_within, 4, size, str(file), weights, narrow, _peak(file, size))
     finally:
         shutil.rmtree(tmp_path / str(wide), ignore_errors=True)  # which may be of 4 GiB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from schedlang.diagnostics.diagnostic import (
     kind_of,
     quoted,
 )
+from schedlang.ir.model import Adapting
 from schedlang.runtime import device as devices
-from schedlang.runtime.checkpointing.archive import check_moments
+from schedlang.runtime.checkpointing import steps
+from schedlang.runtime.checkpointing.archive import FAILURES, check_moments
 from schedlang.runtime.checkpointing.boxes import no_memory, reason, starved
 from schedlang.runtime.checkpointing.moments import Moments, describe_moments, load_moments
 from schedlang.runtime.comm import world as comm
@@ -443,6 +445,41 @@ def begin(program: Program, folder: str | os.PathLike[str]) -> None:
         _read(folder, program, False, BUCKET, fresh=True)
 
 
+def is_of_before(program: Program, path: str | os.PathLike[str]) -> bool:
+    """Return whether a checkpoint of `save` has none of the parameters that rows have brought.
+
+    All ranks together.  One that cannot be read has none that is missed: whoever loads it refuses.
+    """
+    changes, found = program.assembly.merges, False
+    if changes and comm.rank() == 0:
+        with suppress(*FAILURES):
+            index = steps.checked_index(*steps.to_load(steps.resolved(path)))
+            names = [key.removeprefix("model.") for key in index.tensors if key[:6] == "model."]
+            found = not any(_brought(change, name) for change in changes for name in names)
+    return comm.broadcast_object(0, found) if changes else False
+
+
+def _brought(change: Adapting, name: str) -> bool:
+    """Whether a parameter is one of those that a change brings."""
+    try:
+        return change.drawn(name) is not None
+    except Refusal:  # it is, and cannot be drawn before others have their values
+        return True
+
+
+def _before(program: object, source: Tensors, target: Tensors) -> Tensors:
+    """The tensors of a program but for what changes have brought and a folder does not have: these
+    begin as they were drawn.  Raises Refusal S623 for what hangs on values that are read."""
+    assert isinstance(program, Program)
+    changes = program.assembly.merges
+    own = {
+        name
+        for name in target.lying
+        if source.name(name) is None and any(change.drawn(name) is not None for change in changes)
+    }
+    return replace(target, lying={n: one for n, one in target.lying.items() if n not in own})
+
+
 def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read what lies in a folder into `b`; nothing is sent."""
     if len({str(one) for one in comm.distinct_objects(a)}) > 1:
@@ -462,7 +499,9 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
             partial(_unread, path),
             (Exception,),
         )
-        names = _matched(tensors_of(folder, world.size), ends.target)
+        source = tensors_of(folder, world.size)
+        target = _before(b, source, ends.target) if fresh else ends.target
+        names = _matched(source, target)
         local = end.local() if end is not None else {}
         diagnose = partial(_unread, path)
         done.copied = fill(folder, names, ends.target, local, world.rank, diagnose)

@@ -1,0 +1,55 @@
+"""The rows that put adapters beside the projections of a model's blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.language.syntax import parse
+from schedlang.passes.complete.proposal import Row, call
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.reduce_model.blocks import PROJECTIONS, Blocks, leaf_kind
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters to propose: `lora` or `dora`, and their rank."""
+
+    kind: str
+    rank: int
+
+    def rows(self, blocks: Blocks, notes: list[str]) -> list[Row]:
+        """Propose rows for all projections within lists of blocks that take an adapter.
+
+        What does not is noted with the reason.  Raises Refusal S212 where none does.
+        """
+        legal: dict[str, list[str]] = {}  # by the module that holds them
+        said: list[str] = []
+        for name, group in blocks.named.items():
+            if "*" not in name or leaf_kind(blocks.facts.sites[group[0]]) not in PROJECTIONS:
+                continue
+            if (refused := self._refused(blocks, name)) is None:
+                legal.setdefault(name.rpartition(".")[0], []).append(name)
+            else:
+                said.append(f"no adapter: {name}: {refused.diagnostic.title}")
+        if not legal:
+            title = "no projection of this model's blocks takes an adapter"
+            helps = ("leave `--adapt` out",)
+            raise Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
+        notes += said
+        verb = call("adapt", self.kind, rank=self.rank)
+        return [Row(tuple(names), verb) for names in legal.values()]
+
+    def _refused(self, blocks: Blocks, name: str) -> Refusal | None:
+        """The refusal of the row at these modules alone."""
+        row = f"{name}  adapt({self.kind}, rank={self.rank})"
+        head = f"schedule 1 for {blocks.facts.class_name}\n\n"
+        try:
+            expand(
+                parse(Source("adapters", f'{head}step "adapters" relax(model) {{\n  {row}\n}}\n')),
+                blocks.facts,
+            )
+        except Refusal as refused:
+            return refused
+        return None
