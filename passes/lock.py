@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang import __version__
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.elaborate.state import arguments_text
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _entries(section: Any, name: str) -> Section:
 def _refuse(name: str, why: str) -> NoReturn:
     title = f"`{name}` is not a readable lock"
     helps = ("write it again: `schedlang plan FILE --lock`",)
-    raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps))
+    raise Refusal.of("S721", title, notes=(why,), helps=helps)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import field, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
+from schedlang.ir.model import matches
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 
@@ -95,7 +95,7 @@ class adapt(Primitive):  # noqa: N801
                     helps=(f"use {min(weight.shape)} or less; 4 to 64 are usual",),
                 )
         for pattern in self._kept:
-            if not any(_matches(name, pattern) for name in plan.model.parameters):
+            if not any(matches(name, pattern) for name in plan.model.parameters):
                 some = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
                 refuse(
                     "S305",
@@ -112,7 +112,7 @@ class adapt(Primitive):  # noqa: N801
         trained = {
             fact.name
             for name, fact in (facts if first else facts.base).parameters.items()
-            if fact.requires_grad and any(_matches(name, pattern) for pattern in self._kept)
+            if fact.requires_grad and any(matches(name, pattern) for pattern in self._kept)
         }
         if not first:  # with those of the rows above
             trained |= {name for name, fact in facts.unique.items() if fact.requires_grad}
@@ -167,8 +167,3 @@ class adapt(Primitive):  # noqa: N801
     @property
     def _kept(self) -> tuple[str, ...]:
         return (self.keep,) if isinstance(self.keep, str) else self.keep
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a name is the pattern's, or ends in it from a dot on."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from schedlang.ir.model import matches
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Many
@@ -42,7 +42,7 @@ class freeze(Primitive):  # noqa: N801
         """Refuse what freezes nothing, and what leaves nothing to be trained."""
         for site in sites:
             for pattern in (*self.names, *self._kept):
-                if not any(_matches(name, pattern) for name, _ in _below(site, plan)):
+                if not any(matches(name, pattern) for name, _ in _below(site, plan)):
                     some = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
                     refuse(
                         "S305",
@@ -80,9 +80,9 @@ class freeze(Primitive):  # noqa: N801
         chosen, kept = set(), set()
         for site in sites:
             for name, fact in _below(site, plan):
-                if not self.names or any(_matches(name, pattern) for pattern in self.names):
+                if not self.names or any(matches(name, pattern) for pattern in self.names):
                     chosen.add(fact.name)
-                if any(_matches(name, pattern) for pattern in self._kept):
+                if any(matches(name, pattern) for pattern in self._kept):
                     kept.add(fact.name)
         return frozenset(chosen - kept)
 
@@ -92,8 +92,3 @@ def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
     prefix = f"{site.fqn}." if site.fqn else ""
     known = plan.model.parameters
     return [(n.removeprefix(prefix), known[n]) for n in plan.model.names_below(site.fqn)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a name is the pattern's, or ends in it from a dot on."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

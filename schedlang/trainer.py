@@ -195,7 +195,7 @@ class Trainer:
         self._stream = Stream(self.data)
         last = told = None
         if self.folder is not None:
-            last = world.told_by(0, schedlang.last_checkpoint(self.folder))
+            last = world.broadcast_object(0, schedlang.last_checkpoint(self.folder))
         if last is not None:
             told = archive.beside(last, world.rank()) or archive.beside(last)
             if not self.accept:

@@ -207,7 +207,7 @@ def saved(program: Program, folder: Path) -> None:
 
     with (
         mock.patch.object(archive, "write", all_write),
-        mock.patch.object(comm, "at_first", lambda mine: [mine, *others]),
+        mock.patch.object(comm, "gather_object", lambda mine: [mine, *others]),
     ):
         program.save(folder)
 

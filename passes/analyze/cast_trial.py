@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.ir.facets import Cast
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
@@ -55,14 +55,12 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
     what = "the loss" if site is None else f"`{site}`" if site else "the model"
     label = Label(row.span) if row is not None else Label()
-    return Refusal(
-        Diagnostic(
-            "S895",
-            f"torch does not run {what} under `{_spelt(cast)}`",
-            label,
-            notes=(f"it raises `{said}`{line and f', at {line}'}",),
-            helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
-        )
+    return Refusal.of(
+        "S895",
+        f"torch does not run {what} under `{_spelt(cast)}`",
+        label,
+        notes=(f"it raises `{said}`{line and f', at {line}'}",),
+        helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
     )
 
 

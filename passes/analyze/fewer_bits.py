@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.facets import Kept
 from schedlang.ir.features import Lowered, Recomputing
@@ -234,18 +234,16 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
 
 def _of_ranks(plan: Plan, axis: str) -> Refusal:
     row = next(action for action, one in meeting(plan) if one.budget is not None)
-    return Refusal(
-        Diagnostic(
-            "S857",
-            "the compressed results would differ from those of a single process",
-            Label(row.span or NOWHERE, "saves results of single operators"),
-            (),
-            (f"ranks that shard weights over `{axis}` call other operators than a single process",),
-            (
-                "save classes of operators instead: `checkpoint(save=[linear])`",
-                "or whole regions: `checkpoint(plan=rotor, memory=2GiB)`",
-            ),
-        )
+    return Refusal.of(
+        "S857",
+        "the compressed results would differ from those of a single process",
+        Label(row.span or NOWHERE, "saves results of single operators"),
+        (),
+        (f"ranks that shard weights over `{axis}` call other operators than a single process",),
+        (
+            "save classes of operators instead: `checkpoint(save=[linear])`",
+            "or whole regions: `checkpoint(plan=rotor, memory=2GiB)`",
+        ),
     )
 
 
@@ -371,15 +369,13 @@ def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> Non
         return
     label = Label(row.span or NOWHERE, f"compresses the activations of `{met[0]}`")
     also = Label(other.span or NOWHERE, f"`{other.name}` selects `{met[1]}`")
-    raise Refusal(
-        Diagnostic(
-            "S857",
-            f"`{other.name}` and `compress(activations)` both select `{met[0]}`",
-            label,
-            (also,),
-            (WHY[facet],),
-            ("select other modules in one of the two rows, or drop one",),
-        )
+    raise Refusal.of(
+        "S857",
+        f"`{other.name}` and `compress(activations)` both select `{met[0]}`",
+        label,
+        (also,),
+        (WHY[facet],),
+        ("select other modules in one of the two rows, or drop one",),
     )
 
 
@@ -389,19 +385,17 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
         found = next((fqn for fqn in traced.choices if inside(fqn, site)), None)
         if found is not None:
             label = Label(row.span or NOWHERE, "recomputes from compressed inputs")
-            raise Refusal(
-                Diagnostic(
-                    "S857",
-                    f"`{site}` could choose differently when it is recomputed",
-                    label,
-                    (),
-                    (
-                        f"`{traced.choices[found]}` in `{found}` depends on values",
-                        "rounded inputs may change the choice: the backward would be of a"
-                        " different function",
-                    ),
-                    ("drop one of the two rows",),
-                )
+            raise Refusal.of(
+                "S857",
+                f"`{site}` could choose differently when it is recomputed",
+                label,
+                (),
+                (
+                    f"`{traced.choices[found]}` in `{found}` depends on values",
+                    "rounded inputs may change the choice: the backward would be of a"
+                    " different function",
+                ),
+                ("drop one of the two rows",),
             )
 
 
@@ -412,15 +406,13 @@ def _check_results(plan: Plan) -> None:
         if not any("collective" in again.save for again in one.reruns(row.sites, ()) or ()):
             continue
         label = Label(row.span or NOWHERE, "saves results for the recomputation")
-        raise Refusal(
-            Diagnostic(
-                "S857",
-                "the compressed results would differ from those of a single process",
-                label,
-                (),
-                ("results of collectives do not exist in a single process",),
-                ("leave `collective` out: collectives are then repeated",),
-            )
+        raise Refusal.of(
+            "S857",
+            "the compressed results would differ from those of a single process",
+            label,
+            (),
+            ("results of collectives do not exist in a single process",),
+            ("leave `collective` out: collectives are then repeated",),
         )
 
 
@@ -429,18 +421,16 @@ def _check_capacity(plan: Plan, row: Action) -> None:
     limited = [fqn for fqn, _ in routings(plan)]
     if not limited or plan.shares * plan.micro == 1:
         return
-    raise Refusal(
-        Diagnostic(
-            "S858",
-            f"`{limited[0]}` has a `capacity` for the full batch, and activations are compressed",
-            Label(row.span or NOWHERE, "rounds saved activations"),
-            (),
-            (
-                f"a single process takes the batch in {plan.shares * plan.micro} parts, as the"
-                " ranks do, and counts the tokens of each part separately",
-            ),
-            ("leave out `capacity=`", "or drop this row"),
-        )
+    raise Refusal.of(
+        "S858",
+        f"`{limited[0]}` has a `capacity` for the full batch, and activations are compressed",
+        Label(row.span or NOWHERE, "rounds saved activations"),
+        (),
+        (
+            f"a single process takes the batch in {plan.shares * plan.micro} parts, as the"
+            " ranks do, and counts the tokens of each part separately",
+        ),
+        ("leave out `capacity=`", "or drop this row"),
     )
 
 
@@ -471,21 +461,19 @@ def _check_split(plan: Plan, row: Action) -> None:
     bad = [*others, *routed, *weights[1:]]
     if not bad:
         return
-    raise Refusal(
-        Diagnostic(
-            "S858",
-            f"activations sharded over `{bad[0]}` cannot be compressed",
-            Label(row.span or NOWHERE, "rounds saved activations, block by block"),
-            (),
-            (
-                "a shard has other blocks than the full tensor; a single process can reproduce them"
-                " for one axis that shards weights and one that splits tokens",
-            ),
-            (
-                f"leave `{bad[0]}` out: split the batch with `zero` instead",
-                f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`",
-            ),
-        )
+    raise Refusal.of(
+        "S858",
+        f"activations sharded over `{bad[0]}` cannot be compressed",
+        Label(row.span or NOWHERE, "rounds saved activations, block by block"),
+        (),
+        (
+            "a shard has other blocks than the full tensor; a single process can reproduce them"
+            " for one axis that shards weights and one that splits tokens",
+        ),
+        (
+            f"leave `{bad[0]}` out: split the batch with `zero` instead",
+            f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`",
+        ),
     )
 
 
@@ -495,13 +483,11 @@ def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
     if not stale and slicing is None:
         return
     what = "uses several versions of the weights" if stale else "splits sequences into slices"
-    raise Refusal(
-        Diagnostic(
-            "S859",
-            f"activations are compressed, and the order {what}",
-            Label(row.span or NOWHERE, "rounds saved activations"),
-            (),
-            ("what a single process would round is not known for such an order",),
-            ('use a synchronous order without slices: `pipeline(order="1F1B", micro=...)`',),
-        )
+    raise Refusal.of(
+        "S859",
+        f"activations are compressed, and the order {what}",
+        Label(row.span or NOWHERE, "rounds saved activations"),
+        (),
+        ("what a single process would round is not known for such an order",),
+        ('use a synchronous order without slices: `pipeline(order="1F1B", micro=...)`',),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Settled
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -55,6 +55,8 @@ class Prepared:
     tokens: Tokens | None = None  # where ranks split them
     chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
     bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
+    # of units of earlier stages: their outputs, where they were found before there are ranks
+    outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def prepare(
@@ -140,14 +142,12 @@ def check_axes(plan: Plan) -> None:
     used = plan.used_axes
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:
-            raise Refusal(
-                Diagnostic(
-                    "S205",
-                    f"no row uses the axis `{axis}`",
-                    notes=(f"its {size} ranks would all do the same work",),
-                    helps=(
-                        f"split the batch over it: `zero(stage=0, over={axis})`",
-                        f"or set `{axis}` to 1: `--mesh {axis}=1`",
-                    ),
-                )
+            raise Refusal.of(
+                "S205",
+                f"no row uses the axis `{axis}`",
+                notes=(f"its {size} ranks would all do the same work",),
+                helps=(
+                    f"split the batch over it: `zero(stage=0, over={axis})`",
+                    f"or set `{axis}` to 1: `--mesh {axis}=1`",
+                ),
             )

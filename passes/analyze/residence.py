@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
@@ -99,7 +99,7 @@ def _check_homes(plan: Plan, one: Stored) -> None:
 
 def _refuse(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
     row = plan.origin(one)
-    refusal = Refusal(Diagnostic("S851", said, notes=(note,), helps=helps))
+    refusal = Refusal.of("S851", said, notes=(note,), helps=helps)
     raise refusal.at(row.span) if row is not None else refusal
 
 
@@ -130,7 +130,7 @@ def peer_of(
     rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
     axis = rows[0].over
     assert axis is not None
-    everyone = world.gathered(len(rounds))
+    everyone = world.all_gather_object(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     most = max(everyone[rank] for rank in group.ranks)
     return Peer(group, found, rounds, most, builder.ranks.on_host(axis, "peer sizes"))
@@ -244,16 +244,14 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
         away = next(name for name, tier in found.items() if tier == kinds[0])
         unit = f"`{fqn}`" if fqn else "the part outside its list of layers"
         row = plan.origin(plan.stores[0])
-        refusal = Refusal(
-            Diagnostic(
-                "S854",
-                f"`zero` gathers {unit} as one, but its parameters are on two devices",
-                notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
-                helps=(
-                    "select complete layers",
-                    "or leave the selector out: `offload(parameters, to=cpu)`",
-                ),
-            )
+        refusal = Refusal.of(
+            "S854",
+            f"`zero` gathers {unit} as one, but its parameters are on two devices",
+            notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
+            helps=(
+                "select complete layers",
+                "or leave the selector out: `offload(parameters, to=cpu)`",
+            ),
         )
         raise refusal.at(row.span) if row is not None else refusal
     return kinds[0] if kinds else DEVICE

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def check_routing(plan: Plan) -> None:
         if apart:
             notes = (f"the batch is split over `{apart[0]}`, but its experts are not",)
             helps = (f"shard the experts over all of these axes: `view ep of ({axes})`",)
-            raise Refusal(Diagnostic("S422", title, notes=notes, helps=helps))
+            raise Refusal.of("S422", title, notes=notes, helps=helps)
         if plan.micro > 1:
             notes = (f"the batch is split into {plan.micro} microbatches",)
             helps = ("use `micro=1`, or leave out `capacity=`",)
-            raise Refusal(Diagnostic("S422", title, notes=notes, helps=helps))
+            raise Refusal.of("S422", title, notes=notes, helps=helps)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 
@@ -216,7 +216,7 @@ def _row(plan: Plan, facet: Facet) -> Action | None:
 def _refuse(
     title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
 ) -> NoReturn:
-    refusal = Refusal(Diagnostic("S625", title, notes=notes, helps=helps))
+    refusal = Refusal.of("S625", title, notes=notes, helps=helps)
     raise refusal.at(row.span) if row is not None else refusal
 
 
@@ -253,4 +253,4 @@ def whole_step(
 
 
 def _of_whole(title: str, note: str, help_: str) -> NoReturn:
-    raise Refusal(Diagnostic("S622", title, notes=(note,), helps=(help_,)))
+    raise Refusal.of("S622", title, notes=(note,), helps=(help_,))

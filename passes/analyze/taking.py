@@ -146,7 +146,7 @@ def _meeting(given: Mapping[str, Any]) -> None:
 
 
 def _refuse(title: str, *helps: str, facts: Facts = ()) -> NoReturn:
-    raise Refusal(Diagnostic("S618", title, Label(python_span()), helps=helps, facts=facts))
+    raise Refusal.of("S618", title, Label(python_span()), helps=helps, facts=facts)
 
 
 Function = Callable[..., Any]
@@ -221,23 +221,21 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     if found is None:
         return
     row = next(iter(plan.rows_changing(Facet.STATE, Facet.ORDER)), None)
-    raise Refusal(
-        Diagnostic(
-            "S670",
-            f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
-            Label(row.span) if row is not None else Label(),
-            notes=(
-                f"it has the index {found.largest}, but a part has only {found.size} rows:"
-                f" `{found.call}`{found.line and f', at {found.line},'} would fail",
-            ),
-            helps=(
-                "do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
-                "or make samples dim 0 of every tensor: graphs padded to one size,"
-                " or one graph for all, `x` of [samples, nodes, features]",
-                "or pass `forward` one object that is split by samples: graphs in a `Batch`"
-                " of torch_geometric",
-            ),
-        )
+    raise Refusal.of(
+        "S670",
+        f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
+        Label(row.span) if row is not None else Label(),
+        notes=(
+            f"it has the index {found.largest}, but a part has only {found.size} rows:"
+            f" `{found.call}`{found.line and f', at {found.line},'} would fail",
+        ),
+        helps=(
+            "do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
+            "or make samples dim 0 of every tensor: graphs padded to one size,"
+            " or one graph for all, `x` of [samples, nodes, features]",
+            "or pass `forward` one object that is split by samples: graphs in a `Batch`"
+            " of torch_geometric",
+        ),
     )
 
 

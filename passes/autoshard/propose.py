@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.diagnostics.tables import number
 from schedlang.ir.model import ModelFacts
@@ -403,15 +403,15 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
     for name in mesh:
         if name not in ROLES:
             title = f"`init` does not know the axis `{name}`"
-            raise Refusal(Diagnostic("S211", title, helps=(legal,)))
+            raise Refusal.of("S211", title, helps=(legal,))
     for role in set(ROLES.values()):
         same = [name for name in mesh if ROLES[name] == role]
         if len(same) > 1:
             title = f"`{same[0]}` and `{same[1]}` would split the same"
-            raise Refusal(Diagnostic("S211", title, helps=("keep one of them", legal)))
+            raise Refusal.of("S211", title, helps=("keep one of them", legal))
     if not mesh:
         title = "`init` needs a mesh"
-        raise Refusal(Diagnostic("S211", title, helps=("`--mesh dp=2,tp=2`", legal)))
+        raise Refusal.of("S211", title, helps=("`--mesh dp=2,tp=2`", legal))
 
 
 def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
@@ -453,7 +453,7 @@ def _first(blocks: Blocks, row: Row) -> bool:
 def _idle(axis: str, said: list[str]) -> Refusal:
     title = f"nothing of this model can be split over `{axis}`"
     helps = (f"leave `{axis}` out of the mesh, or give its ranks to another axis: `{axis}=1`",)
-    return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
+    return Refusal.of("S212", title, notes=tuple(said[:8]), helps=helps)
 
 
 def _remarks(finder: Finder) -> list[str]:
@@ -534,7 +534,7 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
         refusal = refused
     notes = [refusal.diagnostic.title, *refusal.diagnostic.notes]
     helps = (f"leave the axis out: `{axis}=1`",)
-    raise Refusal(Diagnostic("S212", title, notes=tuple(notes), helps=helps)) from refusal
+    raise Refusal.of("S212", title, notes=tuple(notes), helps=helps) from refusal
 
 
 # -- the text -------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def settings_of(
         if name not in knobs:
             title = f"the schedule has no knob `{name}`"
             help_, facts = guess(name, knobs, "its knobs are"), unknown(name, knobs)
-            raise Refusal(Diagnostic("S106", title, helps=(help_,), facts=facts))
+            raise Refusal.of("S106", title, helps=(help_,), facts=facts)
     menus = {
         name: wanted.get(name) or _values(knob) for name, knob in knobs.items() if name not in fixed
     }
@@ -79,16 +79,14 @@ def _not_too_many(menus: Mapping[str, Sequence[Any]]) -> None:
         sizes = ", ".join(f"{name} {len(values)}" for name, values in menus.items() if values)
         longest = max(menus, key=lambda name: len(menus[name]))
         few = ",".join(map(str, menus[longest][:3]))
-        raise Refusal(
-            Diagnostic(
-                "S109",
-                f"{count} settings are too many: at most {MOST} are tried",
-                notes=(sizes,),
-                helps=(
-                    f"give fewer values: `--try {longest}={few}`",
-                    "or fix some knobs: `--knob k=v`",
-                ),
-            )
+        raise Refusal.of(
+            "S109",
+            f"{count} settings are too many: at most {MOST} are tried",
+            notes=(sizes,),
+            helps=(
+                f"give fewer values: `--try {longest}={few}`",
+                "or fix some knobs: `--knob k=v`",
+            ),
         )
 
 

@@ -48,13 +48,11 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
     for axis, row in [(one.axis, plan.origin(one)) for one in plan.completing]:
         assert row is not None
         if batch is None:
-            raise Refusal(
-                Diagnostic(
-                    "S605",
-                    "completing rows needs a batch",
-                    Label(row.span),
-                    helps=("define `batch(seed)` in the model file",),
-                )
+            raise Refusal.of(
+                "S605",
+                "completing rows needs a batch",
+                Label(row.span),
+                helps=("define `batch(seed)` in the model file",),
             )
         if plan.mesh.size(axis) > 1:
             plan = _completed(plan, axis, batch, loss, row)
@@ -114,16 +112,14 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
             one = Row((name,), lift.call_of(action.primitive))
             found.setdefault(_block(name, fqn), {}).setdefault(name, one)
     if not found:
-        raise Refusal(
-            Diagnostic(
-                "S425",
-                f"no row shards anything over `{axis}`",
-                Label(row.span),
-                helps=(
-                    f"start with one projection of a block: `shard(col, over={axis})`",
-                    "or let `schedlang init` write the whole schedule",
-                ),
-            )
+        raise Refusal.of(
+            "S425",
+            f"no row shards anything over `{axis}`",
+            Label(row.span),
+            helps=(
+                f"start with one projection of a block: `shard(col, over={axis})`",
+                "or let `schedlang init` write the whole schedule",
+            ),
         )
     outside = found.pop("", {})
     lists: dict[str, dict[tuple[Row, ...], list[str]]] = {}
@@ -203,13 +199,11 @@ def _tied(finder: Finder, begun: _Begun) -> None:
     """Take the rows that begin no flow, and add those for the other names of split weights."""
     made = finder.mended([row for row in begun.rows.values() if row not in finder.rows])
     if isinstance(made, str):
-        raise Refusal(
-            Diagnostic(
-                "S427",
-                f"the rows over `{finder.axis}` cannot be completed",
-                begun.line,
-                notes=(made,),
-            )
+        raise Refusal.of(
+            "S427",
+            f"the rows over `{finder.axis}` cannot be completed",
+            begun.line,
+            notes=(made,),
         )
     finder.rows += made
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
@@ -324,7 +324,7 @@ class Trial:
             return refusal, refusal.diagnostic.primary.span.line - 1
         except Exception as error:  # what fails on the way is no proposal either
             said = f"{type(error).__name__}: {error}".split("\n")[0]
-            return Refusal(Diagnostic("S405", said)), -1
+            return Refusal.of("S405", said), -1
         return None
 
     def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
@@ -344,7 +344,7 @@ class Trial:
                 refusal = error
             except Exception as error:
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
-                refusal = Refusal(Diagnostic("S612", said))
+                refusal = Refusal.of("S612", said)
         return refusal
 
     def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:

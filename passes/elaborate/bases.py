@@ -58,7 +58,7 @@ def place_of(use: n.Use, above: tuple[Path, ...]) -> Path:
     if place in above:
         chain = " -> ".join(path.name for path in (*above, place))
         label = Label(use.span, chain)
-        raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
+        raise Refusal.of("S112", "these files use each other", label, helps=(ALONE,))
     return place
 
 
@@ -76,7 +76,7 @@ def file_of(use: n.Use, place: Path) -> n.File:
     if not BEGINS.match(source.text):
         help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
         label = Label(use.span, "used here")
-        raise Refusal(Diagnostic("S003", f"`{use.path}` is not a schedule", label, helps=(help_,)))
+        raise Refusal.of("S003", f"`{use.path}` is not a schedule", label, helps=(help_,))
     file = parse(source)
     if known is not None:
         known.files[name] = file
@@ -92,9 +92,7 @@ def count_use(text: str, span: Span) -> None:
     if known.size > USED:
         title = f"this schedule uses more than {USED // 2**20} MiB of other files"
         helps = ("a file counts each time it is used: use it once, at the top",)
-        raise Refusal(
-            Diagnostic("S116", title, Label(span, "the limit is passed here"), helps=helps)
-        )
+        raise Refusal.of("S116", title, Label(span, "the limit is passed here"), helps=helps)
 
 
 def outgrown(rows: int, span: Span) -> Refusal:
@@ -103,10 +101,10 @@ def outgrown(rows: int, span: Span) -> Refusal:
         title = f"this schedule has more than {ROWS:,} rows"
         helps = ("use fewer rows: one selector with `*` selects many modules",)
         label = Label(span, "including the rows of all definitions that are called")
-        return Refusal(Diagnostic("S116", title, label, helps=helps))
+        return Refusal.of("S116", title, label, helps=helps)
     title = f"blocks and calls are nested more than {DEEPEST} deep"
     helps = ("call definitions one after another, not each from another",)
-    return Refusal(Diagnostic("S116", title, Label(span), helps=helps))
+    return Refusal.of("S116", title, Label(span), helps=helps)
 
 
 DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
@@ -157,7 +155,7 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
     if use.alias is not None:
         title = f"`{use.path}` is a base schedule: it has steps or rows"
         label = Label(use.span, "a base schedule is used without `as`")
-        raise Refusal(Diagnostic("S115", title, label, helps=(f'write `use "{use.path}"`',)))
+        raise Refusal.of("S115", title, label, helps=(f'write `use "{use.path}"`',))
     return Spliced(_with_knobs(use, splicer.items), (file.header, *splicer.headers))
 
 
@@ -208,7 +206,7 @@ class _Splicer:
         if first is not None:
             also = (Label(first.span, "first changed here"),)
             title = f"the step `{name}` is changed twice"
-            raise Refusal(Diagnostic("S101", title, Label(item.span), also, (), ("keep one",)))
+            raise Refusal.of("S101", title, Label(item.span), also, (), ("keep one",))
         self._changed[name] = item
         if name in self._steps:
             return self._steps[name]
@@ -223,7 +221,7 @@ class _Splicer:
             help_ = near if known else 'use a base schedule above: `use "base.sched"`'
         title = f"no base has a step `{name}`"
         facts = unknown(name, () if own else self._steps)
-        raise Refusal(Diagnostic("S114", title, label, helps=(help_,), facts=facts))
+        raise Refusal.of("S114", title, label, helps=(help_,), facts=facts)
 
 
 def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
@@ -235,7 +233,7 @@ def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
             title = f"the schedule has no knob `{arg.name}`"
             help_ = guess(arg.name, known, "its knobs are") if known else "it has no knobs"
             facts = unknown(arg.name, known)
-            raise Refusal(Diagnostic("S106", title, Label(arg.span), helps=(help_,), facts=facts))
+            raise Refusal.of("S106", title, Label(arg.span), helps=(help_,), facts=facts)
     return tuple(
         replace(item, default=given[item.name])
         if isinstance(item, n.Knob) and item.name in given
@@ -248,5 +246,5 @@ def _keywords(use: n.Use) -> Iterator[n.Keyword]:
     for arg in use.args or ():
         if not isinstance(arg, n.Keyword):
             label = Label(arg.span, "`(tp=4)`")
-            raise Refusal(Diagnostic("S302", "a base's knobs are set by name", label))
+            raise Refusal.of("S302", "a base's knobs are set by name", label)
         yield arg

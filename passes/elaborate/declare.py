@@ -69,7 +69,7 @@ def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping
     if lacking:
         also = (Label(node.span, "defined here"),) if node.span else ()
         title = f"`{call.name.text}` needs {quoted(lacking)}"
-        raise Refusal(Diagnostic("S305", title, Label(call.span), also))
+        raise Refusal.of("S305", title, Label(call.span), also)
     return found
 
 
@@ -93,7 +93,7 @@ def _target(
         return free.pop(0)
     else:
         title = f"`{call.name.text}` takes no further argument"
-    raise Refusal(Diagnostic("S302", title, Label(arg.span), helps=helps, facts=facts))
+    raise Refusal.of("S302", title, Label(arg.span), helps=helps, facts=facts)
 
 
 def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
@@ -104,7 +104,7 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
         title = f"a parameter cannot be of type `{param.type}`"
         help_ = guess(param.type, TYPES, "choose one of")
         facts = unknown(param.type, TYPES)
-        raise Refusal(Diagnostic("S102", title, Label(param.span), helps=(help_,), facts=facts))
+        raise Refusal.of("S102", title, Label(param.span), helps=(help_,), facts=facts)
     kind = TYPES[param.type]
     try:
         made = convert(kind, value, names.axes)
@@ -113,7 +113,7 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     except Mismatch:
         title = f"`{param.name}` must be {describe(kind)}"
         label = Label(node.span, f"this is {shown(value)}")
-        raise Refusal(Diagnostic("S304", title, label, facts=bare(value))) from None
+        raise Refusal.of("S304", title, label, facts=bare(value)) from None
     if kind is Axis and not isinstance(value, AxisSize):
         return AxisSize.of(made, names.axes[made])
     return value if kind is Axis else made
@@ -123,7 +123,7 @@ def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
     helps = (guess(name, names.axes, "its axes are"),) if names.axes else ()
     title = f"the mesh has no axis `{name}`"
     facts = unknown(name, names.axes)
-    raise Refusal(Diagnostic("S204", title, Label(node.span), helps=helps, facts=facts))
+    raise Refusal.of("S204", title, Label(node.span), helps=helps, facts=facts)
 
 
 MOST = 2**20  # ranks along one axis
@@ -140,7 +140,7 @@ def refused(
 ) -> NoReturn:
     """Refuse at a place."""
     notes = (note,) * bool(note)
-    raise Refusal(Diagnostic(code, title, Label(span, label), (), notes, helps, facts=facts))
+    raise Refusal.of(code, title, Label(span, label), (), notes, helps, facts=facts)
 
 
 def header(node: n.Header, state: State) -> State:
@@ -166,7 +166,7 @@ def _fresh(name: str, span: Span, state: State) -> None:
         known = state.knobs.get(name)
         also = (Label(known.span, "first declared here"),) if known else ()
         title = f"`{name}` is declared twice"
-        raise Refusal(Diagnostic("S101", title, Label(span), also, (), ("rename one",)))
+        raise Refusal.of("S101", title, Label(span), also, (), ("rename one",))
 
 
 # ---- mesh and views -----------------------------------------------------------------------
@@ -478,4 +478,4 @@ def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tupl
 
 def _refuse(node: n.Expect, title: str, *helps: str, facts: Facts = ()) -> NoReturn:
     legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal), facts=facts))
+    raise Refusal.of("S861", title, Label(node.span), helps=(*helps, legal), facts=facts)

@@ -50,14 +50,14 @@ def open_step(node: n.Step, state: State) -> State:
     """The state in which a step's name and what it may give up are known."""
     if node.name in state.steps:
         label = Label(node.span and step_head(node), "the second step of this name")
-        raise Refusal(Diagnostic("S101", f"there are two steps `{node.name}`", label))
+        raise Refusal.of("S101", f"there are two steps `{node.name}`", label)
     for name in node.relax:
         if name not in RELAXABLE:
             title = f"a step cannot relax `{name}`"
             help_ = guess(name, RELAXABLE, "choose among")
             facts = unknown(name, RELAXABLE)
             label = Label(step_head(node))
-            raise Refusal(Diagnostic("S303", title, label, helps=(help_,), facts=facts))
+            raise Refusal.of("S303", title, label, helps=(help_,), facts=facts)
     plan = state.plan
     if plan is not None:
         plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))
@@ -89,7 +89,7 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
     else:
         help_ = f'move it into a step that allows it: `step "..." relax({name}) {{`'
     label = Label(span, f"results may differ in {', '.join(beyond)}")
-    raise Refusal(Diagnostic("S505", title, label, also, (), (help_,)))
+    raise Refusal.of("S505", title, label, also, (), (help_,))
 
 
 def _allows(step: n.Step) -> str:
@@ -124,7 +124,7 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
         unknown_settings(settings.knobs, state.knobs, file.header.span)
     if settings.mesh and state.mesh is None:
         label = Label(file.header.span)
-        raise Refusal(Diagnostic("S204", "the schedule has no mesh to set", label))
+        raise Refusal.of("S204", "the schedule has no mesh to set", label)
     if state.plan is not None and state.plan.cuts:  # all of them are there
         legality.check_cuts(state.plan)
     return state
@@ -161,7 +161,7 @@ def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
                 continue
             if str(knobs.get(name, size)) != str(size):
                 title = f"the knob `{name}` is set to {knobs[name]} and its axis to {size}"
-                raise Refusal(Diagnostic("S109", title, Label(arg.span), helps=("set one",)))
+                raise Refusal.of("S109", title, Label(arg.span), helps=("set one",))
             knobs[name] = size
     return replace(settings, knobs=knobs)
 
@@ -365,7 +365,7 @@ class Expander:
         if holds is not UNKNOWN and not isinstance(holds, bool):
             label = Label(test.span, f"this is {shown(holds)}")
             title = "`when` needs a condition: true or false"
-            raise Refusal(Diagnostic("S304", title, label, facts=bare(holds)))
+            raise Refusal.of("S304", title, label, facts=bare(holds))
         taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
         for body in taken:
             for statement in body.body if body else ():
@@ -387,7 +387,7 @@ class Expander:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{printer.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
-            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
+            raise Refusal.of("S306", title, label, helps=(help_,))
         if isinstance(primitive, Resolved):
             primitive = resolved(primitive, self.state, call.span)
         self.add(primitive, sites, call.span)
@@ -416,7 +416,7 @@ class Expander:
         if primitive.takes == "model" and len(sites) > 1:
             title = f"`{type(primitive).__name__}` must stand in a scope of one module"
             label = Label(span, f"this scope has {len(sites)} modules")
-            raise Refusal(Diagnostic("S306", title, label))
+            raise Refusal.of("S306", title, label)
         if isinstance(primitive, Located):
             try:
                 primitive = primitive.located(_folder(span))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Injected, Renewing
 from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
@@ -71,7 +71,7 @@ def _once_each(sites: tuple[str, ...], span: Span) -> None:
             label = Label(span, f"selects {_name(site)}, and {_name(outer)} around it")
             helps = ("select only one of the two: `*` in a path stands for one level",)
             title = "nested checkpoints recompute the inner module twice"
-            raise Refusal(Diagnostic("S502", title, label, helps=helps))
+            raise Refusal.of("S502", title, label, helps=helps)
 
 
 def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
@@ -121,7 +121,7 @@ def _refuse(
     helps: Iterable[str] = (),
 ) -> None:
     also = (Label(first.span, before),)
-    raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
+    raise Refusal.of(code, title, Label(span, now), also, tuple(notes), tuple(helps))
 
 
 NOUNS = {
@@ -272,4 +272,4 @@ def check_cuts(plan: Plan) -> None:
     each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
     title = f"{made}, and {needed} are needed"
     helps = (f"select {needed - 1} modules at which stages start",)
-    raise Refusal(Diagnostic("S609", title, Label(row.span), notes=(each,), helps=helps))
+    raise Refusal.of("S609", title, Label(row.span), notes=(each,), helps=helps)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, text_of
 from schedlang.ir.facets import Expectation
 from schedlang.ir.mesh import Mesh
@@ -202,7 +202,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, why: str) -> Refusal:
     help_ = "write one: `schedlang plan FILE --out plan.json`"
-    return Refusal(Diagnostic("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,)))
+    return Refusal.of("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,))
 
 
 def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
@@ -219,7 +219,7 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
         gone = next((site for site in sites if site not in plan.model.sites), None)
         if gone is not None:
             title = f"the plan names a module `{gone}`, which the model does not have"
-            raise Refusal(Diagnostic("S907", title, Label(span)))
+            raise Refusal.of("S907", title, Label(span))
         primitive = _primitive(action, mesh, span)
         try:
             legality.check(plan, primitive, sites, span)
@@ -237,7 +237,7 @@ def _expectation(one: Mapping[str, Any]) -> Expectation:
         return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span(one))
     except (KeyError, TypeError):
         title = f"the plan has an `expect` that is not a bound: `{one}`"
-        raise Refusal(Diagnostic("S907", title)) from None
+        raise Refusal.of("S907", title) from None
 
 
 def _span(action: Mapping[str, Any]) -> Span:
@@ -250,7 +250,7 @@ def _primitive(action: Mapping[str, Any], mesh: Mesh, span: Span) -> Primitive:
     kind = registry().get(action["do"])
     if kind is None:
         title = f"the plan names a primitive `{action['do']}`, which does not exist"
-        raise Refusal(Diagnostic("S907", title, Label(span)))
+        raise Refusal.of("S907", title, Label(span))
     sizes = {name: mesh.size(name) for name in mesh.names}
     given = list(_arguments(kind, action.get("args", {}), Names(axes=sizes), span))
     return bind(kind, given, span, sizes)

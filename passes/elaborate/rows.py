@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action, Plan
 from schedlang.language import nodes as n
 from schedlang.passes.elaborate.expand import expand
@@ -64,22 +64,18 @@ def only_lines(plan: Plan, lines: str) -> Plan:
     for part in lines.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise Refusal(
-                Diagnostic(
-                    "S705",
-                    f"cannot read the lines `--only {lines}`",
-                    helps=("write `--only 11,14-17`",),
-                )
+            raise Refusal.of(
+                "S705",
+                f"cannot read the lines `--only {lines}`",
+                helps=("write `--only 11,14-17`",),
             )
         wanted |= set(range(int(first), int(last or first) + 1))
     rows = [action for action in plan.actions if action.span.line in wanted]
     if not rows:
-        raise Refusal(
-            Diagnostic(
-                "S705",
-                f"no row is on the lines {lines}",
-                helps=("give line numbers of the schedule file",),
-            )
+        raise Refusal.of(
+            "S705",
+            f"no row is on the lines {lines}",
+            helps=("give line numbers of the schedule file",),
         )
     return only(plan, rows)
 

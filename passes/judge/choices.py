@@ -78,7 +78,7 @@ class Choosing(Ambient):
     def everyone(self) -> dict[Moment, list[Noted]]:
         """Gather what all ranks noted, those of one shape together."""
         found: dict[Moment, dict[tuple[int, int], list[Noted]]] = {}
-        for one in world.gathered(dict(self.found)):
+        for one in world.all_gather_object(dict(self.found)):
             for moment, notes in one.items():
                 for note in notes:
                     shape = note.scores.shape[-1], note.chosen.shape[-1]

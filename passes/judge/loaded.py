@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +66,16 @@ def elsewhere(original: nn.Module, seed: int) -> nn.Module:
     return other
 
 
-def reloaded(
-    old: Judged, condition: Condition, begin: Callable[[int], None], *, step: bool = True
-) -> Loaded | None:
+def reloaded(old: Judged, *, step: bool = True) -> Loaded | None:
     """Save, load into another program of these ranks, compare, and train a step more on both.
 
-    `begin` is told when a step begins, as by Judged. None where the program offers no `load`. All
-    ranks call alike.
+    None where the program offers no `load`. All ranks call alike.
     """
     state = _taken(old.save())
     if old.program.load is None:
         return None
-    other, batch = elsewhere(old.original, 0), condition.batches[0]
-    fresh = Judged(old.make, other, old.table, condition, old.kept, begin, old)
+    other, batch = elsewhere(old.original, 0), old.condition.batches[0]
+    fresh = Judged(old.make, other, old.condition, old.kept, old.begin, old)
     built = {name: _sum(value) for name, value in fresh.state_here().items()}
     fresh.load(_of_first(state))
     want, got = old.state_here(), fresh.state_here()
@@ -90,7 +87,6 @@ def reloaded(
     seen = Loaded(_worst(found), optimizer=told)
     if not step:
         return seen
-    old.begin = begin
     errors = {"loss": over(*_apart(*(one.train_step(batch) for one in (old, fresh))))}
     errors |= _errors(old.gradients_here(), fresh.gradients_here())
     if told:
@@ -100,7 +96,7 @@ def reloaded(
 
 
 def _any(mine: bool) -> bool:
-    return any(world.gathered(mine))
+    return any(world.all_gather_object(mine))
 
 
 def _of_optimizer(name: str) -> bool:
@@ -117,11 +113,11 @@ def _taken(state: Any) -> Any:
 def _of_first(state: Any) -> Any:
     """The state of this rank, or of the first that has one."""
     empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
-    has = world.gathered(not empty)
+    has = world.all_gather_object(not empty)
     if all(has) or not any(has):
         return state
     first = has.index(True)
-    given = world.gathered(state if world.rank() == first else None)[first]
+    given = world.all_gather_object(state if world.rank() == first else None)[first]
     return given if empty else state
 
 
@@ -165,7 +161,7 @@ def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]
 def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
     """The greatest error of all ranks for each name."""
     found: dict[str, tuple[float, str]] = {}
-    for one in world.gathered(mine):
+    for one in world.all_gather_object(mine):
         for name, pair in one.items():
             found[name] = max(found.get(name, pair), pair, key=lambda p: (p[1] != "", p[0]))
     return found

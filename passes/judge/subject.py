@@ -96,6 +96,7 @@ class Kept:
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
     loaded: Any = None  # see passes.judge.loaded; None: not offered
+    chosen: Mapping[Any, Any] = field(default_factory=dict)  # see passes.judge.choices
     folder: str | None = None  # where ranks put large tensors for each other
 
     def of(self, condition: str, name: str) -> list[Copy]:
@@ -115,7 +116,6 @@ class Judged:
         self,
         make: Make,
         original: nn.Module,
-        table: Table,
         condition: Condition,
         kept: Kept,
         begin: Callable[[int], None] = lambda step: None,
@@ -123,15 +123,15 @@ class Judged:
     ) -> None:
         self.make, self.condition, self.kept, self.begin = make, condition, kept, begin
         self.original = original
-        self.rank = world.rank()
+        self.rank, self.table = world.rank(), Table(original)
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
-        self._saved_buffers = set(model.state_dict()) - set(table.aliases)
+        self._saved_buffers = set(model.state_dict()) - set(self.table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
-        self.table = table
         if like is None:
-            self.holdings = together(world.gathered(held(self.program, table)), table)
+            found = world.all_gather_object(held(self.program, self.table))
+            self.holdings = together(found, self.table)
         else:
             self.holdings = _as_before(like, self.program)
         kept.holdings = kept.holdings or self.holdings
@@ -283,7 +283,7 @@ class Judged:
             helps = ("return a number, None where the rank has none, or `(loss, output)`",)
             raise Refusal(Diagnostic("S766", title, helps=helps))
         mine = None if value is None else float(value.detach() if number is False else value)
-        found = [one for one in world.gathered(mine) if one is not None]
+        found = [one for one in world.all_gather_object(mine) if one is not None]
         if not found:
             title = "`step` returns a loss on no rank"
             helps = ("return the loss on the rank that computes it, None on the others",)
@@ -312,7 +312,7 @@ class Judged:
             self._gradients = self._joined(clipped)[0]
             return
         norms = [float(g.norm()) for g in self._gradients.values() if g is not None]
-        norm = world.gathered(math.hypot(*norms))[0]
+        norm = world.all_gather_object(math.hypot(*norms))[0]
         factor = min(1.0, most / (norm + EPS))
         if factor < 1:
             with torch.no_grad():
@@ -341,7 +341,7 @@ class Judged:
             name: (v.full_tensor() if isinstance(v, DTensor) else torch.as_tensor(v)).detach()
             for name, v in flattened(output, set())
         }
-        everyone = world.gathered(mine)
+        everyone = world.all_gather_object(mine)
         names = dict.fromkeys(name for one in everyone for name in one)
         return {name: [one[name] for one in everyone if name in one] for name in names}
 
@@ -351,7 +351,9 @@ class Judged:
         """Return all ranks' copies of each tensor of the original, in the order of ranks."""
         mine = [None if v is None else spill(v.reshape(-1), self.kept.folder) for v in values]
         found: dict[str, list[Copy]] = {}
-        for rank, (ones, theirs) in enumerate(zip(self.holdings.ranks, world.gathered(mine))):
+        for rank, (ones, theirs) in enumerate(
+            zip(self.holdings.ranks, world.all_gather_object(mine))
+        ):
             for one, value in zip(ones, theirs):
                 for name, (here, there) in one.pieces.items():
                     copy_ = Copy(rank, one.name, here, there, value)
@@ -416,7 +418,7 @@ class Judged:
                 if said is not None and local(buffer).shape == known[said]:
                     mine[said] = local(buffer).detach().clone()
         found: dict[str, Tensor] = {}
-        for one in world.gathered(mine):
+        for one in world.all_gather_object(mine):
             for name, value in one.items():
                 first = found.setdefault(name, value)
                 gap = float((value.double() - first.double()).norm())
@@ -430,7 +432,7 @@ class Judged:
         """Whole optimizer state, by parameter and slot."""
         state = self._optimizer.state if self._optimizer is not None else {}
         slots = dict.fromkeys(k for p in state for k in state[p])
-        every = {k: None for names in world.gathered(list(slots)) for k in names}
+        every = {k: None for names in world.all_gather_object(list(slots)) for k in names}
         found: dict[str, dict[str, Any]] = {}
         for slot in every:
             mine = [state[p].get(slot) if p in state else None for _, p in self._own]
@@ -447,7 +449,7 @@ class Judged:
             for name, value in whole.items():
                 if value is not None:
                     found.setdefault(name, {})[slot] = value
-            for one in reversed(world.gathered(numbers)):
+            for one in reversed(world.all_gather_object(numbers)):
                 for name, value in one.items():
                     found.setdefault(name, {})[slot] = value
         return found

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.model import Adapting
@@ -29,6 +29,7 @@ from schedlang.passes.analyze.residence import offload_state
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
+from schedlang.passes.lower import recorded
 from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
 from schedlang.passes.lower.executor import (
     compressor_of,
@@ -225,6 +226,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     join_world(given.wait)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
         watch()
+    recorded.begin()
     try:
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
@@ -233,6 +235,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     except Exception as error:
         tell(error)
         raise
+    recorded.known(plan, program)
     if given.weights is not None:
         _taken(program, given.weights)
     return program
@@ -345,7 +348,7 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
         sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
     found = prepare(plan, sample, given.loss, given.weight, trains=False)
     # each rank has measured its own table of bits, on a machine of its own: the first one's counts
-    return replace(found, bits=world.told_by(0, found.bits)) if found.bits else found
+    return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
 
 
 def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> DropoutOptions:
@@ -510,13 +513,11 @@ def _check_state(plan: Plan) -> None:
     known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
     extra = [key for key in model.state_dict() if key not in known]
     if extra:
-        raise Refusal(
-            Diagnostic(
-                "S624",
-                f"`{extra[0]}` of the state dict is not a parameter or a buffer",
-                notes=("a module returns it as extra state, which cannot be sharded or saved",),
-                helps=("leave it out: override `get_extra_state` in a subclass",),
-            )
+        raise Refusal.of(
+            "S624",
+            f"`{extra[0]}` of the state dict is not a parameter or a buffer",
+            notes=("a module returns it as extra state, which cannot be sharded or saved",),
+            helps=("leave it out: override `get_extra_state` in a subclass",),
         )
 
 

@@ -195,7 +195,7 @@ def _native(
         return None, why
     seed = options.seed
     if seed is None:  # ranks may have seeded apart, as for what they read
-        seed = world.told_by(0, torch.initial_seed())
+        seed = world.broadcast_object(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
     install(module, native, forks, plain)
@@ -271,17 +271,13 @@ def _logical(
     plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, seed: int
 ) -> LogicalDropout:
     """Masks that do not depend on the layout."""
-    from schedlang.runtime.context_parallel import install
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
     from schedlang.runtime.scope import named_sites
-    from schedlang.runtime.sequence_pipelining.slices import windows
 
-    slicing, slices = prepared.slicing, windows_of(plan, prepared, ranks)
+    slices = windows_of(plan, prepared, ranks)
     named_sites(module)
-    if prepared.tokens is not None:
-        slices = install.windows(prepared.tokens, slices)
-    elif slicing:
-        slices = windows(slicing, slices)
+    if parts := prepared.tokens or prepared.slicing:
+        slices = parts.windows(slices)
     return LogicalDropout(seed, slices, prepared.traced.unbatched)
 
 

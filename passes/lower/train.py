@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.timeline.simulation import Timing, timing
 from schedlang.pipeline.timeline.table import WORK, Kind, Timeline, dependencies
@@ -289,7 +289,7 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     from schedlang.runtime.left import left_in
     from schedlang.runtime.measure import memory_of
 
-    return tuple(world.gathered((memory_of(program), left_in(program.assembly.module))))
+    return tuple(world.all_gather_object((memory_of(program), left_in(program.assembly.module))))
 
 
 def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -325,4 +325,4 @@ def check(course: Course) -> None:
 
 
 def _refuse(title: str, help_: str) -> None:
-    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
+    raise Refusal.of("S109", title, helps=(help_,))

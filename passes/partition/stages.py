@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, closest, quoted, unknown
+from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
 from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
@@ -135,17 +135,15 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
                 what = "checkpointed" if facet == Facet.RECOMPUTE else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
                 one = Label(action.span, f"{does} {' to '.join(map(_quoted, ends))} as one")
-                raise Refusal(
-                    Diagnostic(
-                        "S603",
-                        f"a {what} region cannot span a pipeline cut",
-                        Label(text=f"cuts it in two before `{cuts[0]}`"),
-                        (one,),
-                        helps=(
-                            f"cut before `{region[0]}` or after `{region[-1]}`",
-                            f"or let `{action.name}` select the modules one by one",
-                        ),
-                    )
+                raise Refusal.of(
+                    "S603",
+                    f"a {what} region cannot span a pipeline cut",
+                    Label(text=f"cuts it in two before `{cuts[0]}`"),
+                    (one,),
+                    helps=(
+                        f"cut before `{region[0]}` or after `{region[-1]}`",
+                        f"or let `{action.name}` select the modules one by one",
+                    ),
                 )
 
 

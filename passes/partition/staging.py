@@ -386,15 +386,13 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
         return
     order = plan.order.name if plan.order is not None else ""
     row = plan.origin(on_peers(plan, "activations")[0])
-    refusal = Refusal(
-        Diagnostic(
-            "S851",
-            f"the order `{order}` already decides what happens to saved activations",
-            notes=(f"its timeline has {own[0].name} operations",),
-            helps=(
-                "drop this row",
-                'or use an order without them: `pipeline(order="1F1B", micro=4)`',
-            ),
-        )
+    refusal = Refusal.of(
+        "S851",
+        f"the order `{order}` already decides what happens to saved activations",
+        notes=(f"its timeline has {own[0].name} operations",),
+        helps=(
+            "drop this row",
+            'or use an order without them: `pipeline(order="1F1B", micro=4)`',
+        ),
     )
     raise refusal.at(row.span) if row is not None else refusal

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir.facets import Context
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
@@ -173,13 +173,11 @@ def _at(refusal: Refusal, row: Action | None) -> Refusal:
 
 def _check(plan: Plan) -> None:
     if plan.order is not None and plan.order.slices > 1:
-        raise Refusal(
-            Diagnostic(
-                "S662",
-                "sequences are split over ranks, and into slices as well",
-                notes=("slices pass keys from one to the next, ranks exchange them",),
-                helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
-            )
+        raise Refusal.of(
+            "S662",
+            "sequences are split over ranks, and into slices as well",
+            notes=("slices pass keys from one to the next, ranks exchange them",),
+            helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
         )
     axes = {
         site: plan.mesh.fold([a for one in rows for a in one.axes])
@@ -188,13 +186,11 @@ def _check(plan: Plan) -> None:
     for site, mine in axes.items():
         if mine != plan.context_axes:
             rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
-            raise Refusal(
-                Diagnostic(
-                    "S660",
-                    f"`{site}` does not attend to the keys of all ranks",
-                    notes=(f"rows at other modules split sequences over `{rest}`, too",),
-                    helps=("use the same axes in the rows of all attentions",),
-                )
+            raise Refusal.of(
+                "S660",
+                f"`{site}` does not attend to the keys of all ranks",
+                notes=(f"rows at other modules split sequences over `{rest}`, too",),
+                helps=("use the same axes in the rows of all attentions",),
             )
 
 

@@ -252,11 +252,11 @@ def _check_data(plan: Plan, fqn: str) -> None:
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
         said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
         add = f"add `zero(stage=0, over={first[0]})` at the end"
-        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+        raise Refusal.of("S510", said, label, helps=(add,))
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
             said = f"`{axis}` cannot shard both the batch and the hidden dim of `{fqn}`"
-            raise Refusal(Diagnostic("S510", said, label, helps=(f"leave `{axis}` out of `zero`",)))
+            raise Refusal.of("S510", said, label, helps=(f"leave `{axis}` out of `zero`",))
 
 
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -265,13 +265,11 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
     axis, told = boundary.axis, plan.told[fqn]
     if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
-        raise Refusal(
-            Diagnostic(
-                "S428",
-                f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
-                notes=("the ranks that share an expert must have the same tokens",),
-                helps=("use an axis that no `zero` row names: `inner=tp`",),
-            )
+        raise Refusal.of(
+            "S428",
+            f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
+            notes=("the ranks that share an expert must have the same tokens",),
+            helps=("use an axis that no `zero` row names: `inner=tp`",),
         )
     if axis in plan.data_axes:
         return Wanted(axis, None, None, None, splits=False, told=told)

@@ -256,16 +256,14 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
     if _for_values(error):
         return asks_for_values(error)
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
-    return Refusal(
-        Diagnostic(
-            "S604",
-            "the model rejects this batch",
-            notes=(
-                f"on the meta device it raised `{text}`{line and f', at {line}'}",
-                *(f"its forward does not take `{key}` of the batch" for key in others),
-            ),
-            helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
-        )
+    return Refusal.of(
+        "S604",
+        "the model rejects this batch",
+        notes=(
+            f"on the meta device it raised `{text}`{line and f', at {line}'}",
+            *(f"its forward does not take `{key}` of the batch" for key in others),
+        ),
+        helps=("return the keyword arguments of the model's forward from `batch(seed)`",),
     )
 
 
@@ -311,15 +309,11 @@ def weight_of(traced: Original, parts: int) -> Weight:
     if len(traced.labels) == 1:
         return ByLabels(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
-        raise Refusal(
-            Diagnostic(
-                "S621",
-                f"the model has {len(traced.labels)} losses, each with its own labels",
-                notes=("a part of the batch would need a different weight in each",),
-                helps=(
-                    "define `weight(batch)` in the model file: the weight of a part of the batch",
-                ),
-            )
+        raise Refusal.of(
+            "S621",
+            f"the model has {len(traced.labels)} losses, each with its own labels",
+            notes=("a part of the batch would need a different weight in each",),
+            helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
         )
     return lambda batch: float(rows_of(batch))
 
@@ -373,18 +367,16 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
     micro = plan.micro
     where = f"`{first.fqn}`" if first.fqn else "the model"
     row = plan.origin(plan.order) if plan.order is not None else None
-    return Refusal(
-        Diagnostic(
-            "S668",
-            f"the loss needs statistics of the full batch, not of {micro} microbatches",
-            Label((row and row.span) or NOWHERE),
-            notes=(
-                f"the forward of {where} takes a {first.name} over all rows"
-                + (f", {first.line}" if first.line else ""),
-                "the backward of a microbatch starts before later microbatches are computed",
-            ),
-            helps=("use one microbatch, `micro=1`: ranks compute the statistics together", ALLOW),
-        )
+    return Refusal.of(
+        "S668",
+        f"the loss needs statistics of the full batch, not of {micro} microbatches",
+        Label((row and row.span) or NOWHERE),
+        notes=(
+            f"the forward of {where} takes a {first.name} over all rows"
+            + (f", {first.line}" if first.line else ""),
+            "the backward of a microbatch starts before later microbatches are computed",
+        ),
+        helps=("use one microbatch, `micro=1`: ranks compute the statistics together", ALLOW),
     )
 
 

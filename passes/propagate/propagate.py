@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Label, Refusal
+from schedlang.diagnostics.diagnostic import Facts, Label, Refusal
 from schedlang.ir.features import SplittingHeads
 from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
@@ -212,19 +212,17 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             f"write -1 in place of the number of heads, or of their size, at {failure.line}",
             *helps,
         )
-    return Refusal(
-        Diagnostic(
-            "S403" if heads else "S405",
-            title,
-            label,
-            notes=notes,
-            helps=helps,
-            facts=(
-                *(fact for site, dims in made[:1] for fact in _asked(site, dims)),
-                *((("line", line),) if line else ()),
-                *(asked if heads else failure.asked),
-            ),
-        )
+    return Refusal.of(
+        "S403" if heads else "S405",
+        title,
+        label,
+        notes=notes,
+        helps=helps,
+        facts=(
+            *(fact for site, dims in made[:1] for fact in _asked(site, dims)),
+            *((("line", line),) if line else ()),
+            *(asked if heads else failure.asked),
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Action, Plan
@@ -210,17 +210,15 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
     """Ranks along an axis save something else than equal parts of what the model saves."""
     row = next((plan.origin(one) for one in plan.kept if one.fqn == fqn), None)
     label = Label((row and row.span) or NOWHERE, "rounds saved activations, block by block")
-    return Refusal(
-        Diagnostic(
-            "S935",
-            f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
-            label,
-            notes=(what, "a single process would round other blocks"),
-            helps=(
-                "select modules whose activations are replicated, or sharded in equal parts",
-                f"or set `{axis}` to 1: `--mesh {axis}=1`",
-            ),
-        )
+    return Refusal.of(
+        "S935",
+        f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
+        label,
+        notes=(what, "a single process would round other blocks"),
+        helps=(
+            "select modules whose activations are replicated, or sharded in equal parts",
+            f"or set `{axis}` to 1: `--mesh {axis}=1`",
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
 from schedlang.passes.reduce_model.blocks import LISTS
 
@@ -37,7 +37,7 @@ TITLES = {
 def refused(code: str, reason: str, *helps: str) -> Refusal:
     """Make the refusal of a reduction, with what to write instead."""
     offer = "define `small()` in the model file: it returns the model to verify"
-    return Refusal(Diagnostic(code, TITLES[code], notes=(reason,), helps=(offer, *helps)))
+    return Refusal.of(code, TITLES[code], notes=(reason,), helps=(offer, *helps))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.ir.features import Count, Gain, Gaining
 from schedlang.ir.plan import Action, Plan
 
@@ -90,14 +90,12 @@ def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
         f"{after.bytes} bytes, forward and backward"
     )
     place = Label(action.span) if action.span else Label()
-    return Refusal(
-        Diagnostic(
-            "S888",
-            f"`{action.primitive}` gains nothing at `{site}`",
-            place,
-            notes=(note,),
-            helps=("drop the row", "or select a larger module"),
-        )
+    return Refusal.of(
+        "S888",
+        f"`{action.primitive}` gains nothing at `{site}`",
+        place,
+        notes=(note,),
+        helps=("drop the row", "or select a larger module"),
     )
 
 

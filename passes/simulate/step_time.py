@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.cost import UNIT_COST, Cost
 
@@ -210,7 +210,7 @@ def _ran(mesh: Mapping[str, int], micro: int, slices: int) -> str:
 def _unfit(plan: str, run: str) -> NoReturn:
     title = "the measured times are not those of this plan"
     notes = (f"the plan: {plan}", f"measured: {run}")
-    raise Refusal(Diagnostic("S914", title, notes=notes, helps=(MEASURE,)))
+    raise Refusal.of("S914", title, notes=notes, helps=(MEASURE,))
 
 
 def measurement(made: Any) -> Measurement:

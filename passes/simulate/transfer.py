@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.diagnostics.diagnostic import Refusal, quoted
 from schedlang.diagnostics.tables import number, size
 from schedlang.ir.plan import Plan
 
@@ -89,7 +89,7 @@ def transferred(
     target = _lying(second, batch, loss, range(shift, shift + second.mesh.world), world)
     if odd := sorted(source.keys() ^ target.keys()):
         helps = ("give two schedules of the same model",)
-        raise Refusal(Diagnostic("S634", f"only one of them has {quoted(odd)}", helps=helps))
+        raise Refusal.of("S634", f"only one of them has {quoted(odd)}", helps=helps)
     found = route(kinds_of(source, target), world)
     return _figures(found, apart)
 
@@ -138,7 +138,7 @@ def _holdings(plan: Plan, batch: Mapping[str, Any] | None, loss: Any) -> Mapping
     if batch is None:
         title = "which stage holds what is not known: there is no batch to cut the model with"
         helps = ("define `batch(seed)` in the model file",)
-        raise Refusal(Diagnostic("S642", title, helps=helps))
+        raise Refusal.of("S642", title, helps=helps)
     with at_the_forward(plan.model.model):
         sample = sample_of(batch, plan.shares, plan.micro)
     return prepare(plan, sample, loss).holdings

@@ -22,12 +22,12 @@ from schedlang.passes.analyze.fewer_bits import numbers
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed
 from schedlang.remat.again import Again
-from schedlang.runtime.activation_memory.quantized import Found, margin, stream
+from schedlang.runtime.activation_memory.quantized import Found, margin
 from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
-from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
 

@@ -145,7 +145,9 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
         return None
     noticed = logical.noted or {}
     trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
-    if not any(world.gathered(bool(trained))):  # a stage may draw nothing, and trains with the rest
+    if not any(
+        world.all_gather_object(bool(trained))
+    ):  # a stage may draw nothing, and trains with the rest
         return None
     noting, first = Noting(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
@@ -159,7 +161,7 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     noted, step = noting.noted, min(trained, default=None)
     known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
     mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
-    wrong = wrong_draws(world.gathered(mine))
+    wrong = wrong_draws(world.all_gather_object(mine))
     copies = program.replica_errors()
     wrong += [
         f"copies of `{name}` on different ranks differ"

@@ -65,7 +65,7 @@ def reloaded(
     want, got = _with_state(saver, made[0], batch, folder)
     rounded = not _alike(want, got) and _alike(want, got, RTOL, FLOOR)
     again = condition.case is not None and rounded
-    if any(world.gathered(again)):  # ranks build together or not at all
+    if any(world.all_gather_object(again)):  # ranks build together or not at all
         return _with_state(saver, _frozen_alike(case, condition), batch, folder)
     return want, got
 

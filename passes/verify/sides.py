@@ -314,11 +314,11 @@ class Distributed:
     def draws(self) -> list[str]:
         """The masks drawn by all ranks, in words."""
         noted = self.logical.noted if self.logical is not None else None
-        return draws_in_words(together(world.gathered(noted)))
+        return draws_in_words(together(world.all_gather_object(noted)))
 
     def replicas(self) -> Mapping[str, float]:
         """Differences between copies on different ranks."""
-        everyone = world.gathered(self.generators())
+        everyone = world.all_gather_object(self.generators())
         return {
             **self.program.replica_errors(),
             **({} if self.apart else self.program.buffer_errors()),

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -344,6 +345,11 @@ def _there(held: Mapping[str, object]) -> tuple[str, ...]:
     if not held:
         return ()
     return tuple([name for name, value in held.items() if value is not None])
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a parameter's name is the pattern's, or ends in it from a dot on."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def inside(name: str, fqn: str) -> bool:

@@ -24,7 +24,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -76,23 +76,17 @@ class ModelFile:
     def batch(self, seed: int = 0) -> dict[str, Any]:
         """The keyword arguments of a step; `batch(seed)` where it takes a seed, else `batch()`."""
         if not hasattr(self.module, "batch"):
-            raise Refusal(
-                Diagnostic(
-                    "S901",
-                    f"{self._where} defines no `batch(seed)`",
-                    helps=(
-                        "return a dict of tensors: the keyword arguments of the model's forward",
-                    ),
-                )
+            raise Refusal.of(
+                "S901",
+                f"{self._where} defines no `batch(seed)`",
+                helps=("return a dict of tensors: the keyword arguments of the model's forward",),
             )
         made = self._made("batch", *((seed,) if self.varies else ()))
         if not isinstance(made, Mapping):
-            raise Refusal(
-                Diagnostic(
-                    "S902",
-                    f"`batch` of {self._where} returns {type(made).__name__}, not a dict",
-                    helps=("return a dict: `{'input_ids': ids, 'labels': labels}`",),
-                )
+            raise Refusal.of(
+                "S902",
+                f"`batch` of {self._where} returns {type(made).__name__}, not a dict",
+                helps=("return a dict: `{'input_ids': ids, 'labels': labels}`",),
             )
         return dict(made)
 
@@ -153,12 +147,10 @@ class ModelFile:
         from torch import nn
 
         if not isinstance(model, nn.Module):
-            raise Refusal(
-                Diagnostic(
-                    "S903",
-                    f"`model` of {self._where} returns {type(model).__name__}, not a module",
-                    helps=("return a torch.nn.Module",),
-                )
+            raise Refusal.of(
+                "S903",
+                f"`model` of {self._where} returns {type(model).__name__}, not a module",
+                helps=("return a torch.nn.Module",),
             )
         own = getattr(self.module, "replacements", None)
         if own is not None:  # beside the model it is known wherever the model goes
@@ -175,15 +167,13 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
         return _checked(_run(lambda: importlib.import_module(named), named), named, None)
     path = Path(named) if named is not None else (beside or Path()).parent / "model.py"
     if not path.is_file():
-        raise Refusal(
-            Diagnostic(
-                "S904",
-                f"there is no model file `{path}`",
-                helps=(
-                    "put a `model.py` that defines `model()` beside the schedule",
-                    "or name one: `--model path/to/file.py`, `--model package.module`",
-                ),
-            )
+        raise Refusal.of(
+            "S904",
+            f"there is no model file `{path}`",
+            helps=(
+                "put a `model.py` that defines `model()` beside the schedule",
+                "or name one: `--model path/to/file.py`, `--model package.module`",
+            ),
         )
     module = imported(IMPORT_NAME, path)
     return _checked(module, IMPORT_NAME, path.resolve())
@@ -192,7 +182,7 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
 def imported(name: str, path: Path) -> ModuleType:
     """A file of the user's as a module of this name; refuses (S904, S905) what cannot be run."""
     if not path.is_file():
-        raise Refusal(Diagnostic("S904", f"there is no file `{path}`"))
+        raise Refusal.of("S904", f"there is no file `{path}`")
     module, load = module_of(name, path.resolve())
     _run(load, str(path))
     return module
@@ -212,15 +202,11 @@ def _run(load: Callable[[], Any], what: str) -> Any:
     except Refusal:
         raise
     except Exception as error:
-        raise Refusal(
-            Diagnostic(
-                "S905",
-                f"importing the model file `{what}` fails",
-                notes=tuple(_chain(error)),
-                helps=(
-                    f"see the full error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",
-                ),
-            )
+        raise Refusal.of(
+            "S905",
+            f"importing the model file `{what}` fails",
+            notes=tuple(_chain(error)),
+            helps=(f"see the full error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",),
         ) from error
     finally:
         Importing.now = False
@@ -243,12 +229,10 @@ def _chain(error: BaseException | None) -> Iterator[str]:
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
     if not callable(getattr(module, "model", None)):
         defined = [word for word in vars(module) if not word.startswith("_")]
-        raise Refusal(
-            Diagnostic(
-                "S906",
-                f"`{path.name if path is not None else name}` defines no `model()`",
-                helps=(guess("model", defined, "it defines"),),
-                facts=unknown("model", defined),
-            )
+        raise Refusal.of(
+            "S906",
+            f"`{path.name if path is not None else name}` defines no `model()`",
+            helps=(guess("model", defined, "it defines"),),
+            facts=unknown("model", defined),
         )
     return ModelFile(module, name, path)

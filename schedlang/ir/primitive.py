@@ -164,13 +164,13 @@ def _accept(cls: type[Primitive]) -> None:
         helps = ("CONTRIBUTING.md shows a complete one",)
         label = Label(python_span(), f"`{name}` of {cls.__module__}")
         title = f"the primitive `{name}` has no {' and no '.join(lacks)}"
-        raise Refusal(Diagnostic("S008", title, label, helps=helps))
+        raise Refusal.of("S008", title, label, helps=helps)
     known = _registry.get(name)
     # a module that is loaded again replaces its own
     if known is not None and known.__module__ != cls.__module__:
         title = f"two primitives have the name `{name}`"
         notes = (f"one in {known.__module__}, one in {cls.__module__}",)
-        raise Refusal(Diagnostic("S008", title, Label(python_span()), notes=notes))
+        raise Refusal.of("S008", title, Label(python_span()), notes=notes)
 
 
 def registry() -> Mapping[str, type[Primitive]]:
@@ -242,13 +242,11 @@ def _load(point: metadata.EntryPoint) -> None:
         raise
     except Exception as error:  # whatever a stranger's module raises
         holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
-        raise Refusal(
-            Diagnostic(
-                "S009",
-                f"cannot import the primitives of {holder}",
-                notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
-                helps=("install a version of it that fits, or uninstall it",),
-            )
+        raise Refusal.of(
+            "S009",
+            f"cannot import the primitives of {holder}",
+            notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
+            helps=("install a version of it that fits, or uninstall it",),
         ) from error
 
 

@@ -123,9 +123,7 @@ def check_mapping(batch: object) -> None:
         help_ = "give the model's keyword arguments: `{'input_ids': ids}`"
         if callable(batch):
             help_ = "call it: `batch(0)`"
-        raise Refusal(
-            Diagnostic("S619", f"a batch is a dict, not {kind_of(batch)}", helps=(help_,))
-        )
+        raise Refusal.of("S619", f"a batch is a dict, not {kind_of(batch)}", helps=(help_,))
 
 
 def rows_of(batch: Batch) -> int:
@@ -148,24 +146,20 @@ def rows_of(batch: Batch) -> int:
     objects = _closed(batch)
     if objects:
         key, one, _ = objects[0]
-        raise Refusal(
-            Diagnostic(
-                "S605",
-                f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
-                notes=(
-                    "the batch is split by rows, dim 0 of its tensors; objects of this class"
-                    " cannot be split",
-                ),
-                helps=_APART,
-            )
-        )
-    raise Refusal(
-        Diagnostic(
+        raise Refusal.of(
             "S605",
-            "the batch has no rows",
-            notes=("none of its values is a tensor whose dim 0 is the samples",),
-            helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
+            f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
+            notes=(
+                "the batch is split by rows, dim 0 of its tensors; objects of this class"
+                " cannot be split",
+            ),
+            helps=_APART,
         )
+    raise Refusal.of(
+        "S605",
+        "the batch has no rows",
+        notes=("none of its values is a tensor whose dim 0 is the samples",),
+        helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
     )
 
 
@@ -195,20 +189,18 @@ def _check_closed(batch: Batch, count: int) -> None:
     given all of them."""
     for key, one, samples in _closed(batch):
         if samples == count:
-            raise Refusal(
-                Diagnostic(
-                    "S670",
-                    f"the batch cannot be split by rows: `{key}` is made of `{type(one).__name__}`",
-                    notes=(
-                        f"it has {samples} samples, as many as the batch has rows, but"
-                        f" objects of"
-                        " this class cannot be split",
-                    ),
-                    helps=(
-                        *_APART,
-                        "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
-                    ),
-                )
+            raise Refusal.of(
+                "S670",
+                f"the batch cannot be split by rows: `{key}` is made of `{type(one).__name__}`",
+                notes=(
+                    f"it has {samples} samples, as many as the batch has rows, but"
+                    f" objects of"
+                    " this class cannot be split",
+                ),
+                helps=(
+                    *_APART,
+                    "or do not split the batch: 1 rank on the axes of `zero`, 1 microbatch",
+                ),
             )
 
 
@@ -220,17 +212,15 @@ def _check_lists(batch: Batch) -> None:
     sizes = {value.shape[:1] for value in named_tensors(batch).values()}
     if len(sizes) > 1:
         key, value = next(iter(lists.items()))
-        raise Refusal(
-            Diagnostic(
-                "S605",
-                "the batch has no rows: it is made of lists of samples",
-                notes=(
-                    f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
-                    f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
-                    "the batch is split by rows, dim 0 of its tensors",
-                ),
-                helps=("stack the samples, padded to one size: `torch.stack(images)`",),
-            )
+        raise Refusal.of(
+            "S605",
+            "the batch has no rows: it is made of lists of samples",
+            notes=(
+                f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
+                f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
+                "the batch is split by rows, dim 0 of its tensors",
+            ),
+            helps=("stack the samples, padded to one size: `torch.stack(images)`",),
         )
 
 
@@ -277,13 +267,11 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
     try:
         return root.from_data_list(value.to_data_list()[first:last], **more)
     except Exception as error:
-        raise Refusal(
-            Diagnostic(
-                "S670",
-                f"the batch cannot be split by samples: `{kind.__name__}` does not return them",
-                notes=(f"{type(error).__name__}: {error}",),
-                helps=("build it by `from_data_list`, or by a loader that does",),
-            )
+        raise Refusal.of(
+            "S670",
+            f"the batch cannot be split by samples: `{kind.__name__}` does not return them",
+            notes=(f"{type(error).__name__}: {error}",),
+            helps=("build it by `from_data_list`, or by a loader that does",),
         ) from error
 
 
@@ -328,16 +316,13 @@ def _enough(batch: Batch, replicas: int, micro: int) -> int:
     if replicas * micro > 1:
         _check_closed(batch, count)
     if count < replicas * micro:
-        raise Refusal(
-            Diagnostic(
-                "S606",
-                f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are needed",
-                notes=(
-                    f"{replicas} data-parallel ranks with {micro}"
-                    f" microbatch{'es' * (micro > 1)} each",
-                ),
-                helps=(f"use a batch of at least {replicas * micro} rows",),
-            )
+        raise Refusal.of(
+            "S606",
+            f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are needed",
+            notes=(
+                f"{replicas} data-parallel ranks with {micro} microbatch{'es' * (micro > 1)} each",
+            ),
+            helps=(f"use a batch of at least {replicas * micro} rows",),
         )
     return count
 
@@ -348,6 +333,11 @@ class Absent:
 
     reason: str
     place: str = ""  # if more than this leaf is lost: what, by path
+
+
+def is_output(value: Any) -> bool:
+    """Return whether a leaf of an output is one that can be put together, or says why not."""
+    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
 
 
 def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:

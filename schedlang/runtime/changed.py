@@ -46,7 +46,7 @@ class Tie:
 
         def made(name: str, old: nn.Parameter) -> nn.Parameter:
             source = firsts.get(id(old), old)
-            return shared.setdefault(id(source), _on_storage(source))
+            return shared.setdefault(id(source), on_same_storage(source))
 
         return copy_with(module, made, _same)
 
@@ -59,7 +59,7 @@ class Untie:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """The copy."""
-        twin = copy_with(module, lambda name, old: _on_storage(old), _same)
+        twin = copy_with(module, lambda name, old: on_same_storage(old), _same)
         for name in self.names:
             owner, _, local = name.rpartition(".")
             old = twin.get_parameter(name)
@@ -68,7 +68,8 @@ class Untie:
         return twin
 
 
-def _on_storage(old: nn.Parameter) -> nn.Parameter:
+def on_same_storage(old: nn.Parameter) -> nn.Parameter:
+    """A parameter of its own on the storage of another."""
     return nn.Parameter(old.detach(), old.requires_grad)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 
 ORDER = (
     *("kernel", "attend", "context", "fuse"),  # what it computes
@@ -96,13 +96,11 @@ def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if len(given) == 1:
         found: Tensor = given[0]
         return found
-    raise Refusal(
-        Diagnostic(
-            "S821",
-            f"`{type(module).__name__}` was called with {len(given)} arguments, but its kernel"
-            " takes one",
-            helps=("leave this module as it is",),
-        )
+    raise Refusal.of(
+        "S821",
+        f"`{type(module).__name__}` was called with {len(given)} arguments, but its kernel"
+        " takes one",
+        helps=("leave this module as it is",),
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm.agreement import Item, agree, checksum
 from schedlang.runtime.device import default_generators
 
@@ -103,7 +103,7 @@ def _check_same(
 
 
 def _refused(title: str, help_: str) -> Refusal:
-    return Refusal(Diagnostic("S627", title, helps=(help_,)))
+    return Refusal.of("S627", title, helps=(help_,))
 
 
 def _facade(a: Assembly, model: Any, run: Run) -> Any:

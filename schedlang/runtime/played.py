@@ -26,7 +26,7 @@ from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch, tensors_in
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch, storage, tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
 
@@ -94,11 +94,6 @@ class Letter:
     sends: bool
     name: Message
     tensors: int
-
-
-def storage(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory, or in the same that is not there."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def lies(tensor: Tensor) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import (
-    Diagnostic,
     Refusal,
     at_their_callers_lines,
     closest,
@@ -176,16 +175,16 @@ class Program:
         if a.tokens is not None:
             title = f"`{a.context[0]}` splits sequences: a program has no module to call"
             helps = ("use `train_step` and `eval_step`: they split the sequences",)
-            raise Refusal(Diagnostic("S617", title, helps=helps))
+            raise Refusal.of("S617", title, helps=helps)
         if a.stage_axis is not None:
             title = f"the pipeline over `{a.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
-            raise Refusal(Diagnostic("S617", title, helps=helps))
+            raise Refusal.of("S617", title, helps=helps)
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
         if any(one.gradient != DEVICE for one in tiers):
             title = "offloaded gradients leave the device at once: a loop of your own has none"
             helps = ("use `train_step` and `eval_step`",)
-            raise Refusal(Diagnostic("S617", title, helps=helps))
+            raise Refusal.of("S617", title, helps=helps)
         return a.module
 
     # -- a step ----------------------------------------------------------------------------------
@@ -323,18 +322,15 @@ class Program:
         new = [name for name in batch if name not in known]
         if new and known:
             near = closest(new[0], [name for name in known if name not in batch])
-            raise Refusal(
-                Diagnostic(
-                    "S619",
-                    f"the key `{new[0]}` of the batch was not in the batch of `build`",
-                    notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
-                    helps=(
-                        *((f"did you mean `{near}`?",) if near else ()),
-                        "build with a batch that has all keys of training:"
-                        " `sch.build(batch=batch)`",
-                    ),
-                    facts=unknown(new[0], (near,) if near else ()),
-                )
+            raise Refusal.of(
+                "S619",
+                f"the key `{new[0]}` of the batch was not in the batch of `build`",
+                notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
+                helps=(
+                    *((f"did you mean `{near}`?",) if near else ()),
+                    "build with a batch that has all keys of training: `sch.build(batch=batch)`",
+                ),
+                facts=unknown(new[0], (near,) if near else ()),
             )
 
     def _zero(self) -> None:

@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, named_tensors, rows_of, split
@@ -93,7 +93,9 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     own_known = known(weights)
     said = weights if own_known else [0.0] * len(weights)
     shapes = crc32(repr(_shapes(own)).encode())
-    told = world.numbers([*map(float, said), not own_known, shapes, rows_of(batch)], on_host)
+    told = world.all_gather_numbers(
+        [*map(float, said), not own_known, shapes, rows_of(batch)], on_host
+    )
     everyone: Sequence[Sequence[Number]] = [row[:-3] for row in told]
     if any(there for *_, there, _, _ in told):
         everyone = _of_device(a, weights)
@@ -159,7 +161,7 @@ class Comparing:
         shapes = {} if local else {name: _shape(value) for name, value in batch.items()}
         rows = a.ranks.mesh.index(a.ranks.rank, a.replicas) if local else 0
         parts = [dict(kinds.parts), shapes, dict(values.parts), dict(settings.parts)]
-        everyone = world.gathered((rows, parts))
+        everyone = world.all_gather_object((rows, parts))
         items = (kinds, Item("batch", shapes, helps=_HELPS), values, settings)
         for place, item in enumerate(items):
             for ranks in _compared(everyone, apart=item is values):
@@ -177,9 +179,7 @@ def _compared(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
 def _check(item: Item, said: Mapping[int, Mapping[str, str]], step: int) -> None:
     title, notes = differences(item, said)
     if notes:
-        raise Refusal(
-            Diagnostic("S652", f"{title} in step {step}", notes=tuple(notes), helps=item.helps)
-        )
+        raise Refusal.of("S652", f"{title} in step {step}", notes=tuple(notes), helps=item.helps)
 
 
 def _kind(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.diagnostics.diagnostic import Label, Refusal, at_their_callers_lines
 from schedlang.diagnostics.source import python_span
 from schedlang.diagnostics.tables import html_table
 from schedlang.runtime.batch import Batch, check_mapping
@@ -96,19 +96,16 @@ class Waiting:
         """AttributeError for what no program has; else say how to have it now."""
         if name.startswith("_") or name not in dir(self):
             raise AttributeError(f"a program has no `{name}`")
-        raise Refusal(
-            Diagnostic(
-                "S616",
-                f"no `{name}` yet: the program is built at its first batch",
-                Label(python_span()),
-                notes=(
-                    "shapes are known from a batch, and `build` got none",
-                    *([_NEEDS[name]] if name in _NEEDS else []),
-                ),
-                helps=(
-                    "give a batch, of which only the shapes are used:"
-                    " `sch.build(batch=batch, ...)`",
-                    f"or use `{name}` after the first `train_step` or `eval_step`",
-                ),
-            )
+        raise Refusal.of(
+            "S616",
+            f"no `{name}` yet: the program is built at its first batch",
+            Label(python_span()),
+            notes=(
+                "shapes are known from a batch, and `build` got none",
+                *([_NEEDS[name]] if name in _NEEDS else []),
+            ),
+            helps=(
+                "give a batch, of which only the shapes are used: `sch.build(batch=batch, ...)`",
+                f"or use `{name}` after the first `train_step` or `eval_step`",
+            ),
         )

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.batch import Absent, Part, dotted, named_tensors, stack
+from schedlang.runtime.batch import Absent, Part, dotted, is_output, named_tensors, stack
 from schedlang.runtime.checkpointing.holding import AT_A_TIME, To, assembled, copies, take
-from schedlang.runtime.checkpointing.moments import like_parameter
+from schedlang.runtime.checkpointing.moments import is_laid_like_parameter
 from schedlang.runtime.comm import world
 from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.grad_reduction.gradient import local_gradient
@@ -37,7 +37,7 @@ def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
     group = a.ranks.group(a.context)
     found: list[Any] = [mine]
     if group.pg is not None:
-        found = world.handed(mine, group.pg, a.ranks.device)
+        found = world.all_gather_tensors(mine, group.pg, a.ranks.device)
     outputs, rows, weights = zip(*found)
     return rejoined(outputs, weights, layout, a.tokens.outputs), rows[0], sum(weights)
 
@@ -53,7 +53,7 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
             own = [v.narrow(dim, 0, n) for v, n in zip(values, layout.counts)]
             made.append(layout.whole(own, dim))
             continue
-        plain = all(_plain(value) for value in values)
+        plain = all(is_output(value) for value in values)
         whole = stack(values, [1] * len(values), weights) if plain else None
         scattered = isinstance(whole, Tensor) and whole.dim() > 0 and values[0].dim() > 0
         made.append(
@@ -62,10 +62,6 @@ def rejoined(outputs: Sequence[Any], weights: Sequence[float], layout: Layout, a
             else whole
         )
     return pytree.tree_unflatten(made, flat[0][1])
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
 
 
 def input_gradient(grads: Sequence[Tensor | None], layout: Layout, along: bool) -> Tensor | None:
@@ -110,7 +106,7 @@ def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
     if a.stage_axis is not None and len(places) > 1:
         line = a.ranks.group(a.stage_axis)
         assert line.pg is not None
-        everyone = world.handed(own, line.pg, a.ranks.device)
+        everyone = world.all_gather_tensors(own, line.pg, a.ranks.device)
         own = {k: one for part in everyone for k, one in part.items()}
     return [own[k] for k in sorted(own)] if pipe.place == pipe.home(last) else []
 
@@ -167,13 +163,13 @@ def _across_replicas(a: Assembly, mine: Weighed) -> Any:
     group = a.ranks.group(a.row_axes)
     if group.pg is None:
         return mine[0]
-    return stack(*zip(*world.handed(mine, group.pg, a.ranks.device)))
+    return stack(*zip(*world.all_gather_tensors(mine, group.pg, a.ranks.device)))
 
 
 def _from_last(a: Assembly, output: Any) -> Any:
     if a.stage_axis is None:
         return output
-    return world.handed_by(a.last_rank, output, a.ranks.device)
+    return world.broadcast_tensors(a.last_rank, output, a.ranks.device)
 
 
 def _parts(a: Assembly) -> dict[str, Tensor]:
@@ -190,7 +186,7 @@ def gradients(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
 def trained(a: Assembly) -> list[str]:
     """The names of the parameters that some rank trains, in model order."""
     mine = [name for name, p in a.parameters.items() if p.requires_grad]
-    union = {name for names in world.distinct(mine) for name in names}
+    union = {name for names in world.distinct_objects(mine) for name in names}
     return [name for name in a.holdings if name in union]
 
 
@@ -214,7 +210,7 @@ def buffers(a: Assembly) -> dict[str, Tensor]:
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     mine = {n: v for n, v in own.items() if place == a.buffer_homes.get(n, place)}
     merged: dict[str, Tensor] = {}
-    for values in reversed(world.distinct(mine)):
+    for values in reversed(world.distinct_objects(mine)):
         merged.update(values)
     return merged
 
@@ -229,7 +225,7 @@ def buffer_errors(a: Assembly) -> dict[str, float]:
         for name, value in a.buffers.items()
         if a.stage_axis is None or stages.get(name) is None or place in (stages[name] or ())
     }
-    everyone = world.distinct(mine)
+    everyone = world.distinct_objects(mine)
     out = {}
     for name in dict.fromkeys(name for found in everyone for name in found):
         first, *others = [found[name] for found in everyone if name in found]
@@ -251,9 +247,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
         helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*wrong[:8], *more)
-        raise Refusal(
-            Diagnostic("S641", "the state dict is not of this model", notes=notes, helps=helps)
-        )
+        raise Refusal.of("S641", "the state dict is not of this model", notes=notes, helps=helps)
     with torch.no_grad():
         for name, parameter in a.parameters.items():
             part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
@@ -281,7 +275,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
             scale = float(part.double().abs().max())
             error = float((own[name].cpu().double() - part.double()).abs().max())
             mine[name] = error / scale if scale else error
-    everyone = world.gathered(mine)
+    everyone = world.all_gather_object(mine)
     return {name: max(found.get(name, 0.0) for found in everyone) for name in a.holdings}
 
 
@@ -297,14 +291,16 @@ def optimizer_state(
     states: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for name, p in a.parameters.items():
         for key, value in states.get(p, {}).items():
-            if like_parameter(value, p):
+            if is_laid_like_parameter(value, p):
                 laid[name, key] = local(value)
             else:
                 plain[name, key] = value.cpu().clone() if isinstance(value, Tensor) else value
-    keys = sorted({key for told in world.distinct(sorted({k for _, k in laid})) for key in told})
+    keys = sorted(
+        {key for told in world.distinct_objects(sorted({k for _, k in laid})) for key in told}
+    )
     holdings = {(name, key): one for key in keys for name, one in a.holdings.items()}
     found: dict[tuple[str, str], Any] = dict(assembled(holdings, laid, a.ranks, to, a.ways))
-    for values in reversed(world.distinct(plain)):
+    for values in reversed(world.distinct_objects(plain)):
         found.update(values)
     out: dict[str, dict[str, Any]] = {}
     for name, key in sorted(found, key=lambda one: one[1]):
@@ -327,7 +323,7 @@ def input_gradients(
         }
         for part in parts
     ]
-    everyone = world.gathered(mine)
+    everyone = world.all_gather_object(mine)
     places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
     layout = parts[0].seat.layout if parts and parts[0].seat is not None else None

@@ -28,20 +28,14 @@ VOCAB, CLIP = 1024, 1.0
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What is trained, `rows` a step over all ranks, and how often each way is timed."""
+class Sizes:
+    """What is trained, `rows` a step over all `ranks`, and how often each way is timed."""
 
     hidden: int = 256
     layers: int = 4
     seq: int = 128
     rows: int = 4
     pairs: int = 30
-
-
-@dataclass(frozen=True)
-class Sizes(Trained):
-    """And on how many ranks."""
-
     ranks: int = 2
 
 

@@ -381,7 +381,7 @@ def test_too_few_tokens() -> None:
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
-    way = Tokens("contiguous", 2, "labels", "given", positions=False)
+    way = Tokens("contiguous", 2, labels="labels", shift="given")
     monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
     with pytest.raises(OwnError, match="computes a token differently"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))

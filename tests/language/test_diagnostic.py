@@ -219,7 +219,7 @@ error[S501]: a title that has more words than a line of so
 
 def test_a_refusal_prints_a_page() -> None:
     """What Python prints of a refusal has 80 columns, as what the command line writes to a file."""
-    long = Refusal(Diagnostic("S101", " ".join(["words"] * 30), Label(mark(4, "knob"))))
+    long = Refusal.of("S101", " ".join(["words"] * 30), Label(mark(4, "knob")))
     assert str(long) == "\n" + long.render(80) and max(map(len, str(long).split("\n"))) <= 80
 
 

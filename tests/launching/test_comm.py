@@ -261,7 +261,7 @@ def _kinds() -> tuple[list[Any], list[int]]:
     dist.broadcast = broadcast
     try:
         for value in (comm.rank() % 2, comm.rank() % 2, comm.rank() // 2, 7):
-            found.append(comm.kinds({"of": value}))
+            found.append(comm.ranks_by_object({"of": value}))
             found[-1][0][0]["mine"] = True  # what one is told is one's own
             counts.append(0)
     finally:
@@ -308,7 +308,7 @@ def test_whole_tensors_follow_the_values(pool: Pool) -> None:
 def _handed() -> tuple[list[Any], Any, int]:
     """What ranks hand to each other, and the last one to all; the most that was pickled."""
     here, most = comm.rank(), [0]
-    plain = comm.gathered
+    plain = comm.all_gather_object
 
     def gathered(value: Any, group: Any = None) -> list[Any]:
         most[0] = max(most[0], len(comm.packed(value)))
@@ -326,9 +326,9 @@ def _handed() -> tuple[list[Any], Any, int]:
     }
     assert dist.group.WORLD is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "gathered", gathered)
-        found = comm.handed(value, dist.group.WORLD, torch.device("cpu"))
-        told = comm.handed_by(comm.size() - 1, value, torch.device("cpu"))
+        patch.setattr(comm, "all_gather_object", gathered)
+        found = comm.all_gather_tensors(value, dist.group.WORLD, torch.device("cpu"))
+        told = comm.broadcast_tensors(comm.size() - 1, value, torch.device("cpu"))
     small = found[0]["number"].untyped_storage().nbytes() + told["number"].nbytes
     return found, told, max(most[0], small)
 

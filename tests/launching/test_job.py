@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.job import Job, Rank, RankDied, account, judge, unpickled
 
@@ -49,7 +49,7 @@ def test_a_consequence_waits_for_its_cause() -> None:
 
 def test_a_refusal_stays_one() -> None:
     """The refusal that a rank raised is raised itself."""
-    refusal = Refusal(Diagnostic("S999", "not like this"))
+    refusal = Refusal.of("S999", "not like this")
     with pytest.raises(Refusal):
         judge(_failed((1, 0, "text", refusal)))
     assert isinstance(unpickled(pickle.dumps(refusal)), Refusal)

@@ -196,10 +196,9 @@ def test_the_others_are_told(pool: Pool, tmp_path: Path) -> None:
     """A rank that refuses alone is the one whose refusal is raised, not those that wait for it."""
 
     def body() -> None:
-        from schedlang.diagnostics.diagnostic import Diagnostic
 
         def broken(named: Any) -> torch.optim.Optimizer:
-            raise Refusal(Diagnostic("S622", "this one alone"))
+            raise Refusal.of("S622", "this one alone")
 
         torch.manual_seed(0)
         make: Callable[..., Any] = broken if dist.get_rank() else lambda n: torch.optim.SGD(n, 0.1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_a_refusal_is_raised_as_such(pool: Pool) -> None:
     """What all ranks refuse is refused, not reported as a death."""
 
     def work() -> None:
-        raise Refusal(Diagnostic("S999", "not like this"))
+        raise Refusal.of("S999", "not like this")
 
     with pytest.raises(Refusal, match="not like this"):
         pool.run(work, 2)

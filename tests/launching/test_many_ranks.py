@@ -73,13 +73,13 @@ def _told() -> Any:
     rank = comm.rank()
     sent = {"kind": rank % 2, "many": [rank % 2] * 3000}
     return (
-        comm.distinct(sent),
-        comm.distinct(7),
-        comm.distinct(rank),
-        comm.anywhere(rank == 3),
-        comm.anywhere(False),
-        comm.at_first("x" * rank * 3000),
-        comm.told_by(2, rank),
+        comm.distinct_objects(sent),
+        comm.distinct_objects(7),
+        comm.distinct_objects(rank),
+        comm.any_rank(rank == 3),
+        comm.any_rank(False),
+        comm.gather_object("x" * rank * 3000),
+        comm.broadcast_object(2, rank),
     )
 
 
@@ -96,7 +96,7 @@ def test_facts_are_told_once(threads: Threads) -> None:
 def _many_kinds() -> tuple[list[int], list[int]]:
     comm._KINDS = 2
     try:
-        return comm.distinct(comm.rank() // 2 * 10), comm.distinct(comm.rank())
+        return comm.distinct_objects(comm.rank() // 2 * 10), comm.distinct_objects(comm.rank())
     finally:
         comm._KINDS = 64
 

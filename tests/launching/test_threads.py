@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang import runtime
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.activation_memory.selective import Chosen, Turns
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.launch.pool import Hang, RankDied, progress
@@ -51,7 +51,7 @@ def test_a_refusal_is_raised_as_such(threads: Threads) -> None:
     """What ranks refuse is refused, not reported as a death."""
 
     def work() -> None:
-        raise Refusal(Diagnostic("S999", "not like this"))
+        raise Refusal.of("S999", "not like this")
 
     with pytest.raises(Refusal, match="not like this"):
         threads.run(work, 2)
@@ -211,6 +211,8 @@ SHARED = {
     ("add_norm", "_functions"),
     ("add_norm", "_alive"),
     ("torch_compile", "_done"),
+    ("torch_compile", "_kept"),
+    ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
     ("transfer", "_KNOWN"),

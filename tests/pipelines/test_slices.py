@@ -30,7 +30,6 @@ from schedlang.runtime.sequence_pipelining.slices import (
     joined,
     masks_of,
     run,
-    windows,
 )
 from tests import models
 from tests.causal import Causal
@@ -116,7 +115,9 @@ def test_packed_rows_are_refused() -> None:
     batch = models.tokens(2, 8, mask=False)
     batch["position_ids"] = torch.arange(8).expand(2, 8) % 5
     model = models.llama(2)
-    slices = Slices(model, Slicing(2, "cache", "labels", "given"), labels_of(model, batch).count)
+    slices = Slices(
+        model, Slicing(2, "cache", labels="labels", shift="given"), labels_of(model, batch).count
+    )
     with pytest.raises(Refusal, match="restart within a row"):
         slices.of(batch)
 
@@ -135,7 +136,7 @@ def test_dropout_is_drawn_by_place_in_the_sequence(make: Make) -> None:
     for part in (None, slicing):
         model = make()
         named_sites(model)
-        drawn = LogicalDropout(7, windows(part, None) if part else None)
+        drawn = LogicalDropout(7, part.windows(None) if part else None)
         slices = Slices(model, part, labels_of(model, batch).count) if part else None
         with ambient(drawn), entered(Scope(4, 0, (5, 6, 7))):
             loss, _ = passes(model, batch, slices)
@@ -207,7 +208,7 @@ def test_inputs_of_slices() -> None:
         "inputs_embeds": torch.zeros(2, 6, 3),
         "bias": torch.zeros(2, 1, 6, 6),
     }
-    way = Slicing(2, "cache", "labels", "given", keys=masks_of(batch))
+    way = Slicing(2, "cache", labels="labels", shift="given", keys=masks_of(batch))
     first, last = way.pieces(batch, (2, 4))
     assert first.inputs["labels"].tolist() == [[0, 1], [6, 7]]
     assert first.inputs["shift_labels"].tolist() == [[1, 2], [7, 8]]

@@ -187,11 +187,11 @@ def _apart(rank: int) -> Any:
     def talk() -> None:
         with world.apart(here, "test"):
             for _ in range(40):
-                beside.append(world.gathered(f"a{rank}"))
+                beside.append(world.all_gather_object(f"a{rank}"))
 
     thread = threading.Thread(target=talk)
     thread.start()
-    found = [world.gathered(at % 2 + 10 * rank) for at in range(40)]
+    found = [world.all_gather_object(at % 2 + 10 * rank) for at in range(40)]
     thread.join()
     return [[min(row), max(row)] for row in found], beside
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from schedlang.runtime.comm.world import _SHORT, gathered, packed
+from schedlang.runtime.comm.world import _SHORT, all_gather_object, packed
 from schedlang.runtime.launch.pool import Pool
 
 EDGE = 2 * _SHORT - len(packed(bytes(_SHORT)))  # so many bytes are just short when pickled
@@ -16,8 +16,10 @@ EDGE = 2 * _SHORT - len(packed(bytes(_SHORT)))  # so many bytes are just short w
 def _told(sizes: list[int]) -> list[list[Any]]:
     """On a rank: what it hears where each rank tells so many bytes, and where it tells tensors."""
     rank = dist.get_rank()
-    whole = gathered(bytes([rank]) * sizes[rank])
-    mixed = gathered({"rank": rank, "tensor": torch.full((rank * 400,), rank), "none": None})
+    whole = all_gather_object(bytes([rank]) * sizes[rank])
+    mixed = all_gather_object(
+        {"rank": rank, "tensor": torch.full((rank * 400,), rank), "none": None}
+    )
     return [
         [(set(one), len(one)) for one in whole],
         [(one["rank"], one["tensor"].tolist(), one["none"]) for one in mixed],

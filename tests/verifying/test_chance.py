@@ -119,8 +119,8 @@ def test_streams_are_apart() -> None:
 
 def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that is another one is named with it, also one that runs behind another."""
-    plain = logical_dropout._key
-    monkeypatch.setattr(logical_dropout, "_key", lambda *of: plain(of[0], 0, *of[2:]))
+    plain = logical_dropout.stream
+    monkeypatch.setattr(logical_dropout, "stream", lambda *of: plain(of[0], 0, *of[2:]))
     found = repeated(_begun())
     assert (
         len(found) == 4
@@ -132,9 +132,9 @@ def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             (plain(*of[:4], 0) + of[4] * 3 * logical_dropout._GAMMA) % (1 << 64)
         )
 
-    monkeypatch.setattr(logical_dropout, "_key", behind)
+    monkeypatch.setattr(logical_dropout, "stream", behind)
     assert len(repeated(_begun())) == 4
-    monkeypatch.setattr(logical_dropout, "_key", plain)
+    monkeypatch.setattr(logical_dropout, "stream", plain)
     monkeypatch.setattr("schedlang.runtime.scope.next_call", lambda where: 0)
     assert set(repeated(_begun())) == {
         f"`drop` call 0, step {step}, row {row} twice" for step in (0, 1) for row in (0, 1)

@@ -17,9 +17,8 @@ from schedlang.passes.verify.observe import Key, Observation
 from schedlang.passes.verify.working_dtype import SCALED, TIPPED, tipped
 from schedlang.report import Report, Row
 from schedlang.runtime.activation_memory import quantized
-from schedlang.runtime.activation_memory.quantized import stream
 from schedlang.runtime.launch.pool import Pool
-from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.rng.logical_dropout import mixed, stream
 from tests.engine import Threads
 from tests.proofs import planned
 

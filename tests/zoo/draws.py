@@ -19,8 +19,8 @@ from tests.zoo.place import rank
 
 def _without(patch: Patch, left_out: int) -> None:
     """A stream does not hang on one of (seed, step, site, call, sample)."""
-    plain = drawing._key
-    patch.setattr(drawing, "_key", lambda *of: plain(*of[:left_out], 0, *of[left_out + 1 :]))
+    plain = drawing.stream
+    patch.setattr(drawing, "stream", lambda *of: plain(*of[:left_out], 0, *of[left_out + 1 :]))
 
 
 @bug("D50", "", Operator.FREEZE, "dp", row="none", planning=True)
@@ -56,13 +56,13 @@ def calls_not_counted(patch: Patch, site: Site) -> None:
 @bug("D55", "", Operator.SLICE, "dp", row="none", planning=True)
 def masks_that_are_shifted(patch: Patch, site: Site) -> None:
     """The stream of a row is that of the row before it, from the next number on."""
-    plain = drawing._key
+    plain = drawing.stream
 
     def key(seed: int, step: int, place: str, call: int, sample: int) -> int:
         first = plain(seed, step, place, call, 0) + sample * drawing._GAMMA
         return drawing._signed(first % (1 << 64))
 
-    patch.setattr(drawing, "_key", key)
+    patch.setattr(drawing, "stream", key)
 
 
 # -- of native draws -------------------------------------------------------------------------------

@@ -233,8 +233,8 @@ def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
 )
 def masks_by_rank(patch: Patch, site: Site) -> None:
     """What all ranks hold alike is dropped otherwise on each."""
-    plain = drawing._key
-    patch.setattr(drawing, "_key", lambda *what: plain(*what) if rank() == 0 else plain(1, *what))
+    plain = drawing.stream
+    patch.setattr(drawing, "stream", lambda *what: plain(*what) if rank() == 0 else plain(1, *what))
 
 
 @bug("T32b", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")

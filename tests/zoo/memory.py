@@ -43,9 +43,9 @@ def in_recomputation(patch: Patch) -> list[int]:
 )
 def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
     """The second forward of a checkpoint draws other masks than the first."""
-    again, plain = in_recomputation(patch), drawing._key
+    again, plain = in_recomputation(patch), drawing.stream
     patch.setattr(
-        drawing, "_key", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
+        drawing, "stream", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
     )
 
 
@@ -189,7 +189,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     from schedlang.runtime.fusion.fuse import Fuse
 
     again, inside = in_recomputation(patch), [0]
-    plain, key = Fuse.__call__, drawing._key
+    plain, key = Fuse.__call__, drawing.stream
 
     def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
         inside[0] += 1
@@ -200,7 +200,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
 
     patch.setattr(Fuse, "__call__", called)
     patch.setattr(
-        drawing, "_key", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
+        drawing, "stream", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
     )
 
 

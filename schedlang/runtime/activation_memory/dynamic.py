@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.activation_memory.recompute import versions, written_twice
 from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
@@ -238,13 +238,11 @@ class Node:
 
 
 def _written_into(what: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S846",
-            "a module with a memory budget reads a tensor that was changed in place",
-            notes=(f"the model changed {what} in place, after the module read it",),
-            helps=("leave this module out of the row", "or select the module that changes it, too"),
-        )
+    return Refusal.of(
+        "S846",
+        "a module with a memory budget reads a tensor that was changed in place",
+        notes=(f"the model changed {what} in place, after the module read it",),
+        helps=("leave this module out of the row", "or select the module that changes it, too"),
     )
 
 

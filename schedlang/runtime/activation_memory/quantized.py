@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.rng.logical_dropout import mixed
+from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.sharding.leaf import know_coded
 from schedlang.runtime.storage.saved import (
     HALVES,
@@ -70,10 +69,10 @@ class Tipped:
         if world.size() == 1:
             return self.found
         out: dict[int, tuple[Tensor, Tensor]] = {}
-        for found in world.gathered(self.found):
-            for stream, (places, values) in found.items():
-                known = out.get(stream, (places[:0], values[:0]))
-                out[stream] = torch.cat([known[0], places]), torch.cat([known[1], values])
+        for found in world.all_gather_object(self.found):
+            for draws, (places, values) in found.items():
+                known = out.get(draws, (places[:0], values[:0]))
+                out[draws] = torch.cat([known[0], places]), torch.cat([known[1], values])
         return out
 
 
@@ -506,12 +505,6 @@ def extreme(tensor: Tensor) -> bool:
         low, high = torch.aminmax(tensor.detach())
         most = torch.finfo(tensor.dtype).max / 4
         return not bool((low > -most) & (high < most))  # one wait for both
-
-
-def stream(*words: object) -> int:
-    """The stream of draws of one saved tensor, as a signed 64-bit number."""
-    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _view(tensor: Tensor) -> tuple[object, ...]:

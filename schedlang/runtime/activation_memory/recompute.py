@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.remat import Tree, paths
 from schedlang.remat.operators import Key
@@ -141,13 +141,11 @@ def written_twice(module: nn.Module, before: Versions, inside: Modules) -> None:
     if after == before:
         return
     listed = ", ".join(f"`{name}`" for name, now in after.items() if now != before.get(name))
-    raise Refusal(
-        Diagnostic(
-            "S813",
-            f"`{site() or _own_class(module)}` changes its buffers, and is checkpointed",
-            notes=(f"its forward updated {listed}; recomputation would update it again",),
-            helps=("checkpoint other modules, or put it into eval mode",),
-        )
+    raise Refusal.of(
+        "S813",
+        f"`{site() or _own_class(module)}` changes its buffers, and is checkpointed",
+        notes=(f"its forward updated {listed}; recomputation would update it again",),
+        helps=("checkpoint other modules, or put it into eval mode",),
     )
 
 

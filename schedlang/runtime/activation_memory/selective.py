@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.remat.operators import Key
 from schedlang.runtime.storage.saved import Kept, Pack, alias, policies, unpack
+from schedlang.runtime.tracing.meta import storage
 
 # ---- Collectives, whose results are kept so that no rank communicates twice.
 # torch's selective checkpointing keeps what an operator returns.  The collectives of
@@ -195,8 +196,8 @@ class Chosen:
         out = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
             self.store[key] = tree_map_only(Tensor, self.held, out)
-            self.kept |= {_storage(one.saved): one for one in _kept(self.store[key])}
-        elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(_storage(out))) is not None:
+            self.kept |= {storage(one.saved): one for one in _kept(self.store[key])}
+        elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(storage(out))) is not None:
             one.watch(out)
         return out
 
@@ -237,11 +238,6 @@ class Chosen:
 def _kept(value: Any) -> list[Kept]:
     """Return the tensors that are kept as they are."""
     return [one for one in tree_leaves(value) if isinstance(one, Kept)]
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return what names a storage as long as it is in use, also one without values."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Few:

@@ -35,7 +35,7 @@ def export_adapter(
     was at the path as it was.
     """
     rows = [change for change in changes if isinstance(change, Adapt)]
-    target = Path(world.told_by(0, os.path.realpath(path)))
+    target = Path(world.broadcast_object(0, os.path.realpath(path)))
     if not rows or len({row.kind for row in rows}) > 1:
         raise Refusal(_no_adapter(target, bool(rows)))
     apart = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}
@@ -51,10 +51,10 @@ def export_adapter(
             save_file(tensors, folder / MARK, {"format": "pt"})
             (folder / CONFIG).write_text(json.dumps(_config(rows, saved, model), indent=2))
 
-    def told(error: BaseException) -> Diagnostic:
+    def diagnose(error: BaseException) -> Diagnostic:
         return Diagnostic("S631", f"cannot write the adapters to `{target}`", notes=(str(error),))
 
-    replace_folder(target, rank, fill, marks=(MARK,), told=told, failures=(Exception,))
+    replace_folder(target, rank, fill, marks=(MARK,), diagnose=diagnose, failures=(Exception,))
 
 
 def _name(name: str) -> str:

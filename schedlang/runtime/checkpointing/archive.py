@@ -34,15 +34,15 @@ from schedlang.runtime.checkpointing.holding import Holding
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES, Index, Unreadable, state_of
 from schedlang.runtime.checkpointing.moments import (
     Moments,
-    described,
-    misfit,
+    boxed_residue,
+    describe_moments,
+    describe_residue,
+    empty_residue,
+    group_mismatch,
+    load_moments,
     moment_parts,
-    named,
-    put_back,
-    residue_blank,
-    residue_described,
-    residue_tensors,
     restore_residue,
+    trained_parameters,
 )
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard
@@ -94,9 +94,9 @@ def checked(found: Any) -> dict[str, Any]:
     return found
 
 
-def _optimizer(told: dict[str, Any]) -> None:
+def _optimizer(optim: dict[str, Any]) -> None:
     _entries(
-        told,
+        optim,
         "optimizer.",
         kind=lambda kind: kind is None or _text(kind),
         groups=_list(_named(_plain)),
@@ -104,17 +104,17 @@ def _optimizer(told: dict[str, Any]) -> None:
         parts=_named(_named(_dtype)),
         values=_named(_named(_plain)),
     )
-    if extra := told.keys() - {"kind", "groups", "of", "parts", "values"}:
+    if extra := optim.keys() - {"kind", "groups", "of", "parts", "values"}:
         raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
-    if any(number >= len(told["groups"]) for number in told["of"].values()):
+    if any(number >= len(optim["groups"]) for number in optim["of"].values()):
         raise Unreadable("`optimizer.of` names a group that does not exist")
-    if any({"params", "param_names"} & group.keys() for group in told["groups"]):
+    if any({"params", "param_names"} & group.keys() for group in optim["groups"]):
         raise Unreadable("a group of the optimizer has its own parameters")
     for what in ("parts", "values"):
-        if odd := told[what].keys() - told["of"].keys():
+        if odd := optim[what].keys() - optim["of"].keys():
             raise Unreadable(f"`optimizer.{what}` names `{min(odd)}`, which it did not train")
-    for name, values in told["values"].items():
-        if twice := values.keys() & told["parts"].get(name, {}).keys():
+    for name, values in optim["values"].items():
+        if twice := values.keys() & optim["parts"].get(name, {}).keys():
             raise Unreadable(f"`{min(twice)}` of `{name}` is in the optimizer's state twice")
 
 
@@ -238,18 +238,20 @@ class Begun:
 
     def write(self) -> None:
         """Fill the folder, all ranks together.  Raises Refusal S631, S632 or S638 on all ranks."""
-        told = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
+        diagnose = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
 
         def fill(folder: Path) -> None:
             mine = together(
                 lambda: write(folder, self.id, self.rank, self.tensors, self.values),
-                told,
+                diagnose,
                 (Exception,),
             )
-            everyone = comm.at_first(mine)
-            together(lambda: indexed(folder, self.id, everyone) if self.rank == 0 else None, told)
+            everyone = comm.gather_object(mine)
+            together(
+                lambda: indexed(folder, self.id, everyone) if self.rank == 0 else None, diagnose
+            )
 
-        steps.save_step(self.target, self.id, self.step, self.rank, self.keep, fill, told)
+        steps.save_step(self.target, self.id, self.step, self.rank, self.keep, fill, diagnose)
 
 
 def begun(
@@ -269,8 +271,8 @@ def begun(
     kept = together(
         lambda: _kept(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
     )
-    target, id_ = comm.told_by(0, (steps.resolved(path), secrets.token_hex(8)))
-    moments = described(program)
+    target, id_ = comm.broadcast_object(0, (steps.resolved(path), secrets.token_hex(8)))
+    moments = describe_moments(program)
     contents = {
         "version": VERSION,
         "step": program.step,
@@ -281,14 +283,14 @@ def begun(
         },
         "dtypes": dtypes(program),
         "ties": [list(names) for names in a.ties],
-        "sums": residue_described(program),
+        "sums": describe_residue(program),
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     if kept is not None:
         values[*BESIDE, str(rank)] = kept
     tensors = _boxed(program, model_parts(program), moment_parts(program))
-    tensors += residue_tensors(program)
+    tensors += boxed_residue(program)
     return Begun(target, id_, program.step, rank, world, keep, tensors, values)
 
 
@@ -342,10 +344,10 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
     (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
     before anything is changed.
     """
-    folder = comm.told_by(0, steps.resolved(path))
+    folder = comm.broadcast_object(0, steps.resolved(path))
     end = time.monotonic() + PATIENCE
     while True:
-        target, id_ = comm.told_by(
+        target, id_ = comm.broadcast_object(
             0, together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES)
         )
         try:
@@ -354,12 +356,12 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
         except Refusal as refusal:  # another job may have saved, and taken this one away
             missed = refusal.diagnostic.code == "S633"
             again = missed and _moved(folder, target) and time.monotonic() < end
-            if not comm.told_by(0, again):
+            if not comm.broadcast_object(0, again):
                 raise
-    contents, told, model, moments, sums = found
+    contents, optim, model, moments, sums = found
     if not fresh:
         _take_over(program, model)
-    put_back(program, told, moments)
+    load_moments(program, optim, moments)
     restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
         program.loss_scale.put_back(contents.get("loss scale"))
@@ -399,24 +401,24 @@ def _read(
         return together(step, partial(_unread, folder, target), (Exception,))
 
     before, index, contents = reading(lambda: _contents(target, id_))
-    first = comm.told_by(0, index.mark)
+    first = comm.broadcast_object(0, index.mark)
     reading(lambda: _unmoved(target, before, index.mark == first))
-    told = Moments(**contents["optimizer"])
-    _check(program, contents, told)
-    model, moments, sums = reading(lambda: _blank(program, contents, told, fresh))
+    optim = Moments(**contents["optimizer"])
+    _check(program, contents, optim)
+    model, moments, sums = reading(lambda: _blank(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
     lies = {name: one.spread(mesh) for name, one in program.assembly.holdings.items()}
     keyed = {f"model.{name}": spread for name, spread in lies.items()}
-    for name in filter(lies.__contains__, told.parts):  # in one order on all ranks
-        keyed |= {f"optim.state.{name}.{key}": lies[name] for key in told.parts[name]}
+    for name in filter(lies.__contains__, optim.parts):  # in one order on all ranks
+        keyed |= {f"optim.state.{name}.{key}": lies[name] for key in optim.parts[name]}
     tensors = [*_boxed(program, model, moments), *sums]
     read_together(target, index, tensors, keyed, partial(_unread, folder, target))
     reading(lambda: _unmoved(target, before))
-    return contents, told, model, moments, sums
+    return contents, optim, model, moments, sums
 
 
 def _blank(
-    program: Program, contents: Mapping[str, Any], told: Moments, fresh: bool
+    program: Program, contents: Mapping[str, Any], optim: Moments, fresh: bool
 ) -> tuple[_Model, _Moments, list[Boxed]]:
     """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
     model = model_parts(program)
@@ -424,10 +426,10 @@ def _blank(
         model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
     moments = {
         (name, key): zeros(local(parameter).shape, DTYPES[dtype])
-        for name, parameter in named(program).items()
-        for key, dtype in told.parts.get(name, {}).items()
+        for name, parameter in trained_parameters(program).items()
+        for key, dtype in optim.parts.get(name, {}).items()
     }
-    return model, moments, residue_blank(program, contents.get("sums"))
+    return model, moments, empty_residue(program, contents.get("sums"))
 
 
 def _unmoved(target: Path, before: tuple[int, ...], same: bool = True) -> None:
@@ -479,7 +481,7 @@ def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, di
     return state_of(target), index, checked(read_value(target, index, CONTENTS))
 
 
-def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None:
+def _check(program: Program, contents: Mapping[str, Any], optim: Moments) -> None:
     """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
     a = program.assembly
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
@@ -490,40 +492,40 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     for name, shape in here.items():
         ours, theirs = (known[name], shape), (contents["dtypes"][name], saved[name])
         if ours != theirs:
-            raise Refusal(
-                Diagnostic(
-                    "S635",
-                    f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
-                    helps=("load it into a program of the same model and dtype",),
-                )
+            raise Refusal.of(
+                "S635",
+                f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
+                helps=("load it into a program of the same model and dtype",),
             )
-    check_moments(program, told)
+    check_moments(program, optim)
 
 
-def check_moments(program: Program | None, told: Moments) -> bool:
+def check_moments(program: Program | None, optim: Moments) -> bool:
     """Refuse what another optimizer knows (S636); does any rank have an optimizer that takes it?
 
     None: this rank has no part of the program.
     """
     optimizer = None if program is None else program.optimizer
     kind = type(optimizer).__qualname__ if optimizer is not None else None
-    found = comm.distinct((kind, list(named(program)) if program is not None else []))
+    found = comm.distinct_objects(
+        (kind, list(trained_parameters(program)) if program is not None else [])
+    )
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
-        _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        odd = misfit(program, told) if program is not None else ""
-        if odd := next(filter(None, comm.distinct(odd)), ""):
+        _check_optimizer(kinds[0], {name for _, names in found for name in names}, optim)
+        odd = group_mismatch(program, optim) if program is not None else ""
+        if odd := next(filter(None, comm.distinct_objects(odd)), ""):
             raise _other_optimizer(odd)
     return bool(kinds)
 
 
-def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
-    if told.kind is None:
+def _check_optimizer(kind: str, names: set[str], optim: Moments) -> None:
+    if optim.kind is None:
         raise _other_optimizer("the checkpoint was saved without an optimizer")
-    if told.kind != kind:
-        raise _other_optimizer(f"it was saved from `{told.kind}`, but the program has `{kind}`")
+    if optim.kind != kind:
+        raise _other_optimizer(f"it was saved from `{optim.kind}`, but the program has `{kind}`")
     _same_names(
-        "S636", "the optimizer of the checkpoint trained other parameters", told.of, names, TRAINED
+        "S636", "the optimizer of the checkpoint trained other parameters", optim.of, names, TRAINED
     )
 
 
@@ -534,7 +536,7 @@ def _same_names(
     notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
     notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
     if notes:
-        raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
+        raise Refusal.of(code, title, notes=tuple(notes), helps=(help_,))
 
 
 def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
@@ -560,13 +562,11 @@ def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
 
 
 def _keeps(keep: Any) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S631",
-            f"`keep` must be None, or 1 or more, not {keep!r}",
-            notes=("the new checkpoint is always kept",),
-            helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
-        )
+    return Refusal.of(
+        "S631",
+        f"`keep` must be None, or 1 or more, not {keep!r}",
+        notes=("the new checkpoint is always kept",),
+        helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
     )
 
 
@@ -585,14 +585,12 @@ def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
 
 
 def _other_optimizer(note: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S636",
-            "the checkpoint is of a different optimizer",
-            notes=(note,),
-            helps=(
-                "build the program with the optimizer of the checkpoint",
-                "or without an optimizer, to load only the model",
-            ),
-        )
+    return Refusal.of(
+        "S636",
+        "the checkpoint is of a different optimizer",
+        notes=(note,),
+        helps=(
+            "build the program with the optimizer of the checkpoint",
+            "or without an optimizer, to load only the model",
+        ),
     )

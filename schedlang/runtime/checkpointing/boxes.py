@@ -336,7 +336,7 @@ def read_together(
     index: Index,
     tensors: Sequence[Boxed],
     lies: Mapping[str, Spread],
-    told: Callable[[BaseException], Diagnostic],
+    diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
     """Read the parts of all ranks, who share it: of each file as few bytes as they hold.
 
@@ -345,7 +345,9 @@ def read_together(
     A box of which each rank wants all or nothing is read by those; one that is cut between ranks by
     one of them, who hands the pieces on.  Raises Refusal on all ranks.
     """
-    keys = [(set(found), ranks) for found, ranks in world.kinds([one.key for one in tensors])]
+    keys = [
+        (set(found), ranks) for found, ranks in world.ranks_by_object([one.key for one in tensors])
+    ]
     there = {
         key: one.on([r for found, ranks in keys if key in found for r in ranks])
         for key, one in lies.items()
@@ -359,10 +361,10 @@ def read_together(
         read(folder, index, tensors, but)
         return turns
 
-    turns = together(first, told, (Exception,))
+    turns = together(first, diagnose, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
     for turn in turns:
-        mine = together(lambda: _mine(folder, index, turn), told, (Exception,))  # noqa: B023
+        mine = together(lambda: _mine(folder, index, turn), diagnose, (Exception,))  # noqa: B023
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
         move(
             {name: Lying(spread, item[name]) for name, (spread, _) in turn.items()},
@@ -507,8 +509,8 @@ def no_memory(error: BaseException) -> bool:
     """Return whether what failed is that there was no memory: Python's, torch's, the system's."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    starving = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return starving or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def starved(path: Path, error: BaseException) -> Diagnostic:

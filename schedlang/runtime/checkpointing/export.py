@@ -41,7 +41,7 @@ def export(
     for change in reversed(merges):
         state = change.merged(state)
     target = Path(
-        world.told_by(0, os.path.realpath(path))
+        world.broadcast_object(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new
     together(
         lambda: _check(target, state, model) if rank == 0 else None,
@@ -57,7 +57,7 @@ def export(
         rank,
         fill,
         marks=MARKS,
-        told=lambda error: _unwritten(target, str(error)),
+        diagnose=lambda error: _unwritten(target, str(error)),
         failures=(Exception,),
     )
 
@@ -65,21 +65,17 @@ def export(
 def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
     """Refuse another model, and one whose ties would undo what has been trained apart."""
     if not isinstance(model, nn.Module):
-        raise Refusal(
-            Diagnostic(
-                "S634",
-                f"this is a {type(model).__name__}, not the model that was scheduled",
-                helps=("give the module that was passed to `create_schedule`",),
-            )
+        raise Refusal.of(
+            "S634",
+            f"this is a {type(model).__name__}, not the model that was scheduled",
+            helps=("give the module that was passed to `create_schedule`",),
         )
     known = model.state_dict(keep_vars=True)
     if odd := sorted(known.keys() ^ state.keys()):
-        raise Refusal(
-            Diagnostic(
-                "S634",
-                f"this is not the model that was scheduled: `{odd[0]}`",
-                helps=("give the model that the schedule was made for",),
-            )
+        raise Refusal.of(
+            "S634",
+            f"this is not the model that was scheduled: `{odd[0]}`",
+            helps=("give the model that the schedule was made for",),
         )
     first: dict[int, str] = {}
     for name, tensor in known.items():
@@ -106,12 +102,12 @@ def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
     from safetensors.torch import save_file
 
     kept: dict[tuple[int, torch.Size], str] = {}
-    told = {"format": "pt"}
+    metadata = {"format": "pt"}
     for name, tensor in state.items():
         one = kept.setdefault((tensor.data_ptr() or id(tensor), tensor.shape), name)
         if one != name:
-            told[name] = one
-    save_file({name: state[name].contiguous() for name in kept.values()}, folder / MARK, told)
+            metadata[name] = one
+    save_file({name: state[name].contiguous() for name in kept.values()}, folder / MARK, metadata)
 
 
 def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:

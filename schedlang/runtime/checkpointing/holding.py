@@ -202,7 +202,7 @@ class Way:
     wanted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
 
-Told = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
+Having = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
 To = Callable[[Spread], Sequence[int]]
 Ways = dict[Any, Way]  # those of one program, whose holdings never change
 _SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
@@ -279,10 +279,10 @@ def assembled(
     to    says of each tensor who is to have it; None: all
     ways  those that this program has gone before
     """
-    told = world.kinds({name: part.dtype for name, part in own.items()})
-    having = tuple((tuple(found.items()), some) for found, some in told)
-    key = "whole", to, tuple(holdings), having
-    way = _kept(ways, key, lambda: _way(holdings, told, ranks.mesh, to))
+    having = world.ranks_by_object({name: part.dtype for name, part in own.items()})
+    known = tuple((tuple(found.items()), some) for found, some in having)
+    key = "whole", to, tuple(holdings), known
+    way = _kept(ways, key, lambda: _way(holdings, having, ranks.mesh, to))
     mine = {name: part.detach() for name, part in own.items()}
     with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
         made = {
@@ -299,12 +299,12 @@ def assembled(
     return made
 
 
-def _way(holdings: Mapping[Any, Holding], told: Told, mesh: Mesh, to: To | None) -> Way:
-    dtypes = {name: dtype for found, _ in told for name, dtype in found.items()}
+def _way(holdings: Mapping[Any, Holding], having: Having, mesh: Mesh, to: To | None) -> Way:
+    dtypes = {name: dtype for found, _ in having for name, dtype in found.items()}
     source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
         lies, dtype = holdings[name].spread(mesh), dtypes[name]
-        there = [rank for found, some in told if name in found for rank in some]
+        there = [rank for found, some in having if name in found for rank in some]
         wanted[name] = to(lies) if to is not None else range(mesh.world)
         source[name] = Lying(lies.on(there), dtype.itemsize)
         target[name] = Lying(everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize)

@@ -324,21 +324,21 @@ def _row(place: Place) -> list[Any]:
 def _decoded(data: bytes) -> Index:
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
-    told = (head["schedlang"], head["bytes"], head["crc32"])
-    if told[0] not in VERSIONS:
-        raise Unreadable(f"its version is {told[0]}; this schedlang reads {VERSION}")
-    named = told[0] > 2  # before, there was one kind of checksums
+    header = (head["schedlang"], head["bytes"], head["crc32"])
+    if header[0] not in VERSIONS:
+        raise Unreadable(f"its version is {header[0]}; this schedlang reads {VERSION}")
+    named = header[0] > 2  # before, there was one kind of checksums
     sums = head["checksums"] if named else BEFORE
     if sums not in BY_NAME:
         raise Unreadable(f"its checksums are `{sums}`, which this schedlang does not know")
     start = zlib.crc32(sums.encode()) if named else 0
-    if told[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
+    if header[1:] != (len(body), zlib.crc32(body, start)) or not _ID.fullmatch(head["id"]):
         raise Unreadable("its checksum does not match its contents")
-    first, _, lines = body.partition(b"\n") if told[0] > 3 else (body, b"", b"")
+    first, _, lines = body.partition(b"\n") if header[0] > 3 else (body, b"", b"")
     found = json.loads(first)
     lengths = dict(zip(found["lengths"], _sizes(list(found["lengths"].values()))))
     tensors, files = found["tensors"], {name: k for k, name in enumerate(lengths)}
-    rows = _cut(tensors, lines) if told[0] > 3 else _of_before(tensors, files)
+    rows = _cut(tensors, lines) if header[0] > 3 else _of_before(tensors, files)
     values = {key: _place(row) for key, row in found["values"].items()}
     return Index(
         head["id"],
@@ -469,28 +469,28 @@ def _of_dcp(data: bytes) -> Index:
     found = _fields(_Plain(data).load(), "Metadata")
     places, files = {}, dict[str, int]()
     for at, info in found["storage_data"].items():
-        where, told = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if told.get("transform_descriptors"):
+        where, metadata = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if metadata.get("transform_descriptors"):
             raise Unreadable("its files are encoded")
         offset = where.get("offset")  # a field that was never set is not in its state
         whole = None if offset is None else _size(offset)
-        start, length = _sizes([told["offset"], told["length"]])
-        places[where["fqn"], whole] = Place(str(told["relative_path"]), start, length, None)
-        files.setdefault(str(told["relative_path"]), len(files))
+        start, length = _sizes([metadata["offset"], metadata["length"]])
+        places[where["fqn"], whole] = Place(str(metadata["relative_path"]), start, length, None)
+        files.setdefault(str(metadata["relative_path"]), len(files))
     tensors, values = {}, {}
     for key, kept in found["state_dict_metadata"].items():
         if type(kept).__name__ == "BytesStorageMetadata":
             values[key] = places[key, None]
             continue
-        told = _fields(kept, "TensorStorageMetadata")
-        boxes = [_fields(box, "ChunkStorageMetadata") for box in told["chunks"]]
+        metadata = _fields(kept, "TensorStorageMetadata")
+        boxes = [_fields(box, "ChunkStorageMetadata") for box in metadata["chunks"]]
         spans = [(_size(box["offsets"]), _size(box["sizes"])) for box in boxes]
         stored = [Stored(w, s, places[key, w]) for w, s in spans if math.prod(s)]
-        shape = _size(told["size"])
+        shape = _size(metadata["size"])
         if any(len(box.whole) != len(shape) or len(box.size) != len(shape) for box in stored):
             _outside(key)
         rows = [row_of(box, files[box.place.file]) for box in stored]
-        tensors[key] = shape, told["properties"].state[0], rows
+        tensors[key] = shape, metadata["properties"].state[0], rows
     return Index(None, _entries(tensors, files), values, checksum=zlib.crc32(data))
 
 

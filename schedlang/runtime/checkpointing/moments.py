@@ -47,7 +47,7 @@ class Moments:
         return dict(vars(self))
 
 
-def described(program: Program | None) -> Moments:
+def describe_moments(program: Program | None) -> Moments:
     """Gather what the optimizers of all ranks know; None: this rank has no part of the program.
 
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
@@ -57,7 +57,7 @@ def described(program: Program | None) -> Moments:
         lambda: Moments() if program is None else _mine(program),
         lambda error: Diagnostic("S637", str(error)),
     )
-    everyone = world.distinct(mine)
+    everyone = world.distinct_objects(mine)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
         for name, number in found.of.items():
@@ -75,7 +75,7 @@ def described(program: Program | None) -> Moments:
     return out
 
 
-def named(program: Program) -> dict[str, nn.Parameter]:
+def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
     """The parameters that this rank's optimizer updates."""
     if program.optimizer is None:
         return {}
@@ -83,7 +83,7 @@ def named(program: Program) -> dict[str, nn.Parameter]:
     return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
 
 
-def like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
+def is_laid_like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Return whether a value of the optimizer's state lies as the parameter does."""
     return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
 
@@ -93,42 +93,42 @@ def moment_parts(program: Program) -> dict[tuple[str, str], Tensor]:
     states: Mapping[Any, Any] = {} if program.optimizer is None else program.optimizer.state
     return {
         (name, key): local(value)
-        for name, parameter in named(program).items()
+        for name, parameter in trained_parameters(program).items()
         for key, value in states.get(parameter, {}).items()
-        if like_parameter(value, parameter)
+        if is_laid_like_parameter(value, parameter)
     }
 
 
-def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
+def load_moments(program: Program, saved: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
     """Give this rank's optimizer what was read: `parts` are local tensors by name and key."""
     if program.optimizer is None:
         return
-    owned = named(program)
+    owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in program.optimizer.param_groups:
         found = next((names[id(p)] for p in group["params"] if id(p) in names), None)
         if found is not None:
-            _set_group(group, told.groups[told.of[found]])
+            _set_group(group, saved.groups[saved.of[found]])
     for name, parameter in owned.items():
         program.optimizer.state.pop(parameter, None)
-        state = {key: _copied(v, parameter) for key, v in told.values.get(name, {}).items()}
-        for key in told.parts.get(name, {}):
+        state = {key: _copied(v, parameter) for key, v in saved.values.get(name, {}).items()}
+        for key in saved.parts.get(name, {}):
             state[key] = laid(parts[name, key], parameter)
         if state:
             program.optimizer.state[parameter] = state
 
 
-def misfit(program: Program, told: Moments) -> str:
+def group_mismatch(program: Program, saved: Moments) -> str:
     """Return why saved hyperparameters do not fit the groups here; "" if they do."""
-    owned = {id(p): name for name, p in named(program).items()}
+    owned = {id(p): name for name, p in trained_parameters(program).items()}
     groups = program.optimizer.param_groups if program.optimizer is not None else ()
     named_groups = [(g, [owned[id(p)] for p in g["params"] if id(p) in owned]) for g in groups]
     for _, names in named_groups:
-        other = next((n for n in names if told.of[n] != told.of[names[0]]), None)
+        other = next((n for n in names if saved.of[n] != saved.of[names[0]]), None)
         if other is not None:
             return f"its parameter groups differ: {quoted([names[0], other])} were in two"
     for group, names in named_groups:
-        for key, value in told.groups[told.of[names[0]]].items() if names else ():
+        for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
             if key in group and not _fits(group[key], value):
                 return f"`{key}` of its groups has a different type here"
     return ""
@@ -152,7 +152,7 @@ def _mine(program: Program) -> Moments:
     if optimizer is None:
         return out
     out.kind = type(optimizer).__qualname__
-    owned = named(program)
+    owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
         hyper = {key: _saved(key, v) for key, v in group.items() if key not in NOT_SAVED}
@@ -162,7 +162,7 @@ def _mine(program: Program) -> Moments:
         if not a.holdings[name].primary(a.ranks.mesh, a.ranks.rank):
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
-            if like_parameter(value, parameter):
+            if is_laid_like_parameter(value, parameter):
                 kind = DTYPE_NAMES[value.dtype]
                 out.parts.setdefault(name, {})[key] = kind
             else:
@@ -187,13 +187,11 @@ def _saved(name: str, value: Any) -> Any:
         return type(value)(_saved(name, one) for one in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Refusal(
-        Diagnostic(
-            "S637",
-            f"`{name}` of the optimizer is a `{type(value).__name__}`",
-            notes=("a checkpoint may hold tensors, numbers and strings",),
-            helps=("remove it from the optimizer's state before saving",),
-        )
+    raise Refusal.of(
+        "S637",
+        f"`{name}` of the optimizer is a `{type(value).__name__}`",
+        notes=("a checkpoint may hold tensors, numbers and strings",),
+        helps=("remove it from the optimizer's state before saving",),
     )
 
 
@@ -240,16 +238,14 @@ def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _unlike(name: str, key: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S637",
-            f"ranks differ in `{key}` of the optimizer for `{name}`",
-            notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
-            helps=(
-                "compute it only from values that are equal on all ranks",
-                "or save it yourself, rank by rank",
-            ),
-        )
+    return Refusal.of(
+        "S637",
+        f"ranks differ in `{key}` of the optimizer for `{name}`",
+        notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
+        helps=(
+            "compute it only from values that are equal on all ranks",
+            "or save it yourself, rank by rank",
+        ),
     )
 
 
@@ -261,10 +257,10 @@ def _unlike(name: str, key: str) -> Refusal:
 
 
 ERRORS, STARTS = ("sums", "errors"), ("sums", "starts")
-Told = Mapping[str, Any]
+Described = Mapping[str, Any]
 
 
-def residue_described(program: Program) -> dict[str, Any] | None:
+def describe_residue(program: Program) -> dict[str, Any] | None:
     """Describe a compressor's residue: ranks that sum, steps, what is kept for which; None:
     none."""
     c = program.assembly.compressor
@@ -281,13 +277,13 @@ def residue_described(program: Program) -> dict[str, Any] | None:
         },
     }
     out: dict[str, Any] = {"step": c.step, "places": c.group.size, "errors": {}, "starts": {}}
-    for found in world.distinct(mine):
+    for found in world.distinct_objects(mine):
         out["errors"].update(found["errors"])
         out["starts"].update(found["starts"])
     return out
 
 
-def residue_tensors(program: Program) -> list[Boxed]:
+def boxed_residue(program: Program) -> list[Boxed]:
     """The tensors that this rank keeps."""
     c = program.assembly.compressor
     found: list[Boxed] = []
@@ -304,35 +300,35 @@ def residue_tensors(program: Program) -> list[Boxed]:
     return found
 
 
-def residue_blank(program: Program, told: Told | None) -> list[Boxed]:
+def empty_residue(program: Program, saved: Described | None) -> list[Boxed]:
     """Room for what a checkpoint has of this rank's parts."""
     c = program.assembly.compressor
-    if c is None or told is None:
+    if c is None or saved is None:
         return []
     found: list[Boxed] = []
-    places = told["places"]
+    places = saved["places"]
     mine = (_place(program),) if places == c.group.size else tuple(range(places))
     for name in c.names:
-        kind = told["errors"].get(name) if c.codec.feedback else None
+        kind = saved["errors"].get(name) if c.codec.feedback else None
         if kind is not None:
             shape = local(program.assembly.parameters[name]).shape
             empty = zeros((len(mine), *shape), DTYPES[kind])
             found.append(_errors(program, name, empty, mine, places))
         start = f"{name} {_part(program, name)}"
-        size, kind = told["starts"].get(start, ((0, 0), ""))
+        size, kind = saved["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
             found.append(held_whole((*STARTS, start), zeros(size, DTYPES[kind])))
     return found
 
 
-def restore_residue(program: Program, told: Told | None, parts: Sequence[Boxed]) -> None:
+def restore_residue(program: Program, saved: Described | None, parts: Sequence[Boxed]) -> None:
     """Go on from what was read; from nothing where nothing was."""
     from schedlang.runtime.grad_reduction.compressed import Memory
 
     c = program.assembly.compressor
     if c is None:
         return
-    c.step = told["step"] if told is not None else 0
+    c.step = saved["step"] if saved is not None else 0
     c.memories.clear()
     for one in parts:
         error = one.path[:-1] == ERRORS

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import schedlang
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import device as devices
 
 Plain = dict[str, Any]
-_LINES = 20  # of a difference of schedules that are told
+_LINES = 20  # of a difference of schedules that are shown
 # where loaders and samplers of torch keep generators of their own
 _HELD = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
@@ -32,7 +32,7 @@ class Stream:
     data    any iterable.  One with `state_dict` and `load_state_dict` (torchdata's
             StatefulDataLoader) tells its place itself; of others those batches are passed over
             that were taken, from the state that generators had where the epoch began
-    epoch   how often it has been begun again; told to a `set_epoch` of it or of its sampler
+    epoch   how often it has been begun again; given to a `set_epoch` of it or of its sampler
     taken   batches of this epoch so far
     """
 
@@ -79,27 +79,27 @@ class Stream:
             "generators": generators(self.data),
         }
 
-    def go_to(self, told: Mapping[str, Any], generators_too: bool = True) -> None:
+    def go_to(self, saved: Mapping[str, Any], generators_too: bool = True) -> None:
         """Stand where `state` has been asked for; generators, too.  Raises Ended."""
-        self.epoch, self._ahead, self._it = told["epoch"], [], None
-        self.taken, self._began = 0, told["began"]
+        self.epoch, self._ahead, self._it = saved["epoch"], [], None
+        self.taken, self._began = 0, saved["began"]
         kept = generators(self.data)
-        if told["data"] is not None and self.stateful:
-            self.data.load_state_dict(told["data"])
-            self.taken = told["taken"]
-        elif told["taken"]:
-            put_back(self.data, told["began"])
+        if saved["data"] is not None and self.stateful:
+            self.data.load_state_dict(saved["data"])
+            self.taken = saved["taken"]
+        elif saved["taken"]:
+            put_back(self.data, saved["began"])
             self._begin()
-            for _ in range(told["taken"]):
+            for _ in range(saved["taken"]):
                 next(self)
-        put_back(self.data, told["generators"] if generators_too else kept)
+        put_back(self.data, saved["generators"] if generators_too else kept)
 
     def _begin(self) -> Iterator[Any]:
         if not self.stateful:
             self._began = generators(self.data)
         for one in (self.data, getattr(self.data, "sampler", None)):
-            if (told := getattr(one, "set_epoch", None)) is not None:
-                told(self.epoch)
+            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+                set_epoch(self.epoch)
         self._it = iter(self.data)
         return self._it
 
@@ -113,54 +113,54 @@ def versions() -> Plain:
     return {**kept, "torch": str(torch.__version__)}  # a class of its own is no plain text
 
 
-def check_same(told: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
+def check_same(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
     """Refuse another schedule than a checkpoint's with their difference, or one of no run (S693).
 
     schedule  the text under which the run goes on
     """
-    if told is None:
+    if saved is None:
         title = f"`{last}` does not tell where its run stood in the data"
         helps = (
             "begin the data anew, with these parameters: `Trainer(..., accept=True)`",
             "or give another folder: `Trainer` keeps that in those that it saves",
         )
-        raise Refusal(Diagnostic("S693", title, helps=helps))
-    if told["schedule"] == schedule:
+        raise Refusal.of("S693", title, helps=helps)
+    if saved["schedule"] == schedule:
         return
-    before, now = told["schedule"].splitlines(), schedule.splitlines()
-    told_apart = difflib.ndiff(before, now)
-    changed = [line for line in told_apart if line[:1] in "-+" and line[2:]]
+    before, now = saved["schedule"].splitlines(), schedule.splitlines()
+    compared = difflib.ndiff(before, now)
+    changed = [line for line in compared if line[:1] in "-+" and line[2:]]
     title = f"`{last}` was saved under another schedule"
     helps = (
         "go on under this one: `Trainer(..., accept=True)`; a checkpoint fits any layout",
         "or give the schedule of before, or another folder",
     )
-    raise Refusal(Diagnostic("S693", title, notes=tuple(changed[:_LINES]), helps=helps))
+    raise Refusal.of("S693", title, notes=tuple(changed[:_LINES]), helps=helps)
 
 
-def check_parts(told: Mapping[str, Any], parts: int, last: Path) -> None:
+def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
     """Refuse to go on where each rank has rows of its own, and they are dealt to another number of
     parts: no place in one is a place in the other (S693)."""
-    if told["parts"] != parts:
-        title = f"`{last}` was saved where data were in {told['parts']} parts, and here in {parts}"
+    if saved["parts"] != parts:
+        title = f"`{last}` was saved where data were in {saved['parts']} parts, and here in {parts}"
         helps = ("give whole batches (`local=False`): their place fits any layout",)
-        raise Refusal(Diagnostic("S693", title, helps=helps))
+        raise Refusal.of("S693", title, helps=helps)
 
 
-def scheduled_on(scheduler: Any, told: Mapping[str, Any] | None) -> None:
+def scheduled_on(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
     """Put a scheduler where a checkpoint has it.
 
     Lists by group of the optimizer stay this rank's own where it has another number of groups than
     the rank that saved: the rates of now are in the optimizer's state.
     """
-    if scheduler is None or told is None:
+    if scheduler is None or saved is None:
         return
     own = {
         key: value
         for key, value in scheduler.state_dict().items()
-        if isinstance(value, list) and len(value) != len(told.get(key) or value)
+        if isinstance(value, list) and len(value) != len(saved.get(key) or value)
     }
-    scheduler.load_state_dict({**told, **own})
+    scheduler.load_state_dict({**saved, **own})
 
 
 # -- generators ------------------------------------------------------------------------------------
@@ -177,23 +177,23 @@ def generators(data: Any = None) -> Plain:
         "loader": [one.get_state() for one in _held(data)],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        told = numpy.random.get_state(legacy=False)
-        state = {key: _listed(value) for key, value in told["state"].items()}
-        found["numpy"] = {**told, "state": state}
+        saved = numpy.random.get_state(legacy=False)
+        state = {key: _listed(value) for key, value in saved["state"].items()}
+        found["numpy"] = {**saved, "state": state}
     return found
 
 
-def put_back(data: Any, told: Mapping[str, Any]) -> None:
-    """Give generators the states that `generators` has told; others stay as they are."""
-    torch.set_rng_state(told["torch"])
-    version, numbers, gauss = told["python"]
+def put_back(data: Any, saved: Mapping[str, Any]) -> None:
+    """Give generators the states that `generators` has given; others stay as they are."""
+    torch.set_rng_state(saved["torch"])
+    version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
-    if told["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(told["numpy"])
+    if saved["numpy"] is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(saved["numpy"])
     kind = devices.accelerator()
-    if told["device"] is not None and kind is not None:
-        devices.default_generator(kind).set_state(told["device"])
-    for one, state in zip(_held(data), told["loader"]):
+    if saved["device"] is not None and kind is not None:
+        devices.default_generator(kind).set_state(saved["device"])
+    for one, state in zip(_held(data), saved["loader"]):
         one.set_state(state)
 
 

@@ -100,7 +100,7 @@ def save_step(
     rank: int,
     keep: int | None,
     fill: Callable[[Path], None],
-    told: Callable[[BaseException], Diagnostic],
+    diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
     """Let all ranks fill a new checkpoint, and name it as the last when all of it is on the disk.
 
@@ -113,36 +113,30 @@ def save_step(
             lambda: _begin(target, step, held),
             fill,
             lambda beside: _publish(target, beside, step, id_, keep),
-            told,
+            diagnose,
         )
 
 
 def _begin(target: Path, step: int, held: ExitStack) -> Path:
     """Make the new folder, alone; what saves that died have left is swept away."""
     if (target / MINE).is_file():
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` is a complete checkpoint, and is not changed",
-                helps=("save into its parent folder, or into a new one",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` is a complete checkpoint, and is not changed",
+            helps=("save into its parent folder, or into a new one",),
         )
     if target.exists() and not _ours(target):
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` exists, and is not a folder of checkpoints",
-                notes=(
-                    "a checkpoint is saved into a folder of checkpoints, or into an empty folder",
-                ),
-                helps=("give the path of another folder",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` exists, and is not a folder of checkpoints",
+            notes=("a checkpoint is saved into a folder of checkpoints, or into an empty folder",),
+            helps=("give the path of another folder",),
         )
     target.mkdir(parents=True, exist_ok=True)
     try:
         held.enter_context(locked(target / LOCK))
     except LockHeld as other:
-        raise Refusal(other.told(target)) from None
+        raise Refusal(other.diagnostic(target)) from None
     _sweep(target)
     beside = beside_of(target / _name(step, 0), SAVING)
     beside.mkdir()
@@ -223,10 +217,10 @@ def _write_lines(target: Path, lines: list[tuple[str, str]]) -> None:
 def _names(target: Path) -> list[str]:
     """The names of the checkpoints in a folder: as `latest` tells, others by their steps."""
     there = {path.name: _STEP.fullmatch(path.name) for path in target.iterdir() if path.is_dir()}
-    told = [name for name, _ in _lines(target) if name in there]
-    more = {n: (int(m[1]), int(m[2] or 0)) for n, m in there.items() if m and n not in told}
+    listed = [name for name, _ in _lines(target) if name in there]
+    more = {n: (int(m[1]), int(m[2] or 0)) for n, m in there.items() if m and n not in listed}
     new = sorted(more, key=more.__getitem__, reverse=True)
-    return told + new
+    return listed + new
 
 
 def _whole(folder: Path) -> bool:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.told_once import job_store
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
@@ -349,7 +349,7 @@ def _said(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> 
 
 def _refusal(said: Mapping[str, Any]) -> Refusal:
     notes, helps = tuple(said["notes"]), tuple(said["helps"])
-    return Refusal(Diagnostic(said["code"], said["title"], notes=notes, helps=helps))
+    return Refusal.of(said["code"], said["title"], notes=notes, helps=helps)
 
 
 # -- held by some --------------------------------------------------------------------------------

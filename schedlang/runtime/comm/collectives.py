@@ -323,14 +323,12 @@ class Ranks:
     def place(self, axis: str) -> int:
         """The place of this rank along an axis or a view, from 0; refuses others (S204)."""
         if axis not in self.mesh.names:
-            raise Refusal(
-                Diagnostic(
-                    "S204",
-                    f"the mesh has no axis `{axis}`",
-                    notes=(f"the mesh is {self.mesh}",),
-                    helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
-                    facts=unknown(axis, self.mesh.names),
-                )
+            raise Refusal.of(
+                "S204",
+                f"the mesh has no axis `{axis}`",
+                notes=(f"the mesh is {self.mesh}",),
+                helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
+                facts=unknown(axis, self.mesh.names),
             )
         return self.mesh.index(self.rank, axis)
 
@@ -409,7 +407,7 @@ def on_ranks(ranks: Sequence[int] | None) -> Iterator[None]:
         why = f"rank {job.rank} is none of them" if fits else legal
         title = f"a program for ranks {named} cannot be built here: {why}"
         helps = ("call `build(ranks=...)` on the ranks that it names, and on no others",)
-        raise Refusal(Diagnostic("S607", title, helps=helps))
+        raise Refusal.of("S607", title, helps=helps)
     with comm.within(part):
         yield
 

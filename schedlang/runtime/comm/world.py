@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup as ProcessGroup
 
 from schedlang.runtime import device as devices
 from schedlang.runtime.adapters.torch_distributed import count_groups, counted_from
+from schedlang.runtime.comm.broadcast_cache import BroadcastCache
 from schedlang.runtime.comm.packing import packed, put_back, taken_out
-from schedlang.runtime.comm.told import Told
 
 T = TypeVar("T")
 Groups = Sequence[tuple[int, ...]]  # disjoint ones: the global ranks of each
@@ -42,7 +42,7 @@ SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 HOSTS = "gloo"  # carries tensors of the host, point to point those alone
 _LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
 _DIGEST = 16  # bytes by which values are known
-_KINDS = 64  # so many different values are told one by one
+_KINDS = 64  # so many different values are sent one by one
 
 
 # -- the world -------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class World:
     part: tuple[int, ...] = ()  # of a job: its ranks that are this world; none: all
     parts: dict[tuple[int, ...], World] = field(default_factory=dict)  # those that were entered
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
-    told: Told = field(default_factory=Told)
+    sent: BroadcastCache = field(default_factory=BroadcastCache)
 
     @property
     def members(self) -> Sequence[int]:
@@ -366,7 +366,7 @@ def all_reduce(
     return dist.all_reduce(x, group=group, async_op=not wait)
 
 
-def begin_exchange(
+def all_to_all_single(
     out: Tensor, x: Tensor, take: list[int], give: list[int], group: ProcessGroup | None
 ) -> Any:
     """Start an all-to-all of rows: the work to wait for; `x` is kept until then by who asks."""
@@ -410,7 +410,7 @@ def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
     return work
 
 
-def meet(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
+def send_recv(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> None:
     """Send a word from one global rank to another, which both wait for; others do nothing."""
     if rank() == source:
         dist.send(word, number(target), group)
@@ -418,7 +418,7 @@ def meet(word: Tensor, source: int, target: int, group: ProcessGroup | None) -> 
         dist.recv(word, number(source), group)
 
 
-def both_ways(
+def batch_isend_irecv(
     sent: Sequence[tuple[Tensor, int]],
     wanted: Sequence[tuple[Tensor, int]],
     group: ProcessGroup | None,
@@ -439,7 +439,7 @@ def both_ways(
 # -- facts of the host -----------------------------------------------------------------------------
 
 
-def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, on all ranks of a group, or of the job.
 
     Tensors of accelerators travel through the host, and come to the device of who receives them.
@@ -458,12 +458,12 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
         return [pickle.loads(one) for one in found]
 
 
-def distinct(value: T) -> list[T]:
+def distinct_objects(value: T) -> list[T]:
     """The values of all ranks of the job, each once, in the order of the first that has it."""
-    return [told for told, _ in kinds(value)]
+    return [told for told, _ in ranks_by_object(value)]
 
 
-def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
+def ranks_by_object(value: T) -> list[tuple[T, tuple[int, ...]]]:
     """The different values of all ranks of the job, and whose they are.
 
     Ranks tell each other a digest; then the first of those that are alike tells the value, if new.
@@ -482,18 +482,18 @@ def kinds(value: T) -> list[tuple[T, tuple[int, ...]]]:
         for source, row in enumerate(rows):
             first[row] += (source,)  # no call for each of many ranks
         if len(first) > _KINDS:  # as many messages would take longer than one that is longer
-            everyone = gathered(value)
+            everyone = all_gather_object(value)
             return [(everyone[ranks[0]], tuple(ranks)) for ranks in first.values()]
         found = []
         for row, ranks in first.items():
             size = int.from_bytes(row[_DIGEST:], "little")
             held = data if row == rows[world.rank] else bytes(size)
-            told = world.told.once(group, row, held, number(ranks[0]) if len(first) > 1 else None)
+            told = world.sent.once(group, row, held, number(ranks[0]) if len(first) > 1 else None)
             found.append((pickle.loads(told), tuple(ranks)))
         return found
 
 
-def anywhere(here_: bool) -> bool:
+def any_rank(here_: bool) -> bool:
     """Return whether something is so on any rank of the job."""
     world = here()
     if world.size == 1:
@@ -504,7 +504,7 @@ def anywhere(here_: bool) -> bool:
         return bool(told)
 
 
-def at_first(value: T) -> list[T]:
+def gather_object(value: T) -> list[T]:
     """Every rank's value, on the first rank of the job; nothing on the others."""
     world = here()
     if world.size == 1 or world.played:
@@ -523,7 +523,7 @@ def at_first(value: T) -> list[T]:
         return [pickle.loads(one[:n].numpy().tobytes()) for one, n in zip(everyone, sizes)]
 
 
-def told_by(source: int, value: T) -> T:
+def broadcast_object(source: int, value: T) -> T:
     """The value of one rank, on all ranks of the job."""
     world = here()
     if world.size == 1 or world.played:
@@ -535,11 +535,11 @@ def told_by(source: int, value: T) -> T:
     return found
 
 
-def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
-    """Gather as `gathered`, but send tensors on the device of ranks as they lie, in one message."""
+def all_gather_tensors(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
+    """Gather as `all_gather_object`, but send tensors from the device of ranks, in one message."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         data, flat = taken_out(value, device)
-        told = gathered((data, flat.numel()), group)
+        told = all_gather_object((data, flat.numel()), group)
         most = max(size for _, size in told)
         everyone = flat.new_empty(len(told) * most)
         if most:
@@ -549,14 +549,14 @@ def handed(value: T, group: ProcessGroup, device: torch.device) -> list[T]:
         return [put_back(data, row) for (data, _), row in zip(told, rows)]
 
 
-def handed_by(source: int, value: T, device: torch.device) -> T:
-    """Send as `told_by`, but tensors as `handed` sends them."""
+def broadcast_tensors(source: int, value: T, device: torch.device) -> T:
+    """Send as `broadcast_object`, but tensors as `all_gather_tensors` sends them."""
     world = here()
     if world.size == 1:
         return value
     with torch._C.DisableTorchFunction(), torch.no_grad():
         data, flat = taken_out(value if rank() == source else None, device)
-        data, size = told_by(source, (data, flat.numel()))
+        data, size = broadcast_object(source, (data, flat.numel()))
         flat = flat if rank() == source else flat.new_empty(size)
         if size:
             dist.broadcast(flat, src=number(source), group=world.group)
@@ -591,7 +591,7 @@ def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
     return [told[size * place : size * (place + 1)] for place in range(count)]
 
 
-def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
+def all_gather_numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:
     """Gather a row of numbers from every rank of a group that serves the host."""
     here_ = torch.tensor([[*row]], dtype=torch.float64)
     told = here_.new_empty(dist.get_world_size(group), len(row))

@@ -15,13 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys, plain, seated
+from schedlang.runtime.context_parallel.local_tokens import (
+    UNSPLIT,
+    Call,
+    How,
+    Seat,
+    by_keys,
+    plain,
+    seated,
+)
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.meta import model_line
 
-UNSPLIT = "S661"
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"
 _EAGER = "_schedlang_eager"  # on modules that attended by plain products

@@ -29,6 +29,7 @@ from schedlang.runtime.context_parallel.described_attention import (
     unknown,
 )
 from schedlang.runtime.context_parallel.local_tokens import (
+    UNSPLIT,
     Call,
     How,
     Seat,
@@ -40,7 +41,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
 from schedlang.runtime.context_parallel.token_layout import Dropout, Mask
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
-from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window, within
+from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rng.native import NativeDropout
 from schedlang.runtime.sequence_pipelining.carry import Place, caller, firsts, items_of, lasts, upto
 from schedlang.runtime.storage.saved import policies
@@ -96,15 +97,11 @@ def distribute_attention(module: nn.Module, how: How, tokens: Tokens) -> None:
             with ambient(Attention(how, tokens.products)):
                 return inner(*args, **kwargs)
         except Refusal as refusal:
-            if refusal.diagnostic.code != described_attention.UNSPLIT:
+            if refusal.diagnostic.code != UNSPLIT:
                 raise
-            raise _at_its_row(refusal, tokens) from refusal.__cause__
+            raise tokens.at_its_row(refusal) from refusal.__cause__
 
     wrap(module, "context", layer)
-
-
-def _at_its_row(refusal: Refusal, tokens: Tokens) -> Refusal:
-    return refusal if tokens.row is None else refusal.at(tokens.row)
 
 
 def _attend(seat: Seat, how: How, given: dict[str, Any]) -> Tensor:
@@ -240,17 +237,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
         module = model.get_submodule(fqn)
         described_attention.mark(module, how)
         distribute_attention(module, how, tokens)
-    if tokens.shift != "head" or not tokens.head:
-        return []
-    return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
-
-
-def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
-    """A row without label behind those of the tokens here, whose labels come moved by one."""
-    seat = seated()
-    if seat is None or not seat.more:
-        return output
-    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
+    return tokens.lengthen_head(model)
 
 
 class Exchanging:
@@ -329,31 +316,3 @@ class At:
             stack.enter_context(scope.visiting(seat))
             stack.enter_context(ambient(*([self._mode] if self._mode else [])))
             yield
-
-
-def windows(tokens: Tokens, inner: Slices | None) -> Slices:
-    """The part of a logical mask that the tokens of a seat draw, on top of what shards draw."""
-
-    def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        held = inner(site, call, shape) if inner else None
-        seat = seated()
-        if seat is None:
-            return held
-        dims, total = tokens.draws.get((site, call)), seat.layout.total
-        if dims is None or len(dims) != len(shape):
-            raise _at_its_row(_unknown_draw(site), tokens)
-        if all(size == total for size, what in zip(shape, dims) if what):
-            return held  # an attention asks for the whole, and takes its part by itself
-        runs: dict[str, Any] = {"rows": seat.positions(), "keys": range(total)}
-        return within(held, shape, total, [runs.get(what) for what in dims])
-
-    return window
-
-
-def _unknown_draw(site: str) -> Refusal:
-    return Refusal.of(
-        described_attention.UNSPLIT,
-        f"`{site}` draws random numbers that it did not draw at build",
-        notes=("a rank must find its part of the numbers drawn for the full sequence",),
-        helps=("leave `context_parallel` out for this model",),
-    )

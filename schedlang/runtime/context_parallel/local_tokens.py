@@ -27,7 +27,14 @@ from schedlang.runtime.batch import Batch, Part, dotted, rows_of
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.context_parallel.token_layout import Layout, Mask
 from schedlang.runtime.sequence_pipelining.carry import Place, items_of
-from schedlang.runtime.sequence_pipelining.slices import length_of, runs_along, sections
+from schedlang.runtime.sequence_pipelining.slices import (
+    SequenceParts,
+    length_of,
+    runs_along,
+    sections,
+)
+
+UNSPLIT = "S661"
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,15 @@ class Seat:
     def length(self) -> int:
         """The number of tokens here."""
         return self.layout.counts[self.place]
+
+    @property
+    def total(self) -> int:
+        """The number of tokens of the sequence."""
+        return self.layout.total
+
+    def runs(self) -> dict[str, Any]:
+        """The positions of the tokens here, and of the keys that they see."""
+        return {"rows": self.positions(), "keys": range(self.total)}
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the positions of these tokens in the sequence."""
@@ -378,40 +394,41 @@ RULES = _rules()
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The way in which an unmodified model runs on some tokens of its sequences, found by a probe.
+class Tokens(SequenceParts):
+    """The way in which a model runs on each rank's tokens of its sequences.
 
-    labels     the input that holds them; "" where there is none
-    shift      how a token gets its label, which another rank may have: `none`, the model does not
-               shift; `given`, as `shift_labels`; `head`, labels come moved by one, and the output
-               of the module `head` has one more row, which gets none
-    along      inputs (by path) that run along the sequence; None: those whose sizes say so
     positions  whether the model is given `position_ids`
     documents  whether positions that start anew within a row tell documents apart
-    places     lines of the model that count positions by the length of what they are given
     products   lines of the model that multiply queries and keys
     follow     whether what the model makes of the batch's integers and of positions alone is made
                for the whole sequence
-    draws      (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
     outputs    leaf of the output (by path) -> its dim of tokens
     row        the row that splits the sequences, for what is refused while they run
     """
 
     kind: str
     ranks: int
-    labels: str = ""
-    shift: str = "none"
-    ignore: int = -100
-    head: str = ""
-    along: frozenset[str] | None = None
     positions: bool = False
     documents: bool = False
-    places: frozenset[Place] = frozenset()
     products: frozenset[Place] = frozenset()
     follow: bool = False
-    draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
     row: Span | None = None
+
+    def unknown_draw(self, site: str) -> Refusal:
+        """The refusal S661 of a draw whose dims are not known."""
+        return self.at_its_row(
+            Refusal.of(
+                UNSPLIT,
+                f"`{site}` draws random numbers that it did not draw at build",
+                notes=("a rank must find its part of the numbers drawn for the full sequence",),
+                helps=("leave `context_parallel` out for this model",),
+            )
+        )
+
+    def at_its_row(self, refusal: Refusal) -> Refusal:
+        """The refusal at the row that splits the sequences."""
+        return refusal if self.row is None else refusal.at(self.row)
 
     def layout(self, batch: Batch) -> Layout:
         """Return the layout of a batch's tokens over the ranks."""
@@ -457,10 +474,9 @@ class Tokens:
             name = dotted(path)
             if sections(value, total, rows):
                 return seat.layout.take(value, 2, seat.place)
-            runs = runs_along(value, total, rows)
-            if not (name in self.along if self.along is not None else runs):
+            if not self.is_along(name, value, total, rows):
                 return value
-            if not runs or value.dim() == 4:
+            if not runs_along(value, total, rows) or value.dim() == 4:
                 raise _unfit(name, value, total)
             if (
                 self.follow

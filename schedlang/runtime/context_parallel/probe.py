@@ -27,7 +27,7 @@ from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.batch import Part, called, dotted, loss_of, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
-from schedlang.runtime.context_parallel.install import At, install, windows
+from schedlang.runtime.context_parallel.install import At, install
 from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
 from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
@@ -36,6 +36,7 @@ from schedlang.runtime.sequence_pipelining.probe import (
     compare,
     draws_along,
     head_of,
+    labelled,
     lines_of,
     near,
     places_of,
@@ -161,7 +162,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
     exchange = _Meeting(together)
     parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
     weights = [trial.weight(part.weighed or part.inputs) for part in parts]
-    at, inner = At(tokens), windows(tokens, None) if tokens.draws else None
+    at, inner = At(tokens), tokens.windows(None) if tokens.draws else None
 
     def one(part: Part, weight: float) -> tuple[Any, Tensor]:
         assert part.seat is not None
@@ -383,25 +384,20 @@ def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
     """Return how a model without values would run, untried: it can be shown, not trained."""
     style = shift_of(trial)
     given = style == "padded" and _given(trial)
-    source = trial.rule.source if trial.rule else ""
     return Tokens(
         kind,
         ranks,
-        source,
-        "given" if given else "none" if style == "none" else "head",
-        along=trial.along,
-        positions=_takes(trial, "position_ids"),
+        _takes(trial, "position_ids"),
         products=lines_of(trial, Lines),
+        shift="given" if given else "none" if style == "none" else "head",
+        **labelled(trial),
     )
 
 
 def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
     """Ways that a model of this kind may be run in, the likeliest first."""
     style = shift_of(trial)
-    source = trial.rule.source if trial.rule else ""
-    ignore = trial.rule.ignore_index if trial.rule else -100
-    products = lines_of(trial, Lines)
-    base = Tokens(kind, ranks, source, "none", ignore, along=trial.along, products=products)
+    base = Tokens(kind, ranks, products=lines_of(trial, Lines), **labelled(trial))
     head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
     ways = [replace(base, shift="given")] if style == "padded" and _given(trial) else []
     takes = _takes(trial, "position_ids")

@@ -135,7 +135,7 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
         return Moving(arriving, packet, ())
     sent = [(flat, to) for flat in packet.flats]
     wanted = [(flat, source) for flat in arriving.flats]
-    return Moving(arriving, packet, world.both_ways(sent, wanted, group.pg))
+    return Moving(arriving, packet, world.batch_isend_irecv(sent, wanted, group.pg))
 
 
 def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.batch import shares
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, mixed
 
 # ---- Layouts of a sequence's tokens over the ranks of a context-parallel group, and their order.
@@ -44,8 +45,8 @@ class Layout:
         if kind == "striped":
             return Layout(tuple((range(place, total, ranks),) for place in range(ranks)))
         if kind == "contiguous":
-            return Layout(tuple((run,) for run in _cuts(total, ranks)))
-        chunks = _cuts(total, 2 * ranks)
+            return Layout(tuple((run,) for run in shares(total, ranks)))
+        chunks = shares(total, 2 * ranks)
         pairs = ((chunks[i], chunks[2 * ranks - 1 - i]) for i in range(ranks))
         return Layout(tuple(tuple(run for run in pair if run) for pair in pairs))
 
@@ -115,13 +116,6 @@ def _joined(runs: Runs) -> Runs:
         else:
             merged.append(run)
     return tuple(merged)
-
-
-def _cuts(total: int, parts: int) -> list[range]:
-    """`parts` runs of nearly one length; the longer ones first."""
-    short, longer = divmod(total, parts)
-    starts = [i * short + min(i, longer) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
 
 
 def _too_short(total: int, ranks: int) -> Diagnostic:

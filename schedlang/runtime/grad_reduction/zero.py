@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     share_comm_ctx,
 )
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     around_backward,
@@ -303,13 +303,11 @@ def _check_calls(counts: Sequence[int]) -> None:
     """The most and, negated, the fewest calls of each unit over the ranks."""
     most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
     if any(high + low for high, low in zip(most, fewest)):
-        raise Refusal(
-            Diagnostic(
-                "S663",
-                "which modules that `zero` gathers are called depends on values",
-                notes=("ranks called one of them a different number of times in this step",),
-                helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
-            )
+        raise Refusal.of(
+            "S663",
+            "which modules that `zero` gathers are called depends on values",
+            notes=("ranks called one of them a different number of times in this step",),
+            helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
         )
 
 

@@ -16,6 +16,7 @@ from schedlang.runtime.fusion.rewrite import watched
 from schedlang.runtime.rowwise_kernels.chain import passes
 from schedlang.runtime.rowwise_kernels.launch import Kernel, shape_of
 from schedlang.runtime.rowwise_kernels.operator import Graphs, Pair, as_function, graphs, pair_for
+from schedlang.runtime.tracing.meta import tensors_in
 
 # -- kernels and bytes of a function ---------------------------------------------------------------
 # Eager torch runs one kernel for each operator that is no view, and each reads what it is given
@@ -41,8 +42,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if launches(func):
             self.kernels += 1
-            given = {id(t): t for t in _tensors((args, kwargs or {}))}
-            made = {id(t): t for t in _tensors(out)}
+            given = {id(t): t for t in tensors_in((args, kwargs or {}))}
+            made = {id(t): t for t in tensors_in(out)}
             self.bytes += sum(map(_bytes, given.values())) + sum(map(_bytes, made.values()))
         return out
 
@@ -54,10 +55,6 @@ def launches(func: Any) -> bool:
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
     return not views and name not in _IDLE
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -73,7 +70,7 @@ def eager(function: Callable[..., Any], given: Sequence[Any], leaves: Sequence[T
     """Count kernels and bytes of a function on the meta device; `leaves` are differentiated."""
     with _Counting() as forward:
         out = function(*given)
-    made = [t for t in _tensors(out) if t.requires_grad]
+    made = [t for t in tensors_in(out) if t.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = [torch.empty_like(t) for t in made]
     with _Counting() as backward:

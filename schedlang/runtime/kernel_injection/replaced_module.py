@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.changed import on_same_storage
 from schedlang.runtime.tracing.meta import copy_with
 
 Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
@@ -39,7 +40,7 @@ class Replace:
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """The copy; it lies on the same storage."""
-        twin = copy_with(module, lambda name, old: _on_storage(old), lambda tensor: tensor)
+        twin = copy_with(module, lambda name, old: on_same_storage(old), lambda tensor: tensor)
         for fqn in self.sites:
             old = twin.get_submodule(fqn)
             new = fitted(fqn, old, self.name, self.make)
@@ -87,10 +88,6 @@ def _bare(module: nn.Module) -> nn.Module:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _on_storage(old: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(old.detach(), old.requires_grad)
 
 
 def fitted(fqn: str, old: nn.Module, name: str, make: Any) -> nn.Module:

@@ -112,7 +112,7 @@ class _Begun(torch.autograd.Function):
         ctx.group, ctx.give, ctx.take = group, give, take
         out = x.new_empty((sum(take), *x.shape[1:]))
         count("all-to-all", group, x)
-        work = world.begin_exchange(out, x, take, give, group.pg)
+        work = world.all_to_all_single(out, x, take, give, group.pg)
         works.append((work, x))  # what is sent stays until it is gone
         return out
 

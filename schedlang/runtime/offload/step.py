@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
 from schedlang.runtime.device import HOST, current_stream, has_streams, record, settled
@@ -152,7 +152,7 @@ class Peer:
             if sent:
                 count("send", self.group, sent[0][0])
             wanted = [(into, source)] if into.numel() else []
-            for work in world.both_ways(sent, wanted, self.group.pg):
+            for work in world.batch_isend_irecv(sent, wanted, self.group.pg):
                 work.wait()
 
     def _told(self, number: int) -> int:
@@ -161,7 +161,7 @@ class Peer:
         with torch._C.DisableTorchFunction():
             mine = torch.tensor([number], dtype=torch.int64, device=HOST)
             theirs = torch.empty_like(mine)
-            for work in world.both_ways([(mine, to)], [(theirs, source)], self.hosts):
+            for work in world.batch_isend_irecv([(mine, to)], [(theirs, source)], self.hosts):
                 work.wait()
             return int(theirs)
 
@@ -285,16 +285,14 @@ class Offloaded:
     def check_whole(self, whole: WholeStep | None) -> None:
         """Refuse a step on whole tensors where it would have to be undone (S855)."""
         if whole is not None and self.rewritten:
-            raise Refusal(
-                Diagnostic(
-                    "S855",
-                    "an optimizer step on full tensors cannot be undone on a full disk",
-                    notes=("this optimizer needs full tensors, and they are sharded",),
-                    helps=(
-                        "keep everything in memory: `to=cpu`",
-                        "or use an elementwise optimizer (SGD, Adam, AdamW, ...)",
-                    ),
-                )
+            raise Refusal.of(
+                "S855",
+                "an optimizer step on full tensors cannot be undone on a full disk",
+                notes=("this optimizer needs full tensors, and they are sharded",),
+                helps=(
+                    "keep everything in memory: `to=cpu`",
+                    "or use an elementwise optimizer (SGD, Adam, AdamW, ...)",
+                ),
             )
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
-from schedlang.runtime.checkpointing.moments import laid, like_parameter
+from schedlang.runtime.checkpointing.moments import is_laid_like_parameter, laid
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.device import on_accelerator
@@ -90,16 +90,13 @@ def check_closure(made: torch.optim.Optimizer) -> None:
     """Raises Refusal S622 for an optimizer that would compute the loss again in it."""
     given = inspect.signature(made.step).parameters.get("closure")
     if given is not None and given.default is inspect.Parameter.empty:
-        raise Refusal(
-            Diagnostic(
-                "S622",
-                f"`{type(made).__name__}` computes the loss again within its step",
-                notes=(
-                    "its `step(closure)` runs forward and backward again, which a program cannot"
-                    " do",
-                ),
-                helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
-            )
+        raise Refusal.of(
+            "S622",
+            f"`{type(made).__name__}` computes the loss again within its step",
+            notes=(
+                "its `step(closure)` runs forward and backward again, which a program cannot do",
+            ),
+            helps=("use an optimizer that needs no closure (SGD, AdamW, Muon)",),
         )
 
 
@@ -162,7 +159,7 @@ def _part(value: Any) -> Any:
 
 def _as(parameter: Any, value: Any, old: Any) -> Any:
     """The local part of some state, as a DTensor like the parameter; the old one if it is of it."""
-    if not like_parameter(value, parameter):
+    if not is_laid_like_parameter(value, parameter):
         return value
     if _is_sliced(old) and local(old) is value:
         return old
@@ -256,7 +253,7 @@ class WholeStep:
             if (grad := local_gradient(p)) is not None:
                 own[name, _GRAD] = grad
             for key, value in states.get(p, {}).items():
-                if like_parameter(value, p):
+                if is_laid_like_parameter(value, p):
                     own[name, key] = local(value)
         found = self._whole(names, own)
         if optimizer is None:
@@ -289,7 +286,7 @@ class WholeStep:
             local(mine).copy_(part(whole.detach()))
             state = optimizer.state.pop(whole, {})
             optimizer.state[mine] = {
-                key: laid(part(value), mine) if like_parameter(value, whole) else value
+                key: laid(part(value), mine) if is_laid_like_parameter(value, whole) else value
                 for key, value in state.items()
             }
 
@@ -297,7 +294,7 @@ class WholeStep:
         self, names: Sequence[str], own: Mapping[tuple[str, str], Tensor]
     ) -> dict[tuple[str, str], Tensor]:
         """Put them together on the ranks that hold a part."""
-        keys = {key for some in world.distinct(sorted({k for _, k in own})) for key in some}
+        keys = {key for some in world.distinct_objects(sorted({k for _, k in own})) for key in some}
         some = {(name, key): self.holdings[name] for key in sorted(keys) for name in names}
         return assembled(some, own, self.ranks, lambda spread: spread.held)
 

@@ -100,7 +100,7 @@ class Mail:
         word = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for low, high in sorted(ends):
             for source, target in ((low, high), (high, low)):
-                world.meet(word, source, target, self._lane(source, target))
+                world.send_recv(word, source, target, self._lane(source, target))
 
     @_plainly
     def send(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.inside import modules_in
@@ -76,11 +76,9 @@ def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | 
             with torch.no_grad():
                 buffer.copy_(copy)
         elif now.get(name) is not buffer or buffer._version != version:
-            raise Refusal(
-                Diagnostic(
-                    "S813",
-                    f"a forward changes the buffer `{name}`, and would change it twice",
-                    notes=("this order recomputes forwards before their backward",),
-                    helps=('use an order without recomputation, such as "1F1B"',),
-                )
+            raise Refusal.of(
+                "S813",
+                f"a forward changes the buffer `{name}`, and would change it twice",
+                notes=("this order recomputes forwards before their backward",),
+                helps=('use an order without recomputation, such as "1F1B"',),
             )

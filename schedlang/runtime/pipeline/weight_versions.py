@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
 from schedlang.pipeline.timeline.versions import BACKWARD, updates
 from schedlang.runtime.storage.offloaded_gradients import drop_gradients
@@ -118,14 +118,12 @@ def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int
 
 
 def _moved() -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S625",
-            "the optimizer replaces the tensors of the weights",
-            notes=("later backwards would not use its update",),
-            helps=(
-                "use an optimizer that updates in place (torch's own do)",
-                'or a synchronous order: `pipeline(order="1F1B")`',
-            ),
-        )
+    return Refusal.of(
+        "S625",
+        "the optimizer replaces the tensors of the weights",
+        notes=("later backwards would not use its update",),
+        helps=(
+            "use an optimizer that updates in place (torch's own do)",
+            'or a synchronous order: `pipeline(order="1F1B")`',
+        ),
     )

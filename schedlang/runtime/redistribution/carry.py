@@ -224,7 +224,7 @@ class _Meeting:
             sent.append((self.out, to))
         if self.take is not None and self.into.numel():
             wanted.append((self.into, at))
-        self.works = world.both_ways(sent, wanted, group)
+        self.works = world.batch_isend_irecv(sent, wanted, group)
 
     def end(self, target: Local) -> None:
         """Wait for both, and put what has come where it belongs."""

@@ -155,6 +155,20 @@ class Visit:
         """The number of this slice among the slices."""
         return self.span.index
 
+    @property
+    def total(self) -> int:
+        """The number of tokens of the sequence."""
+        return self.span.total
+
+    @property
+    def more(self) -> bool:
+        """Whether another slice follows, whose first label this one has, too."""
+        return self.span.stop != self.span.total
+
+    def runs(self) -> dict[str, range]:
+        """The positions of the tokens here, and of the keys that they see."""
+        return {"rows": range(self.span.start, self.span.stop), "keys": range(self.span.stop)}
+
     def join(self, key: Hashable, new: Tensor, dim: int = -2) -> Tensor:
         """See Carried.join."""
         if self.carried is None:

@@ -161,10 +161,8 @@ def guess(trial: Trial, count: int) -> Slicing:
     cache = cache_argument(trial.model)
     given = cache and style == "padded" and trial.loss is None
     shift = "given" if given else "none" if style == "none" else "head"
-    source = trial.rule.source if trial.rule else ""
-    carrier = "cache" if cache else "calls"
-    masks = masks_of(trial.batch)
-    return Slicing(count, carrier, source, shift, along=trial.along, keys=masks)
+    carrier, masks = "cache" if cache else "calls", masks_of(trial.batch)
+    return Slicing(count, carrier, masks, shift=shift, **labelled(trial))
 
 
 # -- ways ----------------------------------------------------------------------------------------
@@ -173,10 +171,8 @@ def guess(trial: Trial, count: int) -> Slicing:
 def candidates(trial: Trial) -> Iterator[Slicing]:
     """Ways that a model of this kind may be run in, the likeliest first."""
     style, count = shift_of(trial), len(trial.lengths)
-    source = trial.rule.source if trial.rule else ""
-    ignore = trial.rule.ignore_index if trial.rule else -100
     masks = masks_of(trial.batch)
-    base = Slicing(count, "calls", source, "none", ignore, along=trial.along, keys=masks)
+    base = Slicing(count, "calls", masks, **labelled(trial))
     head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
     if cache_argument(trial.model):
         if style == "padded" and trial.loss is None:
@@ -187,6 +183,13 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
     yield head
     if masks:
         yield replace(head, keys=frozenset())
+
+
+def labelled(trial: Trial) -> dict[str, Any]:
+    """The fields of `SequenceParts` that follow from the batch and the loss of a trial alone."""
+    rule = trial.rule
+    known = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
+    return {"along": trial.along, **known}
 
 
 def shift_of(trial: Trial) -> str:

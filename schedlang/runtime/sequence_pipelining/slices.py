@@ -12,11 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
-from schedlang.runtime.batch import Absent, Batch, dotted, forward, rows_of, shares, stack
+from schedlang.runtime.batch import (
+    Absent,
+    Batch,
+    dotted,
+    forward,
+    is_output,
+    rows_of,
+    shares,
+    stack,
+)
 from schedlang.runtime.device import numbers
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
@@ -36,35 +46,93 @@ from schedlang.runtime.weights import Number, added, counted, filled, known, pos
 Weight = Callable[[Batch], float]
 
 
-@dataclass(frozen=True)
-class Slicing:
-    """The way in which an unmodified model runs on slices of its sequences, found by a probe.
+@dataclass(frozen=True, kw_only=True)
+class SequenceParts:
+    """The way in which an unmodified model runs on parts of its sequences, found by a probe.
 
-    carrier  `cache`: by the cache of transformers; `calls`: at its calls of torch's attention
     labels   the input that holds them; "" where there is none
-    shift    how the label of a slice's last token, which is the next slice's first, gets there:
-             `none`, the model does not shift; `given`, as `shift_labels`; `head`, the slice gets
-             that label too, and the output of the module `head` one more row, which then has none
+    shift    how a part's last token gets its label, which the next part may have: `none`, the model
+             does not shift; `given`, as `shift_labels`; `head`, the part gets that label too, and
+             the output of the module `head` one more row, which then has none
     along    inputs (by path) that run along the sequence; None: those whose sizes say so
-    keys     those of them, of two dims, that are about keys: a slice sees them up to its end
     places   lines of the model that count positions by the length of what they are given
     draws    (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
+    """
+
+    labels: str = ""
+    shift: str = "none"
+    ignore: int = -100
+    head: str = ""
+    along: frozenset[str] | None = None
+    places: frozenset[Place] = frozenset()
+    draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+
+    def is_along(self, name: str, value: Any, total: int, rows: int) -> bool:
+        """Return whether an input runs along the sequence."""
+        return runs_along(value, total, rows) if self.along is None else name in self.along
+
+    def lengthen_head(self, model: nn.Module) -> list[RemovableHandle]:
+        """Let the module `head` give one more row where labels come moved: handles of hooks."""
+        if self.shift != "head" or not self.head:
+            return []
+        return [model.get_submodule(self.head).register_forward_hook(_one_more)]
+
+    def windows(self, inner: Windows | None) -> Windows:
+        """The part of a logical mask that a part draws, on top of what shards of it draw."""
+
+        def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+            held = inner(site, call, shape) if inner else None
+            here = scope.visit()
+            if here is None:
+                return held
+            dims, total = self.draws.get((site, call)), here.total
+            if dims is None or len(dims) != len(shape):
+                raise self.unknown_draw(site)
+            if all(size == total for size, what in zip(shape, dims) if what):
+                return held  # an attention asks for the whole, and takes its part by itself
+            runs = here.runs()
+            return within(held, shape, total, [runs.get(what) for what in dims])
+
+        return window
+
+    def unknown_draw(self, site: str) -> Refusal:
+        """The refusal of a draw whose dims are not known."""
+        raise NotImplementedError
+
+
+def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
+    """A row without label behind those of a part that has the first label of the next."""
+    here = scope.visit()
+    if here is None or not here.more:
+        return output
+    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
+
+
+@dataclass(frozen=True)
+class Slicing(SequenceParts):
+    """The way in which a model runs on slices of its sequences, one after the other.
+
+    carrier  `cache`: by the cache of transformers; `calls`: at its calls of torch's attention
+    keys     inputs along the sequence, of two dims, that are about keys: a slice sees them up to
+             its end
     left     whether sequences may be padded on the left
     grain    lengths are multiples of it, where ranks split sequences between them
     """
 
     count: int
     carrier: str
-    labels: str = ""
-    shift: str = "none"
-    ignore: int = -100
-    head: str = ""
-    along: frozenset[str] | None = None
     keys: frozenset[str] = frozenset()
-    places: frozenset[Place] = frozenset()
-    draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     left: bool = True
     grain: int = 1
+
+    def unknown_draw(self, site: str) -> Refusal:
+        """The refusal S655 of a draw whose dims are not known."""
+        return Refusal.of(
+            "S655",
+            f"`{site}` draws random numbers that it did not draw at build",
+            notes=("a slice must find its part of the numbers drawn for the full sequence",),
+            helps=("leave `slices` out of the row",),
+        )
 
     def pieces(self, batch: Batch, lengths: tuple[int, ...] | None = None) -> list[Piece]:
         """The slices of a microbatch, equal in length but for one token where none are given.
@@ -80,11 +148,7 @@ class Slicing:
 
         def part(path: Any, value: Any) -> Any:
             name = dotted(path)
-            if not (
-                name in self.along
-                if self.along is not None
-                else runs_along(value, span.total, rows)
-            ):
+            if not self.is_along(name, value, span.total, rows):
                 return value
             if value.shape[-1 if value.dim() == 4 else 1] != span.total:
                 raise _other_length(name, value, span.total)
@@ -234,15 +298,12 @@ class Slices:
         self.slicing, self.weight, self.lengths = slicing, weight, lengths
         self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
         self.cache = cache_argument(model) if slicing.carrier == "cache" else None
-        self.handle = None
-        if slicing.shift == "head" and slicing.head:
-            head = model.get_submodule(slicing.head)
-            self.handle = head.register_forward_hook(_one_more)
+        self.handles = slicing.lengthen_head(model)
 
     def close(self) -> None:
         """Leave the model as it was."""
-        if self.handle is not None:
-            self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
 
     def of(self, batch: Batch) -> list[Weighed]:
         """The slices of a microbatch."""
@@ -279,14 +340,6 @@ class Slices:
                 yield piece.inputs | {self.cache: cache(piece.span), "use_cache": True}
             else:
                 yield piece.inputs
-
-
-def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
-    """A row without label behind a slice that has the first label of the next."""
-    visit = scope.visit()
-    if visit is None or visit.span.stop == visit.span.total:
-        return output
-    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
 
 
 def _check_left(batch: Batch) -> None:
@@ -343,13 +396,10 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
         for values in zip(*(leaves for leaves, _ in flat))
     ]
     whole = [
-        value if _plain(value) else Absent("slices of it cannot be concatenated") for value in made
+        value if is_output(value) else Absent("slices of it cannot be concatenated")
+        for value in made
     ]
     return pytree.tree_unflatten(whole, flat[0][1])
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
 
 
 def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
@@ -359,33 +409,6 @@ def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 def _along(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
     return torch.cat([value[:, :n] for value, n in zip(values, lengths)], 1)
-
-
-def windows(slicing: Slicing, inner: Windows | None) -> Windows:
-    """The part of a logical mask that a slice draws, on top of what shards of it draw."""
-
-    def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        held = inner(site, call, shape) if inner else None
-        visit = scope.visit()
-        if visit is None:
-            return held
-        dims = slicing.draws.get((site, call))
-        if dims is None or len(dims) != len(shape):
-            raise _unknown_draw(site)
-        span = visit.span
-        runs = {"rows": range(span.start, span.stop), "keys": range(span.stop)}
-        return within(held, shape, span.total, [runs.get(what) for what in dims])
-
-    return window
-
-
-def _unknown_draw(site: str) -> Refusal:
-    return Refusal.of(
-        "S655",
-        f"`{site}` draws random numbers that it did not draw at build",
-        notes=("a slice must find its part of the numbers drawn for the full sequence",),
-        helps=("leave `slices` out of the row",),
-    )
 
 
 # -- one process ---------------------------------------------------------------------------------

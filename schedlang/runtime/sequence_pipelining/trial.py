@@ -32,7 +32,6 @@ from schedlang.runtime.sequence_pipelining.slices import (
     masks_of,
     run,
     sections,
-    windows,
 )
 from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
@@ -300,7 +299,7 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
     model.zero_grad(set_to_none=True)
     slices = Slices(model, slicing, trial.weight, lengths=lambda total, count: trial.lengths)
     try:
-        with running(trial, draws, windows(slicing, None) if slicing.draws else None):
+        with running(trial, draws, slicing.windows(None) if slicing.draws else None):
             value, _ = run(slices, model, trial.batch, trial.loss)
     finally:
         slices.close()

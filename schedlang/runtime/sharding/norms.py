@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import S
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, own_part, summed
@@ -381,13 +381,11 @@ def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     groups = [edge.group for edge in edges if positions(edge) is not None]
     ranks = math.prod(edge.group.size for edge in edges if edge.wants == S(CHANNELS))
     if module.num_groups % ranks:
-        raise Refusal(
-            Diagnostic(
-                "S402",
-                f"cannot split {module.num_groups} groups evenly {ranks} ways",
-                notes=(f"`{edges[0].group.label}` is a group norm",),
-                facts=(("site", edges[0].group.label),),
-            )
+        raise Refusal.of(
+            "S402",
+            f"cannot split {module.num_groups} groups evenly {ranks} ways",
+            notes=(f"`{edges[0].group.label}` is a group norm",),
+            facts=(("site", edges[0].group.label),),
         )
 
     def compute(x: Tensor) -> Tensor:

@@ -30,12 +30,12 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.
 class LockHeld(Exception):
     """Another job writes into the folder: its process and host, as far as it has said."""
 
-    def __init__(self, told: str) -> None:
-        pid, _, host = told.strip().partition(" ")
+    def __init__(self, holder: str) -> None:
+        pid, _, host = holder.strip().partition(" ")
         self.pid, self.host = (pid, host) if pid.isdigit() and host else ("", "")
-        super().__init__(told)
+        super().__init__(holder)
 
-    def told(self, folder: Path) -> Diagnostic:
+    def diagnostic(self, folder: Path) -> Diagnostic:
         """The message that another job is at work in, or on, this folder."""
         who = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
         return Diagnostic(
@@ -114,9 +114,9 @@ def _claimed(path: Path) -> Iterator[None]:
         try:
             os.link(own, path)
         except FileExistsError:
-            told = path.read_text(errors="replace") if path.is_file() else ""
-            if not _gone(LockHeld(told)):
-                raise LockHeld(told) from None
+            holder = path.read_text(errors="replace") if path.is_file() else ""
+            if not _gone(LockHeld(holder)):
+                raise LockHeld(holder) from None
             os.replace(own, path)
             if path.read_bytes() != _me():  # another has taken it over at the same time
                 raise LockHeld(path.read_text(errors="replace")) from None
@@ -194,7 +194,7 @@ SAVING, REPLACED = ".saving", ".replaced"  # endings of what lies beside the fol
 
 def together(
     step: Callable[[], T],
-    told: Callable[[BaseException], Diagnostic],
+    diagnose: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...] = (OSError,),
 ) -> T:
     """The step's result; if it fails on any rank, the same Refusal on all of them."""
@@ -204,9 +204,9 @@ def together(
     except Refusal as error:
         refusal = error
     except failures as error:
-        refusal = Refusal(told(error))
-    if world.anywhere(refusal is not None):
-        raise next(found for found in world.distinct(refusal) if found is not None)
+        refusal = Refusal(diagnose(error))
+    if world.any_rank(refusal is not None):
+        raise next(found for found in world.distinct_objects(refusal) if found is not None)
     return value  # type: ignore[return-value]
 
 
@@ -215,7 +215,7 @@ def fill_folder(
     begin: Callable[[], Path],
     fill: Callable[[Path], None],
     publish: Callable[[Path], None],
-    told: Callable[[BaseException], Diagnostic],
+    diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
     """Let all ranks fill a new folder; rank 0 makes it, and gives it its name when it is whole.
 
@@ -224,13 +224,13 @@ def fill_folder(
     beside: Path | None = None
 
     def on_first(step: Callable[[], T]) -> T | None:
-        return together(step if rank == 0 else lambda: None, told)
+        return together(step if rank == 0 else lambda: None, diagnose)
 
     try:
-        beside = world.told_by(0, on_first(begin))
+        beside = world.broadcast_object(0, on_first(begin))
         assert beside is not None
         there: Path = beside
-        together(lambda: _see(there), told)
+        together(lambda: _see(there), diagnose)
         fill(there)
         on_first(lambda: publish(there))
     except BaseException:
@@ -245,7 +245,7 @@ def replace_folder(
     fill: Callable[[Path], None],
     *,
     marks: Sequence[str],
-    told: Callable[[BaseException], Diagnostic],
+    diagnose: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...],
 ) -> None:
     """Let all ranks fill a new folder, then put it in the target's place.
@@ -258,9 +258,9 @@ def replace_folder(
         fill_folder(
             rank,
             lambda: _begin(target, marks, held),
-            lambda beside: together(lambda: fill(beside), told, failures),
+            lambda beside: together(lambda: fill(beside), diagnose, failures),
             lambda beside: _publish(target, beside),
-            told,
+            diagnose,
         )
 
 
@@ -281,19 +281,17 @@ def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
     try:
         held.enter_context(locked(target.with_name(f".{target.name}.lock"), stays=False))
     except LockHeld as other:
-        raise Refusal(other.told(target)) from None
+        raise Refusal(other.diagnostic(target)) from None
     if not os.path.lexists(target):  # one that took three moves has died after the first
         former = [path for path in leftovers(target, REPLACED) if path.is_dir()]
         if former:
             max(former, key=lambda path: path.stat().st_mtime_ns).rename(target)
     if target.exists() and not _replaceable(target, marks):
-        raise Refusal(
-            Diagnostic(
-                "S632",
-                f"`{target}` exists, and is not a checkpoint",
-                notes=("only a checkpoint or an empty folder may be replaced",),
-                helps=("give the path of another folder",),
-            )
+        raise Refusal.of(
+            "S632",
+            f"`{target}` exists, and is not a checkpoint",
+            notes=("only a checkpoint or an empty folder may be replaced",),
+            helps=("give the path of another folder",),
         )
     _sweep(target)
     beside = beside_of(target, SAVING)
@@ -314,13 +312,11 @@ def _replaceable(target: Path, marks: Sequence[str]) -> bool:
 
 def _see(beside: Path) -> None:
     if not beside.is_dir():
-        raise Refusal(
-            Diagnostic(
-                "S631",
-                f"not all ranks see `{beside.parent}`",
-                notes=("each rank writes its shards into this folder",),
-                helps=("give a path on a file system that all nodes share",),
-            )
+        raise Refusal.of(
+            "S631",
+            f"not all ranks see `{beside.parent}`",
+            notes=("each rank writes its shards into this folder",),
+            helps=("give a path on a file system that all nodes share",),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Facts, Refusal
+from schedlang.diagnostics.diagnostic import Facts, Refusal
 
 # (unit, leaf of its output), or (unit, -1 - k) for the k-th leaf that hooks inside of it are told
 Token = tuple[int, int]
@@ -19,7 +19,7 @@ def refusal(
     """A model that cannot be cut as asked: why, where, and what would help."""
     title = f"`{place}` {reason}" if place else reason
     notes = (note,) if note else ()
-    return Refusal(Diagnostic(code, title, notes=notes, helps=helps, facts=facts))
+    return Refusal.of(code, title, notes=notes, helps=helps, facts=facts)
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ class Constants:
             shadow = torch.tensor(True)  # by which distributions check values that are not here
         if shadow is not None:
             for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
-                if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
+                if isinstance(bare, torch.Tensor) and storage(bare) not in self.values:
                     self._keep(bare, value)
         elif func._schema.is_mutable:
             self._forget(made)
@@ -329,7 +329,7 @@ class Constants:
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
             return None
-        if any(type(a) in PLAIN and a.is_meta and _storage(a) not in self.values for a in args):
+        if any(type(a) in PLAIN and a.is_meta and storage(a) not in self.values for a in args):
             return None  # most operators of a model: found out without a look into what they take
         leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -355,7 +355,7 @@ class Constants:
 
     def real(self, bare: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor on the meta device, where they are known."""
-        flat = self.values.get(_storage(bare))
+        flat = self.values.get(storage(bare))
         if flat is None:
             return None
         if flat.dtype != bare.dtype:
@@ -368,7 +368,7 @@ class Constants:
             return
         flat = torch.zeros(size, dtype=value.dtype, device="cpu")
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
-        key, me = _storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
+        key, me = storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
 
         def gone(_: Any) -> None:  # another storage may come to lie at its place
             if (known := me()) is not None:
@@ -380,7 +380,7 @@ class Constants:
 
     def _forget(self, written: Iterable[torch.Tensor]) -> None:
         for bare in written:
-            self.values.pop(_storage(bare), None)
+            self.values.pop(storage(bare), None)
 
 
 @contextmanager
@@ -480,7 +480,8 @@ def draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """Return what names a tensor's memory as long as it is in use, also one without values."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
+from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Segment, joined
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.checkpointing.holding import Holding, cells, window
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
-from schedlang.runtime.checkpointing.moments import Moments, moment_parts, named
+from schedlang.runtime.checkpointing.moments import Moments, moment_parts, trained_parameters
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.route import Lying
@@ -47,7 +47,7 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class ToldProgram:
+class ProgramLayout:
     """A program: its mesh, where every parameter lies; the same on each of its ranks.
 
     buffers   where the values that count lie; each rank has one
@@ -86,11 +86,11 @@ class ProgramEnd:
         self.program = program
         self.anchor: object = program
 
-    def told(self) -> ToldProgram:
-        """Return what all ranks are told of the program."""
+    def layout(self) -> ProgramLayout:
+        """Return where all tensors of the program lie, to tell it to all ranks."""
         a = self.program.assembly
         buffers = a.saved_buffers.items()
-        return ToldProgram(
+        return ProgramLayout(
             a.ranks.mesh.axes,
             a.ranks.mesh.views,
             tuple(a.ranks.world.members),
@@ -108,12 +108,12 @@ class ProgramEnd:
         """This rank's parts of the optimizer's state, by `moment`."""
         return {moment(*key): part for key, part in moment_parts(self.program).items()}
 
-    def blank(self, told: Moments) -> dict[tuple[str, str], Tensor]:
+    def blank(self, optim: Moments) -> dict[tuple[str, str], Tensor]:
         """Room for parts of an optimizer's state, laid as the parameters are."""
         return {
             (name, key): torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
-            for name, parameter in named(self.program).items()
-            for key, dtype in told.parts.get(name, {}).items()
+            for name, parameter in trained_parameters(self.program).items()
+            for key, dtype in optim.parts.get(name, {}).items()
         }
 
     def taken(self) -> None:
@@ -131,27 +131,25 @@ def moment(name: str, key: str) -> str:
 
 
 @dataclass(frozen=True)
-class ToldState:
+class StateLayout:
     """Named tensors, or this rank's parts of them: of each its whole shape, its dtype, its part."""
 
     parts: tuple[tuple[str, tuple[int, ...], str, Part], ...]
     also: tuple[tuple[str, str], ...] = ()
 
 
-def state_tensors(told: Sequence[tuple[ToldState, Ranks]], world: int) -> Tensors:
-    """The tensors of which ranks have told their parts.  Raises Refusal where they differ."""
+def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> Tensors:
+    """The tensors of which ranks hold these parts.  Raises Refusal where they differ."""
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     places: dict[str, dict[Part, list[int]]] = {}
-    for state, ranks in told:
+    for state, ranks in layouts:
         for name, shape, dtype, part in state.parts:
             if known.setdefault(name, (shape, dtype)) != (shape, dtype):
-                raise Refusal(
-                    Diagnostic(
-                        "S635",
-                        f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
-                        f" one of them, and {dtype}{[*shape]} on another",
-                        helps=("pass the same state on every rank, or its parts as DTensors",),
-                    )
+                raise Refusal.of(
+                    "S635",
+                    f"ranks differ in `{name}`: it is {known[name][1]}{[*known[name][0]]} on"
+                    f" one of them, and {dtype}{[*shape]} on another",
+                    helps=("pass the same state on every rank, or its parts as DTensors",),
                 )
             places.setdefault(name, {}).setdefault(part, []).extend(ranks)
     shared: dict[Any, Spread] = {}
@@ -165,7 +163,7 @@ def state_tensors(told: Sequence[tuple[ToldState, Ranks]], world: int) -> Tensor
             parts = Parts.of(tuple(places[name]), len(shape))
             shared[key] = Spread(shape, parts, of)
         lying[name] = Lying(shared[key], size_of(dtype))
-    also = {other: name for state, _ in told for other, name in state.also if other not in lying}
+    also = {other: name for state, _ in layouts for other, name in state.also if other not in lying}
     return Tensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
 
 
@@ -189,13 +187,13 @@ class StateEnd:
             else:
                 self.also[name] = known
 
-    def told(self) -> ToldState:
+    def layout(self) -> StateLayout:
         """Return what this rank has, to tell it to all ranks."""
         parts = tuple(
             (name, tuple(value.shape), DTYPE_NAMES[value.dtype], part_of(name, value))
             for name, value in self.state.items()
         )
-        return ToldState(parts, tuple(self.also.items()))
+        return StateLayout(parts, tuple(self.also.items()))
 
     def local(self) -> dict[str, Tensor]:
         """This rank's parts, written in place."""
@@ -254,11 +252,8 @@ def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
 
 def not_taken(title: str, *helps: str) -> Refusal:
     """Refuse what cannot be an end of a transfer (S642)."""
-    return Refusal(
-        Diagnostic(
-            "S642",
-            title,
-            helps=helps
-            or ("a transfer goes between programs, modules, and state dicts of tensors",),
-        )
+    return Refusal.of(
+        "S642",
+        title,
+        helps=helps or ("a transfer goes between programs, modules, and state dicts of tensors",),
     )

@@ -38,7 +38,7 @@ from schedlang.runtime.transfer.ends import Tensors, size_of
 BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
 Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # of each tensor its whole shape and dtype
 Wanted = tuple[str, Tensor, Part]  # a tensor of the folder, this rank's part, where that lies in it
-Told = Callable[[BaseException], Diagnostic]
+Diagnose = Callable[[BaseException], Diagnostic]
 
 
 class Checkpoint:
@@ -65,10 +65,12 @@ class Checkpoint:
             if key.startswith(self.head) and key.partition(".")[0] not in BESIDE
         }
 
-    def read(self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], told: Told) -> None:
+    def read(
+        self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], diagnose: Diagnose
+    ) -> None:
         """Read this rank's parts, when those of all ranks have been looked at."""
-        if len(comm.distinct(self.index.mark)) > 1:
-            raise Refusal(told(Unreadable("the ranks have read different checkpoints")))
+        if len(comm.distinct_objects(self.index.mark)) > 1:
+            raise Refusal(diagnose(Unreadable("the ranks have read different checkpoints")))
 
         def room(local: Tensor) -> Tensor:
             return local if self.fresh else zeros(local.shape, local.dtype)
@@ -78,7 +80,7 @@ class Checkpoint:
             for name, local, part in wanted
         ]
         keyed = {self.head + name: spread for name, spread in lies.items()}
-        read_together(self.folder, self.index, boxed, keyed, told)
+        read_together(self.folder, self.index, boxed, keyed, diagnose)
         for one, (_, local, part) in zip(boxed, wanted):
             if one.local is not local:
                 copied(one.local, part, local, part)
@@ -110,9 +112,11 @@ class Safetensors:
                 if other not in self.kinds:
                     self.also.setdefault(other, name)
 
-    def read(self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], told: Told) -> None:
+    def read(
+        self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], diagnose: Diagnose
+    ) -> None:
         """Read this rank's parts, some rows at a time."""
-        together(lambda: self._read(wanted), told, (Exception,))
+        together(lambda: self._read(wanted), diagnose, (Exception,))
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
         for name, local, part in wanted:
@@ -152,7 +156,7 @@ def fill(
     target: Tensors,
     local: Mapping[str, Tensor],
     rank: int,
-    told: Told,
+    diagnose: Diagnose,
 ) -> int:
     """Read all that a rank is to hold; the bytes of it.  All ranks together."""
     size, rest = 0, dict(names)
@@ -169,5 +173,5 @@ def fill(
                 wanted.append((at, local[name], lies[at].parts[number]))
                 size += int(lies[at].sizes[number]) * target.lying[name].itemsize
         with plain_torch(), torch.no_grad():
-            folder.read(wanted, lies, told)
+            folder.read(wanted, lies, diagnose)
     return size

@@ -25,7 +25,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.runtime import device as devices
 from schedlang.runtime.checkpointing.archive import check_moments
 from schedlang.runtime.checkpointing.boxes import no_memory, reason, starved
-from schedlang.runtime.checkpointing.moments import Moments, described, put_back
+from schedlang.runtime.checkpointing.moments import Moments, describe_moments, load_moments
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
@@ -35,10 +35,10 @@ from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 from schedlang.runtime.transfer.ends import (
     ProgramEnd,
+    ProgramLayout,
     StateEnd,
+    StateLayout,
     Tensors,
-    ToldProgram,
-    ToldState,
     moment,
     not_taken,
     size_of,
@@ -107,7 +107,7 @@ def transfer(
     be an end) on all ranks, before anything is changed.
     """
     with comm.within(()):  # whatever part of the job the ends are on
-        if any(comm.distinct(isinstance(a, str | os.PathLike))):
+        if any(comm.distinct_objects(isinstance(a, str | os.PathLike))):
             return _read(a, b, optimizer, bucket_bytes)
         ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)
         with ends.at_home():
@@ -116,7 +116,7 @@ def transfer(
 
 @dataclass
 class _Ends:
-    """Both ends on this rank, and what all ranks have told of theirs."""
+    """Both ends on this rank, and where all tensors of both lie."""
 
     a: End | None
     b: End | None
@@ -130,22 +130,22 @@ class _Ends:
 
     @staticmethod
     def met(a: object, b: object, optimizer: bool, changed_only: bool, bucket_bytes: int) -> _Ends:
-        """Tell the other ranks what is here, and look at what they have told."""
+        """Tell the other ranks what is here, and look at theirs."""
         ends: list[End | None] = [None, None]
         wrong: Diagnostic | None = None
-        told: list[Any] = [None, None]
+        layouts: list[Any] = [None, None]
         try:
             if type(bucket_bytes) is not int or bucket_bytes < 1:
                 title = f"`bucket_bytes` must be a positive whole number, not {bucket_bytes!r}"
                 raise not_taken(title, "leave it out: buckets of 64 MiB")
             ends = [_end(one, optimizer) for one in (a, b)]
-            told = [one.told() if one is not None else None for one in ends]
+            layouts = [one.layout() if one is not None else None for one in ends]
         except Refusal as refusal:
             wrong = refusal.diagnostic
         lies = sorted({t.device.type for e in ends if e is not None for t in e.local().values()})
         marks = [_KNOWN.get(e.anchor, ("", {}))[0] if e is not None else None for e in ends]
         asked = optimizer, changed_only, bucket_bytes
-        everyone = comm.kinds((wrong, told, lies, marks, asked))
+        everyone = comm.ranks_by_object((wrong, layouts, lies, marks, asked))
         for (odd, *_), _ in everyone:
             if odd is not None:
                 raise Refusal(odd)
@@ -185,7 +185,7 @@ class _Ends:
         names = _matched(self.source, self.target)
         _check_ties(self.source, self.target)
         _check_alike(self.a, self.source, self.target)
-        told, laid = self._moments(names)
+        optim, laid = self._moments(names)
         here, there = self._local(laid)
         moved = {name: self.source.lying[at] for name, at in names.items()}
         digests = self._digests(here, there, names) if self.changed_only else ({}, {})
@@ -204,10 +204,10 @@ class _Ends:
             )
         except Unmet as odd:
             raise _unmet(odd) from None
-        self._finish(told, laid)
+        self._finish(optim, laid)
         if self.changed_only:
             self._remember(digests, there, moved)
-        return _told(found, done, bucket_size(self.bucket), len(names) - len(moved))
+        return _transferred(found, done, bucket_size(self.bucket), len(names) - len(moved))
 
     def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
         """Return what `a`'s optimizer knows, and room for it in `b`; add its names to `names`."""
@@ -215,16 +215,16 @@ class _Ends:
             return Moments(), {}
         giving = self.a.program if isinstance(self.a, ProgramEnd) else None
         taking = self.b.program if isinstance(self.b, ProgramEnd) else None
-        told = described(giving)
-        if not check_moments(taking, told):
+        optim = describe_moments(giving)
+        if not check_moments(taking, optim):
             return Moments(), {}
-        for name, parts in told.parts.items():
+        for name, parts in optim.parts.items():
             for key, dtype in parts.items():
                 for side, at in ((self.source, names[name]), (self.target, name)):
                     lies = Lying(side.lying[at].spread, size_of(dtype))
                     side.lying[moment(name, key)] = lies
                 names[moment(name, key)] = moment(name, key)
-        return told, self.b.blank(told) if isinstance(self.b, ProgramEnd) else {}
+        return optim, self.b.blank(optim) if isinstance(self.b, ProgramEnd) else {}
 
     def _local(
         self, laid: Mapping[tuple[str, str], Tensor]
@@ -237,7 +237,7 @@ class _Ends:
             there |= {moment(*key): local(value) for key, value in laid.items()}
         return here, there
 
-    def _finish(self, told: Moments, laid: Mapping[tuple[str, str], Tensor]) -> None:
+    def _finish(self, optim: Moments, laid: Mapping[tuple[str, str], Tensor]) -> None:
         """Let `b` go on from what has come."""
         if self.optimizer:
             giving = self.a.program if isinstance(self.a, ProgramEnd) else None
@@ -245,14 +245,14 @@ class _Ends:
             plain = None
             if giving is not None:
                 plain = giving.step, scale.described() if scale is not None else None
-            step, factor = next(one for one in comm.distinct(plain) if one is not None)
+            step, factor = next(one for one in comm.distinct_objects(plain) if one is not None)
             if isinstance(self.b, ProgramEnd):
                 taking = self.b.program
                 taking.step = step
                 if taking.loss_scale is not None:
                     taking.loss_scale.put_back(factor)
-                if told.kind is not None:
-                    put_back(taking, told, laid)
+                if optim.kind is not None:
+                    load_moments(taking, optim, laid)
         if self.b is not None:
             self.b.taken()
 
@@ -276,7 +276,7 @@ class _Ends:
             if end is not None:
                 known = _KNOWN[end.anchor][1]
                 mine |= {name for name in names if now.get(name) != known.get(name)}
-        return {name for some in comm.distinct(sorted(mine)) for name in some}
+        return {name for some in comm.distinct_objects(sorted(mine)) for name in some}
 
     def _remember(
         self,
@@ -285,7 +285,7 @@ class _Ends:
         moved: Mapping[str, Lying],
     ) -> None:
         """Note what both ends are now."""
-        mark = comm.told_by(0, secrets.token_hex(8))
+        mark = comm.broadcast_object(0, secrets.token_hex(8))
         sent, received = digests
         received |= {name: checksum(there[name]) for name in moved if name in there}
         for end, now in ((self.a, sent), (self.b, received)):
@@ -293,7 +293,7 @@ class _Ends:
                 _KNOWN[end.anchor] = mark, now
 
 
-# -- what ranks have told --------------------------------------------------------------------------
+# -- what ranks have passed ------------------------------------------------------------------------
 
 
 def _end(one: object, optimizer: bool) -> End | None:
@@ -317,18 +317,18 @@ def _end(one: object, optimizer: bool) -> End | None:
     )
 
 
-def _side(told: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> Tensors:
-    """The tensors of one end, from what all ranks have told of it."""
-    there = [(one, ranks) for one, ranks in told if one is not None]
+def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> Tensors:
+    """The tensors of one end, from the parts that ranks hold of it."""
+    there = [(one, ranks) for one, ranks in layouts if one is not None]
     if not there:
         raise not_taken(
             f"no rank has passed `{which}`",
             "pass it on each rank that has a part of it, and None on the others",
         )
-    if all(isinstance(one, ToldState) for one, _ in there):
+    if all(isinstance(one, StateLayout) for one, _ in there):
         return state_tensors(there, world)
     first = there[0][0]
-    if not isinstance(first, ToldProgram) or any(one != first for one, _ in there):
+    if not isinstance(first, ProgramLayout) or any(one != first for one, _ in there):
         raise not_taken(
             f"ranks have passed different things as `{which}`",
             "pass the same program on all of its ranks, or state dicts on all",
@@ -364,7 +364,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
     notes += (f"not in `b`: {quoted(unknown)}",) * bool(unknown)
     if notes:
         title, help_ = "the two ends have different tensors", "transfer between ends of one model"
-        raise Refusal(Diagnostic("S634", title, notes=notes, helps=(help_,)))
+        raise Refusal.of("S634", title, notes=notes, helps=(help_,))
     for name, at in found.items():
         ours, theirs = (
             f"{side.dtypes[one]}{[*side.lying[one].spread.shape]}"
@@ -373,7 +373,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
         if ours != theirs:
             title = f"`{name}` is {theirs} in `a`, but {ours} in `b`"
             help_ = "transfer between ends of the same model and dtype"
-            raise Refusal(Diagnostic("S635", title, helps=(help_,)))
+            raise Refusal.of("S635", title, helps=(help_,))
     return found
 
 
@@ -403,7 +403,7 @@ def _check_alike(end: End | None, source: Tensors, target: Tensors) -> None:
         for name, other, at, to in apart
         if (at in here) != (to in here) or at in here and not _equal(here[at], here[to])
     ]
-    if odd := next(filter(None, comm.distinct(odd)), []):
+    if odd := next(filter(None, comm.distinct_objects(odd)), []):
         name, other = odd[0]
         raise not_taken(
             f"`{name}` and `{other}` are one tensor in `b`, and two that differ in `a`",
@@ -445,7 +445,7 @@ def begin(program: Program, folder: str | os.PathLike[str]) -> None:
 
 def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
     """Read what lies in a folder into `b`; nothing is sent."""
-    if len({str(one) for one in comm.distinct(a)}) > 1:
+    if len({str(one) for one in comm.distinct_objects(a)}) > 1:
         raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
         together(lambda: b.load(a), lambda error: Diagnostic("S633", str(error)), ())
@@ -464,12 +464,12 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
         )
         names = _matched(tensors_of(folder, world.size), ends.target)
         local = end.local() if end is not None else {}
-        told = partial(_unread, path)
-        done.copied = fill(folder, names, ends.target, local, world.rank, told)
+        diagnose = partial(_unread, path)
+        done.copied = fill(folder, names, ends.target, local, world.rank, diagnose)
         if end is not None:
             end.taken()
     none = route((), world.size)
-    return replace(_told(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+    return replace(_transferred(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
 
 
 def _model(b: object) -> tuple[nn.Module | None, bool]:
@@ -488,7 +488,7 @@ def _unread(path: Path, error: BaseException) -> Diagnostic:
     return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
 
 
-def _told(found: Route, done: Carried, bucket: int, left: int) -> Transferred:
+def _transferred(found: Route, done: Carried, bucket: int, left: int) -> Transferred:
     return Transferred(
         int(found.bytes.sum()),
         int(found.bound.sum()),

@@ -386,7 +386,7 @@ def _collectives(setup: Setup) -> Told:
         found[name] = torch.empty_like(x)
         getattr(dist, call)(found[name], x, group=group)
     found["all_to_all_single"] = torch.empty_like(x)
-    world.begin_exchange(found["all_to_all_single"], x, [8], [8], group).wait()
+    world.all_to_all_single(found["all_to_all_single"], x, [8], [8], group).wait()
     found["broadcast"] = x.clone()
     dist.broadcast(found["broadcast"], 0, group)
     if wrong := [name for name, value in found.items() if not torch.equal(value, x)]:

@@ -12,7 +12,7 @@ _KEPT, _BRIEF = 64, 1 << 16  # values that are kept for a group, and the bytes o
 
 
 @dataclass(eq=False)
-class Told:
+class BroadcastCache:
     """Values that groups of a world have told all their ranks, by digest.
 
     Its ranks ask alike, one after the other, so that each of them knows what all of them know.
