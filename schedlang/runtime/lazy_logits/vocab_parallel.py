@@ -193,7 +193,7 @@ class _Statistics(torch.autograd.Function):
         local = target - offset
         mine = (local >= 0) & (local < x.shape[-1])
         local = local.clamp(0, x.shape[-1] - 1)
-        picked = x.gather(-1, local[..., None])[..., 0] * mine
+        picked = torch.where(mine, x.gather(-1, local[..., None])[..., 0], 0.0)
         exps = (x - largest[..., None]).exp_().sum(-1)
         parts = [exps, picked]
         if summed:  # padding has no logit to be summed
