@@ -221,12 +221,14 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     """
     from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
     from schedlang.runtime.launch.heart import watch
+    from schedlang.runtime.launch.job import RECORD
 
     given = replace(options, **more)
     join_world(given.wait)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
         watch()
-    recorded.begin()
+    if RECORD in os.environ:
+        recorded.begin()
     try:
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
@@ -235,7 +237,8 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     except Exception as error:
         tell(error)
         raise
-    recorded.known(plan, program)
+    if RECORD in os.environ:
+        recorded.known(plan, program)
     if given.weights is not None:
         _taken(program, given.weights)
     return program

@@ -121,6 +121,8 @@ def _role(step: Step, rank: int) -> Role:
     plan, staged = step.plan, step.prepared.staged
     with alone(step, rank, optimizer) as (program, tap):
         played = play(program, staged.cut, step.batch)
+    if program.optimizer is None:
+        trained.clear()  # nothing is trained here: `build` asked about its own alone
     return Role(
         rank,
         plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,

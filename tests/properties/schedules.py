@@ -89,7 +89,8 @@ def adapt(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     for place, block in enumerate(config.blocks):
         if block.kind == "mlp" and not config.frozen:
             at = _at(place)
-            claims = [f"{verb} {at}" for verb in ("replace", "kernel", "decompose", "parameters")]
+            verbs = ("replace", "kernel", "decompose", "parameters", "terms")
+            claims = [f"{verb} {at}" for verb in verbs]
             for words in (
                 'lora, rank=2, keep="head.*"',
                 "lora, rank=1, alpha=3, dropout=0.25",

@@ -63,7 +63,7 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                     f"{at}.up  shard({said}, over={axis})",
                     f"{at}.down  shard(row, over={axis})",
                 ]
-                found.append(step("shard", rows, claim, [axis]))
+                found.append(step("shard", rows, [*claim, f"terms {at}"], [axis]))
             found += _uneven(at, block, axis, n)
         found += _ends(config, axis, n)
     return found
@@ -141,13 +141,15 @@ def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list
     fit = [block.kind == "attention" and block.flag for _, block in mixing]
     if "cp" not in sizes or not mixing or own or not all(fit):
         return []
-    whole = all(block.heads % sizes["cp"] == 0 for _, block in mixing)
+    heads = sizes["cp"] * sizes.get("tp", 1)  # those of a tensor rank are divided again
+    whole = all(block.heads % heads == 0 for _, block in mixing)
     ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
     ways += ["gather, over=cp, layout=contiguous"] + ["ulysses, over=cp"] * whole
     wide = math.prod(sizes[axis] for axis in ("cp", "cq") if axis in sizes)
     both = ["double_ring", "nbody", *["usp"] * all(b.heads % wide == 0 for _, b in mixing)]
     found = [(way, ["cp"]) for way in ways]
-    found += [(f"{way}, over=(cp, cq)", ["cp", "cq"]) for way in both if "cq" in sizes]
+    if "cq" in sizes and length >= wide:  # a token for every rank
+        found += [(f"{way}, over=(cp, cq)", ["cp", "cq"]) for way in both]
     return [
         step(
             "context_parallel",

@@ -216,6 +216,13 @@ def test_a_sum_over_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("shard(" in _line(one) and "`tp`" in one.title for one in more)
 
 
+def test_a_stage_that_trains_nothing() -> None:
+    """A rank without an optimizer is not said to train what `build` showed to one."""
+    rows = f'freeze(keep="lm_head.*")\n{LLAMA}{LLAMA_ENDS}{_pipe("model.layers")}'
+    plan = planned(models.llama(2), rows, "pp=2, tp=2", "updates")
+    assert static(plan, TOKENS).problems == ()
+
+
 @pytest.mark.parametrize(("axes", "code"), [(None, "S711"), (("tp",), "S712")])
 def test_copies_of_heads(
     axes: tuple[str, ...] | None, code: str, monkeypatch: pytest.MonkeyPatch

@@ -167,7 +167,7 @@ def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
             f"Ulysses cannot divide {heads} heads between {ranks} ranks",
             notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
             helps=(
-                f"an axis of {' or '.join(map(str, legal)) or 'one'} ranks",
+                *([f"an axis of {' or '.join(map(str, legal))} ranks"] if legal else []),
                 "or a ring, which does not split heads: `context_parallel(ring, ...)`",
                 "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
             ),
