@@ -179,10 +179,12 @@ def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """log-sum-exp, the target's logit, and the sum of all logits, over the split last dim."""
+    """log-sum-exp, the target's logit, and if asked the sum of logits, over the split last dim."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, group: Group, summed: bool
+    ) -> tuple[Tensor, ...]:
         """Shift by the largest logit of all ranks, and sum over them in one collective."""
         largest = x.amax(-1)
         collectives.count("all-reduce", group, largest)
@@ -191,28 +193,30 @@ class _Statistics(torch.autograd.Function):
         local = target - offset
         mine = (local >= 0) & (local < x.shape[-1])
         local = local.clamp(0, x.shape[-1] - 1)
-        picked = x.gather(-1, local[..., None])[..., 0] * mine
+        picked = torch.where(mine, x.gather(-1, local[..., None])[..., 0], 0.0)
         exps = (x - largest[..., None]).exp_().sum(-1)
-        total = x.masked_fill(x == -torch.inf, 0.0).sum(-1)  # padding has no logit to be summed
-        sums = collectives.all_reduce(torch.stack([exps, picked, total]), group)
+        parts = [exps, picked]
+        if summed:  # padding has no logit to be summed
+            parts.append(x.masked_fill(x == -torch.inf, 0.0).sum(-1))
+        sums = collectives.all_reduce(torch.stack(parts), group)
         logsumexp = sums[0].log() + largest
         ctx.save_for_backward(x, logsumexp, local, mine)
         ctx.set_materialize_grads(False)
-        return logsumexp, sums[1].clone(), sums[2].clone()
+        return logsumexp, *(one.clone() for one in sums[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         """Softmax, one-hot and ones, each by its gradient: of this rank's words only.
 
         Nothing as large as the logits lives beside them and their gradient.
         """
         x, logsumexp, local, mine = ctx.saved_tensors
-        by_lse, by_target, by_sum = grads
+        by_lse, by_target, *by_sum = grads
         out = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
-        if by_sum is not None:  # labels are smoothed
-            out += by_sum[..., None] * (x != -torch.inf)
+        for one in by_sum:  # labels are smoothed
+            out += one[..., None] * (x != -torch.inf)
         out.scatter_add_(-1, local[..., None], (by_target * mine)[..., None])
-        return out, None, None
+        return out, None, None, None
 
 
 @as_torchs
@@ -221,11 +225,12 @@ def cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits (..., classes) split over the last dim."""
     filled = target.masked_fill(~counts, 0)
-    stats = _Statistics.apply(logits.local, filled, logits.group)  # type: ignore[no-untyped-call]
-    logsumexp, picked, total = cast(tuple[Tensor, Tensor, Tensor], stats)
+    given = (logits.local, filled, logits.group, bool(smoothing))
+    stats = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
+    logsumexp, picked, *total = cast(tuple[Tensor, ...], stats)
     loss = logsumexp - picked
     if smoothing:
-        flat = logsumexp - total / logits.classes
+        flat = logsumexp - total[0] / logits.classes
         loss = (1 - smoothing) * loss + smoothing * flat
     return reduced(loss, counts, reduction)
 
