@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.conditioning import MAGNIFIED
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
+from schedlang.passes.verify.outputs import with_outputs
 from schedlang.passes.verify.probe import check_parts
 from schedlang.passes.verify.randomness import native_draws
 from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
@@ -76,8 +77,9 @@ from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
-# in float64, in the working dtype, saved; and what kernels left to the model
-_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...]]
+# in float64, in the working dtype, saved; what kernels left to the model; the baseline's first step
+_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...], Observation]
+_BASELINE = "_schedlang_baseline"  # a mark on what ranks refuse of the plan without its exact rows
 
 
 def prove(
@@ -109,15 +111,16 @@ def prove(
     told = ran.told
     expected, drawn = original(case, told)
     check_original(case, told, expected)
+    plain = _baseline(case)
     try:
-        seen = _ranks(case, working, told, pool, progress)
+        seen, plain = _with_baseline(case, working, told, pool, plain, progress)
     except Refusal as refusal:
         progress("the row to blame")
         raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen, pool)
     rows, unsure = undecided(rows)
-    bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
+    bits, unchecked = _baseline_rows(case, plain, seen[4], _named(actual, expected))
     extra, more = _in_working_dtype(working, told, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
@@ -207,8 +210,12 @@ def _ranks(
     told: Sequence[Condition],
     pool: Pool,
     progress: Progress | None = None,
+    plain: Case | None = None,
 ) -> _Ran:
-    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded."""
+    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded.
+
+    `plain` is the case without its exact rows, of which a step is run in the end.
+    """
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
     steps += 0 if working is None else len(working.batches)
@@ -222,11 +229,13 @@ def _ranks(
     if progress is not None:
         progress(stage, 0, steps)
     with temporary() as folder:
-        every = pool.run(_rank, world, case, working, tuple(told), folder, on_progress=heard)
-        seen, worked, again, _ = every[0]
+        sent = with_outputs(case, working, told)
+        beside = None if plain is None else _first_step(plain, told)
+        every = pool.run(_rank, world, *sent, folder, beside, on_progress=heard)
+        seen, worked, again, _, without = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
-        return seen, worked, loaded(case, told, folder) | {"outputs": outputs}, left
+        return seen, worked, loaded(case, told, folder) | {"outputs": outputs}, left, without
 
 
 def _compared(
@@ -238,7 +247,7 @@ def _compared(
     pool: Pool,
 ) -> list[Row]:
     """The rows of one run of the ranks."""
-    actual, worked, archive, _ = ran
+    actual, worked, archive, *_ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     if not exact and any(not row.ok for row in rows):
@@ -260,27 +269,70 @@ def _named(actual: Observation, expected: Observation) -> Observation:
     return replace(actual, order=expected.order, ties=expected.ties)
 
 
-def _baseline_rows(
-    case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
-) -> tuple[list[Row], list[str]]:
-    """The first step against that of the plan without its exact rows; or why it was not run."""
+@dataclass(frozen=True)
+class _Baseline:
+    """The case without its exact rows; in words what was taken away, or why it is not run."""
+
+    case: Case | None = None
+    words: str = ""
+    refused: str = ""
+
+
+def _baseline(case: Case) -> _Baseline:
+    """What the first step is compared with bit by bit; nothing where there are no such rows."""
     assert case.prepared is not None
     found = baseline(case.plan, case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
-        return [], []  # no such rows, or the original itself is compared bit by bit
+        return _Baseline()  # no such rows, or the original itself is compared bit by bit
     plan, words = found
-    first = [replace(told[0], batches=told[0].batches[:1], final=False)]
     try:
-        plain = prepared(replace(case, plan=plan))
-        without = pool.run(tried, plan.mesh.world, plain, first, True)[0]
+        return _Baseline(prepared(replace(case, plan=plan)), words)
     except Refusal as refusal:
-        return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
-    return list(exact_rows(without, actual, words, case.prepared.traced.partial)), []
+        return _Baseline(None, words, refusal.diagnostics[0].title)
+
+
+def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
+    """The baseline, and the condition under which its first step is compared."""
+    first = replace(told[0], batches=told[0].batches[:1], final=False)
+    case, _, only = with_outputs(plain, None, [first])
+    return case, only
+
+
+def _with_baseline(
+    case: Case,
+    working: Case | None,
+    told: Sequence[Condition],
+    pool: Pool,
+    plain: _Baseline,
+    progress: Progress,
+) -> tuple[_Ran, _Baseline]:
+    """Run the ranks; once more without the baseline where it is this that they refuse."""
+    try:
+        return _ranks(case, working, told, pool, progress, plain.case), plain
+    except Refusal as refusal:
+        if not getattr(refusal, _BASELINE, False):
+            raise
+        refused = replace(plain, case=None, refused=refusal.diagnostics[0].title)
+        return _ranks(case, working, told, pool, progress), refused
+
+
+def _baseline_rows(
+    case: Case, plain: _Baseline, without: Observation, actual: Observation
+) -> tuple[list[Row], list[str]]:
+    """The first step against that of the plan without its exact rows; or why it was not run."""
+    if plain.case is None:
+        return [], [f"bits {plain.words}: {plain.refused}"] if plain.words else []
+    assert case.prepared is not None
+    return list(exact_rows(without, actual, plain.words, case.prepared.traced.partial)), []
 
 
 def _rank(
-    case: Case, working: Case | None, told: Sequence[Condition], folder: str
-) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
+    case: Case,
+    working: Case | None,
+    told: Sequence[Condition],
+    folder: str,
+    plain: tuple[Case, Sequence[Condition]] | None = None,
+) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
     """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
     made: list[Program] = []
     with ambient(Float64()):
@@ -294,9 +346,21 @@ def _rank(
     def left() -> tuple[Left, ...]:
         return merged(one for program in made for one in left_in(program.assembly.module))
 
-    if working is None:
-        return seen, Observation(), again, left()
-    return seen, rounded(working, told, made), again, left()
+    worked = Observation() if working is None else rounded(working, told, made)
+    found = left()
+    made.clear()
+    return seen, worked, again, found, _without(plain)
+
+
+def _without(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
+    """The first step without exact rows; what is refused of it is no fault of the case."""
+    if plain is None:
+        return Observation()
+    try:
+        return tried(*plain, True)
+    except Refusal as refusal:
+        setattr(refusal, _BASELINE, True)
+        raise
 
 
 # -- what is said about it ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ readers:
     <!-- verify --model examples/gpt2/model.py -->  `schedlang verify` of this schedule with these
                                                     options; `plan` as well
     <!-- deep -->                                   played with the long tests only
+    <!-- ends with: 0 1 -->                         exit codes of its commands
     <!-- run by: tests/test_x.py::test_y -->        executed there
     <!-- not played: reason -->                     only looked at
     <!-- every text run by: ... -->                 on top, of all fences of one language
@@ -165,14 +166,16 @@ class Player:
 
     def transcript(self, snippet: Snippet) -> None:
         """Its commands end as they should, and print what stands below them."""
-        for command, expected in snippet.commands():
+        codes = (snippet.mark("ends with") or "").split()
+        for place, (command, expected) in enumerate(snippet.commands()):
             words = shlex.split(command)
             if not self.slow and not quick(words):
                 continue
             code, output = execute(words, self.folder)
             # under torchrun the rank that speaks stands before it
             refused = re.search(r"^(\.\.\.)?error\[", expected, re.M) is not None
-            assert (code in (1, 2)) if refused else code == 0, (str(snippet), command, output)
+            wanted = {int(codes[place])} if codes else {1, 2} if refused else {0}
+            assert code in wanted, (str(snippet), command, output)
             assert printed(expected, output), (str(snippet), command, output)
             self.played += 1
 

@@ -55,6 +55,8 @@ class Prepared:
     tokens: Tokens | None = None  # where ranks split them
     chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
     bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
+    # of units of earlier stages: their outputs, where they were found before there are ranks
+    outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
 
 
 def prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
-from schedlang.passes.judge.layouts import Holdings
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
@@ -21,6 +21,7 @@ from schedlang.passes.verify.sides import Case
 from schedlang.report import Gap, Row
 
 OWN = "own optimizer"
+MASKS = "masks that differ between copies, or are alike where they should not be"
 CHANGED, UNLIKE = "the program changed it before the first step", "ranks start from other values"
 
 
@@ -153,6 +154,20 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
 
 
+def of_dropout(drops: Drops, kept: Kept) -> Iterator[Gap]:
+    """Yield what of dropout and other random numbers is not compared."""
+    for name in sorted(kept.met.unknown):
+        said = f"dropout of `{name}` (its part of the whole is not known)"
+        yield Gap(said, "dropout that is wrong there")
+    for site, function in drops.others:
+        said = f"random numbers of `{site or 'the model'}` (`{function}` stands still)"
+        yield Gap(said, "random numbers that are used wrongly")
+    if drops.sites and kept.compiled:
+        yield Gap("compiled regions (they drop, and run eagerly)", "what compiling breaks")
+    if drops.sites:
+        yield Gap("masks of its own (the original's are given)", MASKS)
+
+
 def of_saved(kept: Kept) -> tuple[Gap, ...]:
     """List what is not compared of saved state, as the program does not offer it."""
     if "state_dict" not in kept.offers:
@@ -173,25 +188,29 @@ def _unlike(want: Tensor | None, value: Tensor | None) -> str:
     return "" if torch.equal(value, want) else "differs"
 
 
-def grouped(optimizer: Any, holdings: Holdings) -> Any:
-    """The optimizer over names of groups: what a program fused does not decay apart."""
-    groups = holdings.groups
-    return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
-
-
-def with_own(
-    told: Sequence[Condition], seen: Observation, optimizer: Any
+def as_trained(
+    told: Sequence[Condition], seen: Observation, kept: Kept
 ) -> tuple[list[Condition], Observation]:
-    """The conditions with the program's own optimizer, and what was seen under their names."""
-    names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
+    """The conditions as the original is to train under them, and what was seen by their names.
 
-    def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
-        return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
+    It takes the program's own optimizer, if that has one, over names of groups: what a program
+    fused does not decay apart.
+    """
+    assert kept.holdings is not None
+    groups, told = kept.holdings.groups, list(told)
+    if kept.optimizer is not None:
+        own = pickle.loads(kept.optimizer)
+        names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
+        told = [replace(one, name=names[one.name], optimizer=own) for one in told]
 
-    now = replace(
-        seen,
-        tensors=renamed(seen.tensors),
-        sets=renamed(seen.sets),
-        replicas=renamed(seen.replicas),
-    )
-    return [replace(one, name=names[one.name], optimizer=optimizer) for one in told], now
+        def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
+            return {k._replace(condition=names[k.condition]): v for k, v in values.items()}
+
+        parts = ("tensors", "sets", "replicas")
+        named: dict[str, Any] = {part: renamed(getattr(seen, part)) for part in parts}
+        seen = replace(seen, **named)
+
+    def grouped(optimizer: Any) -> Any:
+        return lambda named: optimizer([(groups.get(name, name), p) for name, p in named])
+
+    return [replace(one, optimizer=grouped(one.optimizer)) for one in told], seen

@@ -10,32 +10,52 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.kinds import MOST_GROUPS, MOST_NAMES
+from schedlang.passes.judge.kinds import (
+    MOST_GROUPS,
+    MOST_NAMES,
+    Located,
+    Means,
+    counted,
+    mean_of,
+)
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import numbers
 from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
 
+_KINDS = ("gradients", "loss", "gradient norm")
 NEAR = 0.02  # how near a factor must be to a number to be tried as that
 _COPIES = "gradient of "  # replicas of it
 Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
 
 def causes(
-    rows: Sequence[Row], bounds: Bounds, seen: Observation, kept: Kept, ranks: int
+    rows: Sequence[Row],
+    bounds: Bounds,
+    seen: Observation,
+    kept: Kept,
+    ranks: int,
+    means: Means,
+    where: Located,
 ) -> tuple[tuple[str, str], ...]:
     """Say how wrong gradients of the first step, or else its loss or norm, come from right ones.
 
-    Only of runs that clip nothing. Each sentence holds within the bounds of what it names.
+    Only of runs that clip nothing. Each sentence holds within the bounds of what it names. `where`
+    is the first module that is wrong, `means` yield gradients of parts of a batch in float64.
     """
+    first = (("first module", where.text),) if where.text else ()
+    run = bounds.run
+    bounds = replace(bounds, run=cache(lambda draw: _of_a_step(run(draw))))
     sizes = {**(kept.holdings.axes if kept.holdings is not None else {}), "ranks": ranks}
-    for kind in ("gradients", "loss", "gradient norm"):
+    for kind in _KINDS:
         left = dict.fromkeys(_wrong(rows, bounds, kind))
         if not left:
             continue
@@ -44,6 +64,7 @@ def causes(
         alike = dict.fromkeys(own, statistics.median(own.values()) if own else 0.0)
         ways = [_of_copies(kept, mean) for mean in (True, False)]
         ways += [_of_factor(sizes, factors) for factors in (alike, own)]
+        ways += _of_parts(bounds, seen, [*left], means) if kind == "gradients" else ()
         for way in ways:
             for key, words in _held(bounds, seen, list(left), way).items():
                 said.setdefault(words, []).append(key.name)
@@ -52,8 +73,14 @@ def causes(
             said.setdefault(_else(seen.tensors.get(key)), []).append(key.name)
         of = sum(k.kind == kind and k.step == 0 for k in bounds.exact.tensors) // 2 or 1
         lines = [(k, f"{len(n)} of {of} ({quoted(n, MOST_NAMES)}): {k}") for k, n in said.items()]
-        return tuple((kind, text) for words, text in lines if words)[:MOST_GROUPS]
-    return ()
+        return (*first, *((kind, text) for words, text in lines if words))[:MOST_GROUPS]
+    return first
+
+
+def _of_a_step(seen: Observation) -> Observation:
+    """The values that are mended here: those of the first step of runs that clip nothing."""
+    first = {k: v for k, v in seen.tensors.items() if not k.step and "clipped" not in k.condition}
+    return Observation({k: v for k, v in first.items() if k.kind in _KINDS})
 
 
 def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
@@ -118,6 +145,74 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
         return f"{words} times the right value everywhere", value.double() / number
 
     return mended
+
+
+def _of_parts(
+    bounds: Bounds, seen: Observation, keys: Sequence[Key], means: Means
+) -> Iterator[Mended]:
+    """Yield for each cut of a batch what its parts make: their plain mean, or other sums of them.
+
+    In few bits one tensor tells the weights of a sum too little: all together do.
+    """
+    each = {key: list(means(key.name, key.condition)) for key in keys}
+    for place in range(max(map(len, each.values()), default=0)):
+        cut = {key: found[place] for key, found in each.items() if place < len(found)}
+
+        def mean(key: Key, value: Tensor, cut: Any = cut) -> tuple[str, Tensor] | None:
+            want = bounds.exact.tensors[key]
+            if key not in cut or want is None:
+                return None
+            made = torch.stack(cut[key]).mean(0)
+            return mean_of(want, cut[key]), value.double() - made + want
+
+        yield mean
+        times = _times(bounds, seen, cut)
+        if times is None:
+            continue
+
+        def weighed(
+            key: Key, value: Tensor, cut: Any = cut, times: Any = times
+        ) -> tuple[str, Tensor] | None:
+            want = bounds.exact.tensors[key]
+            if key not in cut or want is None:
+                return None
+            columns = torch.stack([part.reshape(-1) for part in cut[key]], 1)
+            weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution[:, 0]
+            made = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
+                want.shape
+            )
+            return counted(times), value.double() - made + want
+
+        yield weighed
+
+
+def _times(
+    bounds: Bounds, seen: Observation, cut: Mapping[Key, Sequence[Tensor]]
+) -> list[float] | None:
+    """Tell how often parts of a batch count in all gradients together, if they are sums of them."""
+    columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
+    for key, parts in cut.items():
+        x, r = seen.tensors.get(key), bounds.exact.tensors[key]
+        if x is None or r is None or not bool(r.any()):
+            continue
+        size = float(r.norm())
+        columns.append(torch.stack([part.reshape(-1) for part in parts], 1) / size)
+        got.append(x.double().reshape(-1) / size)
+        want.append(r.reshape(-1) / size)
+    if not columns:
+        return None
+    both = torch.stack([torch.cat(got), torch.cat(want)], 1)
+    made = torch.linalg.lstsq(torch.cat(columns), both, driver="gelsd")
+    if int(made.rank) < both.shape[1] or not bool((made.solution[:, 1] != 0).all()):
+        return None
+    times: list[float] = (made.solution[:, 0] / made.solution[:, 1]).tolist()
+    if not all(map(math.isfinite, times)):
+        return None
+    near = [next((n for n in _WHOLE if abs(one - n) <= NEAR), round(one, 2)) for one in times]
+    return near if max(near) - min(near) > NEAR * max(map(abs, near)) else None
+
+
+_WHOLE = (0.0, 0.25, 1 / 3, 0.5, 1.0, 2.0, 3.0, 4.0)
 
 
 def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:

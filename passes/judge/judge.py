@@ -1,14 +1,25 @@
-"""Judge a program that was written elsewhere: run its ranks, run the original, compare, explain."""
+"""Judge a program that was written elsewhere: run its ranks, run the original, compare, explain.
+
+The way of the data. `posed` reads files into a `Task`, and `judge` makes a `Trial` of it: the
+original in float64 or in a low dtype, and the conditions under which both sides train. The trial
+runs on ranks (`trial.py`): each makes its `TrainingProgram` (`program.py`), finds by values what it
+holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `nearest.py`), trains
+(`subject.py`), saves and loads (`loaded.py`); rank 0 returns an `Observation`, and `Kept` beside.
+The original then trains likewise, and the two are compared: in float64 here, by the gates of
+`verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
+and gaps that only judged programs have are made in `beside.py`. Where rows fail, sentences say how:
+what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`), and
+which module is the first to differ in a step that both sides run once more (`located.py`,
+`modules.py`), taken apart by the terms of its gradient (`terms.py`), the elements that ranks own
+(`owners.py`) and the words that it depends on (`sights.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import pickle
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,32 +35,25 @@ from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.judge.beside import (
     alike,
+    as_trained,
     dropped,
-    grouped,
     initial,
+    of_dropout,
     of_saved,
     saved,
-    with_own,
 )
-from schedlang.passes.judge.kinds import kinds
-from schedlang.passes.judge.layouts import Holdings, Table
-from schedlang.passes.judge.loaded import reloaded
+from schedlang.passes.judge.causes import causes
+from schedlang.passes.judge.kinds import Means, kinds
 from schedlang.passes.judge.located import located
-from schedlang.passes.judge.masks import Dropping, Drops, Placed
-from schedlang.passes.judge.placing import dropped_alike, noted_drops, of_dropout, places_of
+from schedlang.passes.judge.masks import Dropping
 from schedlang.passes.judge.program import Make, check_ranks, load_program
-from schedlang.passes.judge.rounded import judged_in
-from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.judge.rounded import Compared, lowered, rounded
+from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.trial import Progress, Trial
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
-from schedlang.passes.verify.observe import (
-    Batch,
-    Condition,
-    Observation,
-    conditions,
-    observe,
-)
+from schedlang.passes.verify.observe import Batch, Condition, Observation, conditions, observe
 from schedlang.passes.verify.original import Sequential, randomised, rows
 from schedlang.passes.verify.runs import (
     HALVED,
@@ -63,20 +67,18 @@ from schedlang.passes.verify.runs import (
     varied,
 )
 from schedlang.passes.verify.sides import Case, twin
-from schedlang.passes.verify.spilled import unhoarded
 from schedlang.report import Gap, Report
 from schedlang.runtime.batch import shares
-from schedlang.runtime.comm import world as comm
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+from schedlang.runtime.launch.job import let_go
 from schedlang.runtime.launch.pool import Hang, Pool, shared, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
 IGNORED = -100  # the label that torch's losses leave out
-Progress = Callable[..., None]
 _CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
 
 
@@ -108,61 +110,117 @@ def judge(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a program with its original; on failure in float64 say by which arithmetic it errs.
+    """Compare a program with its original; on failure say by which arithmetic it errs.
 
     Raises Refusal for a program or batch that cannot be run, RankDied or Hang for a run that
     failed.
     """
     start = time.perf_counter()
     _check_world(task.world)
-    case = check_trained(_widened(task))
+    exact = check_trained(_widened(task))
     progress("the original")
+    told, seen, derived = _conditions(exact, task)
+    case = exact
+    if task.dtype is not None:
+        case, told = lowered(task.dtype, _planned(task, task.original), told)
+    sides = pool or shared(), task.dtype is None, task.told
+    trial = Trial(case, task.make, task.world, tuple(told), *sides)
     try:
-        report = _run(case, task, pool or shared(), progress)
+        with temporary() as folder:
+            report = _Judging(task, trial, exact, seen, derived).verdict(folder, progress)
     except Hang as hang:
         raise hang.of_users(_CALLERS) from None
     report = replace(report, title=title, command=command)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def _run(case: Case, task: Task, pool: Pool, progress: Progress) -> Report:
-    if task.dtype is not None:
-        given, told = _planned(task, task.original), _conditions(case, task)[0]
-        return judged_in(task.dtype, given, told, task.make, task.world, pool, task.told)
-    with temporary() as folder:
-        return _compared(case, task, pool, progress, folder)
+@dataclass(frozen=True)
+class _Judging:
+    """A trial, the original in float64, and batches: all that show, what of them was derived."""
 
+    task: Task
+    trial: Trial
+    exact: Case
+    seen: Batches
+    derived: Sequence[str]
 
-def _compared(case: Case, task: Task, pool: Pool, progress: Progress, folder: str) -> Report:
-    """Run both sides, compare them, and explain what differs."""
-    told, seen, derived = _conditions(case, task)
-    asked = told
-    drops, actual, kept = _dropping(case, task, told, pool, progress, folder)
-    holdings = kept.holdings
-    assert holdings is not None
-    if kept.optimizer is not None:
-        told, actual = with_own(told, actual, pickle.loads(kept.optimizer))
-    told = [replace(one, optimizer=grouped(one.optimizer, holdings)) for one in told]
-    expected = _original(case, told, drops)
-    check_original(case, told, expected)
-    expected, actual = alike(expected, actual, kept)
-    report = Report(
-        (
-            *initial(case.plan.model.model, kept),
-            *dropped(drops, kept),
-            *compare(expected, actual),
-            *saved(case, actual, kept, told),
-            *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
-        ),
-        facts=_facts(task, holdings, derived),
-        gaps=_gaps(case, seen, expected, actual, kept, drops),
-    )
-    if any(not row.ok for row in report.rows):
+    def verdict(self, folder: str, progress: Progress) -> Report:
+        """Run both sides, compare them, and explain what differs."""
+        trial, actual, kept = self.trial.ran(folder, progress)
+        told, actual = as_trained(trial.told, actual, kept)
+        if self.task.dtype is None:
+            found = _in_float64(trial, told, actual, kept)
+        else:
+            found = rounded(self.task.dtype, trial, told, actual, kept)
+        check_original(self.exact, told, found.first)
+        report = Report(
+            (
+                *initial(trial.case.plan.model.model, kept),
+                *dropped(trial.drops, kept),
+                *found.rows,
+                *saved(trial.case, found.actual, kept, told),
+                *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
+            ),
+            facts=(*self._facts(kept), *found.facts),
+            gaps=self._gaps(trial, found, kept),
+            unchecked=tuple(found.unsure),
+        )
+        if all(row.ok for row in report.rows):
+            return report
         progress("the kind of mistake")
-        means = _means(case, told, task, drops)
-        where = located(case, task.make, task.world, asked, told, drops, report, pool)
-        report = kinds(report, expected, actual, kept, task.world, means, where)
-    return report
+        where = located(trial, told, report, self.task.dtype, found.chosen)
+        named = replace(trial, told=tuple(told))
+        means = _means(named if trial.wide else named.exact)
+        if found.bounds is None:
+            said = kinds(report, found.expected, found.actual, kept, trial.world, means, where)
+        else:
+            about = found.bounds, found.actual, kept, trial.world, means, where
+            said = causes(report.rows, *about)
+        return replace(report, localised=said)
+
+    def _facts(self, kept: Kept) -> Iterator[tuple[str, str]]:
+        holdings, ranks = kept.holdings, self.task.world
+        assert holdings is not None
+        yield "", f"{ranks} rank{'s' * (ranks > 1)}"
+        yield "seed", str(self.task.seed)
+        yield "dtype", self.task.dtype or "float64"
+        yield "torch", torch.__version__
+        if holdings.axes:
+            yield "mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items())
+        if self.derived:
+            yield "derived", ", ".join(self.derived)
+        if by_name := sorted({one.name for one in holdings.everything if one.by == "name"}):
+            yield "matched by name", ", ".join(by_name[:8])
+        for name, count in holdings.padding.items():
+            yield "padding", f"{count} elements of {name}"
+
+    def _gaps(self, trial: Trial, found: Compared, kept: Kept) -> tuple[Gap, ...]:
+        assert kept.holdings is not None
+        named = dict(trial.case.plan.model.model.named_parameters())
+        sizes = {name: p.numel() for name, p in named.items()}
+        drawn = len(trial.drops.sites)
+        gone = gaps(self.seen, sizes=kept.holdings.axes, drawn=drawn, parameters=sizes)
+        left = [one for one in gone if one.condition != "no float inputs"]
+        left += of_dropout(trial.drops, kept)
+        if all(p.requires_grad for p in named.values()):
+            left.append(Gap("no frozen parameters", "frozen weights that are updated"))
+        left += of_saved(kept)
+        for name in sorted(kept.lost):
+            left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
+        return (*left, *idle(found.expected), *unoffered(found.actual))
+
+
+def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept) -> Compared:
+    """Train the original likewise, and compare by the gates of `verify`."""
+
+    def make(one: Condition) -> Sequential:
+        options: dict[str, Any] = {"clip": one.clip, "evaluate": one.evaluate, "follow": False}
+        return Sequential(twin(trial.case), one.optimizer, loss=trial.case.loss, **options)
+
+    with ambient(*trial.modes):
+        first = observe(make, told, folder=trial.drops.folder)
+    expected, actual = alike(first, seen, kept)
+    return Compared(compare(expected, actual), first, expected, actual)
 
 
 @dataclass(frozen=True)
@@ -178,6 +236,7 @@ class Posed:
         """Ranks that know the files."""
         with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
             yield pool
+            let_go()  # the verdict is there: to end ranks takes nothing of its time
 
 
 def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
@@ -230,13 +289,6 @@ def _planned(task: Task, module: nn.Module) -> Case:
     return Case(plan, task.batches, task.loss, None, task.seed, "none")
 
 
-def _modes() -> tuple[Any, ...]:
-    return Float64(), Undropped(Still())
-
-
-# ---- The runs.
-
-
 def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:
     """SGD on the batches as given, AdamW, clipped, on variants; what all show, what was derived."""
     given = case.batches
@@ -264,7 +316,7 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
 def _norm(case: Case, batch: Batch) -> float | None:
     """The gradient norm of the original at a batch; None for one that it does not take."""
     try:
-        with ambient(*_modes()):
+        with ambient(Float64(), Undropped(Still())):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
     except Refusal:
         raise
@@ -285,143 +337,17 @@ def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
     return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
 
 
-def _dropping(
-    case: Case,
-    task: Task,
-    told: Sequence[Condition],
-    pool: Pool,
-    progress: Progress,
-    folder: str,
-) -> tuple[Drops, Observation, Kept]:
-    """Run the ranks, which drop where places are known."""
-    drops = noted_drops(case, told, folder)
-    return dropped_alike(drops, lambda drops: _ranks(case, task, told, pool, progress, drops))
+# ---- Gradients of parts of a batch.
 
 
-def _original(case: Case, told: Sequence[Condition], drops: Drops) -> Observation:
-    def make(condition: Condition) -> Sequential:
-        return Sequential(
-            twin(case),
-            condition.optimizer,
-            loss=case.loss,
-            clip=condition.clip,
-            evaluate=condition.evaluate,
-            follow=False,
-        )
-
-    with ambient(Float64(), Dropping(drops.seed, drops.off)):
-        return observe(make, told, folder=drops.folder)
-
-
-def _ranks(
-    case: Case,
-    task: Task,
-    told: Sequence[Condition],
-    pool: Pool,
-    progress: Progress,
-    drops: Drops,
-) -> tuple[Observation, Kept]:
-    steps = sum(len(condition.batches) for condition in told)
-    done = itertools.count(1)
-    stage = f"{task.world} rank{'s' * (task.world > 1)}"
-
-    def heard(rank: int, message: object) -> None:
-        if rank == 0:
-            progress(stage, min(next(done), steps), steps)
-
-    progress(stage, 0, steps)
-    module = case.plan.model.model
-    found: tuple[Observation, Kept] = pool.run(
-        _rank, task.world, task.make, module, tuple(told), task.told, drops, on_progress=heard
-    )[0]
-    return found
-
-
-def _rank(
-    make: Make, original: nn.Module, told: Sequence[Condition], aside: bool, drops: Drops
-) -> tuple[Observation, Kept] | None:
-    """One rank's part; only rank 0 tells what it saw."""
-    unhoarded()
-    kept, table = Kept(folder=drops.folder), Table(original)
-    made: list[Judged] = []
-    lines = contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext()
-    # a compiled region does not ask for masks
-    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
-    with lines, eager:
-        places = places_of(make, original, table, told, kept, drops) if drops.sites else {}
-        dropping = Placed(drops.seed, kept.met.off(drops))
-
-        def begin_again(_: int) -> None:
-            dropping.begin(places.get(drops.numbers[told[-1].name, 0], {}))
-
-        def subject(condition: Condition) -> Judged:
-            def begin(step: int) -> None:
-                dropping.begin(places.get(drops.numbers[condition.name, step], {}))
-
-            made.clear()
-            made.append(Judged(make, original, table, condition, kept, begin))
-            return made[0]
-
-        with ambient(Float64(), dropping):
-            seen = observe(subject, told, keep=comm.rank() == 0, folder=drops.folder)
-            kept.loaded = reloaded(made[0], told[-1], begin_again)
-    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
-    sys.stdout.flush()
-    return (seen, kept) if comm.rank() == 0 else None
-
-
-# ---- What is said about it.
-
-
-def _facts(task: Task, holdings: Holdings, derived: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    by_name = sorted({one.name for one in holdings.everything if one.by == "name"})
-    facts = [
-        ("", f"{task.world} rank{'s' * (task.world > 1)}"),
-        ("seed", str(task.seed)),
-        ("dtype", "float64"),
-        ("torch", torch.__version__),
-    ]
-    facts += [("mesh", ", ".join(f"{k}={n}" for k, n in holdings.axes.items()))] * bool(
-        holdings.axes
-    )
-    facts += [("derived", ", ".join(derived))] * bool(derived)
-    facts += [("matched by name", ", ".join(by_name[:8]))] * bool(by_name)
-    for name, count in holdings.padding.items():
-        facts.append(("padding", f"{count} elements of {name}"))
-    return tuple(facts)
-
-
-def _gaps(
-    case: Case,
-    seen: Batches,
-    expected: Observation,
-    actual: Observation,
-    kept: Kept,
-    drops: Drops,
-) -> tuple[Gap, ...]:
-    assert kept.holdings is not None
-    sizes = kept.holdings.axes or {}
-    names = {name: p.numel() for name, p in case.plan.model.model.named_parameters()}
-    found = [*gaps(seen, sizes=sizes, drawn=len(drops.sites), parameters=names)]
-    found += of_dropout(drops, kept)
-    if all(p.requires_grad for p in case.plan.model.model.parameters()):
-        found.append(Gap("no frozen parameters", "frozen weights that are updated"))
-    found += of_saved(kept)
-    for name in sorted(kept.lost):
-        found.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
-    found = [one for one in found if one.condition != "no float inputs"]
-    return (*found, *idle(expected), *unoffered(actual))
-
-
-def _means(
-    case: Case, told: Sequence[Condition], task: Task, drops: Drops
-) -> Callable[[str, str], Iterator[list[Tensor]]]:
+def _means(trial: Trial) -> Means:
     """Return a function that yields a gradient in each part of a batch by itself.
 
     The batch is cut into every number of parts that divides the number of ranks, and into two and
     four, as ranks or steps that accumulate may cut it; in blocks, and with strides.
     """
     known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
+    case, drops = trial.case, trial.drops
 
     def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
         key = (condition.name, parts * (-1 if strided else 1), place)
@@ -437,9 +363,9 @@ def _means(
         return known[key]
 
     def means(name: str, condition: str) -> Iterator[list[Tensor]]:
-        one = next(c for c in told if c.name == condition)
+        one = next(c for c in trial.told if c.name == condition)
         count = rows(one.batches[0])
-        divisors = {n for n in range(2, task.world + 1) if task.world % n == 0}
+        divisors = {n for n in range(2, trial.world + 1) if trial.world % n == 0}
         for parts in sorted(n for n in divisors | {2, 4} if n <= count):
             for strided in (False, True):
                 try:

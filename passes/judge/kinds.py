@@ -11,7 +11,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.subject import Copy, Kept
-from schedlang.passes.localize.diagnose import NONE, diagnose, explain, fits
+from schedlang.passes.localize.diagnose import diagnose, explain, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
@@ -44,18 +44,17 @@ def kinds(
     kept: Kept,
     world: int,
     means: Means,
-    where: Located | None = None,
-) -> Report:
-    """The report with a sentence for each group of tensors that are wrong alike, and `where`."""
+    where: Located,
+) -> tuple[tuple[str, str], ...]:
+    """Say a sentence of each group of tensors that are wrong alike, and `where`."""
     assert kept.holdings is not None
-    where = where or Located()
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
     if other := [row for row in wrong if row.kind == INITIAL]:
         text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
         text += f"{other[0].note}; what follows differs for that, right or wrong"
-        return replace(report, localised=(*report.localised, ("weights", text)))
+        return (("weights", text),)
     found: dict[str, list[str]] = {}
     for row in _first_gradients(wrong):
         key = Key(row.condition, "gradients", 0, row.name)
@@ -81,7 +80,7 @@ def kinds(
     lost = [row.name for row in wrong if row.kind == DROPOUT]
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
-    return replace(report, localised=(*report.localised, *lines[:MOST_GROUPS]))
+    return tuple(lines[:MOST_GROUPS])
 
 
 def _counted(
@@ -170,9 +169,7 @@ def of_gradient(
         if text := _of_means(want.double(), got.double(), [part.double() for part in parts]):
             return text
     found = diagnose(got, want, sizes)
-    if found.startswith((NONE, "only block", "only the last")) or not found:
-        found = _of_ranks(flat, copies) or found
-    return found
+    return found.text if found and found.how else _of_ranks(flat, copies) or found.text
 
 
 def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
@@ -180,6 +177,11 @@ def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
     mean = torch.stack(list(parts)).mean(0)
     if not _along(got, mean) or _along(want, mean):
         return _weighed(want, got, parts)
+    return mean_of(want, parts)
+
+
+def mean_of(want: Tensor, parts: Sequence[Tensor]) -> str:
+    """Say that something is the plain mean of what parts give, and why that is not right."""
     said = f"it is the plain mean of what {len(parts)} parts of the batch give by themselves"
     columns = torch.stack([part.reshape(-1) for part in parts], 1)
     weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
@@ -208,8 +210,13 @@ def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
     times = (weights[:, 0] / weights[:, 1]).tolist()
     if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
         return ""
-    each = ", ".join(f"{one:.4g}" if abs(one) > 1e-6 else "0" for one in times)
-    return f"{len(parts)} parts of the batch count {each} times what they should"
+    return counted([one if abs(one) > 1e-6 else 0.0 for one in times])
+
+
+def counted(times: Sequence[float]) -> str:
+    """Say how often parts of a batch count that should count once."""
+    each = ", ".join(f"{one:.4g}" for one in times)
+    return f"{len(times)} parts of the batch count {each} times what they should"
 
 
 def _along(x: Tensor, r: Tensor) -> bool:
@@ -322,8 +329,8 @@ def _of_loss(
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
     found = diagnose(got, want, _either({"ranks": world}, world, where.turns))
-    if found and not found.startswith(NONE):
-        text += f": {found}"
+    if found and found.how:
+        text += f": {found.text}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
     elif len(set(kept.losses)) > 1 and 0.0 not in kept.losses:
@@ -403,7 +410,7 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
     if row.kind == "replicas":
         return f"`{row.name}`: ranks hold different values"
     found = explain(row, expected, actual, sizes)
-    return f"`{row.name}`: {found}" if found else ""
+    return f"`{row.name}`: {found.text}" if found else ""
 
 
 def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +66,16 @@ def elsewhere(original: nn.Module, seed: int) -> nn.Module:
     return other
 
 
-def reloaded(
-    old: Judged, condition: Condition, begin: Callable[[int], None], *, step: bool = True
-) -> Loaded | None:
+def reloaded(old: Judged, *, step: bool = True) -> Loaded | None:
     """Save, load into another program of these ranks, compare, and train a step more on both.
 
-    `begin` is told when a step begins, as by Judged. None where the program offers no `load`. All
-    ranks call alike.
+    None where the program offers no `load`. All ranks call alike.
     """
     state = _taken(old.save())
     if old.program.load is None:
         return None
-    other, batch = elsewhere(old.original, 0), condition.batches[0]
-    fresh = Judged(old.make, other, old.table, condition, old.kept, begin, old)
+    other, batch = elsewhere(old.original, 0), old.condition.batches[0]
+    fresh = Judged(old.make, other, old.condition, old.kept, old.begin, old)
     built = {name: _sum(value) for name, value in fresh.state_here().items()}
     fresh.load(_of_first(state))
     want, got = old.state_here(), fresh.state_here()
@@ -90,7 +87,6 @@ def reloaded(
     seen = Loaded(_worst(found), optimizer=told)
     if not step:
         return seen
-    old.begin = begin
     errors = {"loss": over(*_apart(*(one.train_step(batch) for one in (old, fresh))))}
     errors |= _errors(old.gradients_here(), fresh.gradients_here())
     if told:

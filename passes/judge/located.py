@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge import modules, sights, terms
+from schedlang.passes.judge.choices import Choosing, Noted
 from schedlang.passes.judge.kinds import INITIAL, Located
-from schedlang.passes.judge.layouts import Table
-from schedlang.passes.judge.masks import Dropping, Drops, Placed
-from schedlang.passes.judge.owners import Notes, Noting, shapes, unmasked
-from schedlang.passes.judge.placing import places_of
-from schedlang.passes.judge.program import Make
+from schedlang.passes.judge.owners import Note, Noting, shapes, unmasked
+from schedlang.passes.judge.rounded import kept_in, rounding
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.judge.trial import Given, Trial
+from schedlang.passes.judge.within import Within
+from schedlang.passes.verify.conditioning import IN_DTYPE, Nudged
 from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.original import Sequential, rows
-from schedlang.passes.verify.sides import Case, twin
+from schedlang.passes.verify.sides import twin
 from schedlang.report import Report
-from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launch.pool import Hang, Pool, RankDied
+from schedlang.runtime.launch.pool import Hang, RankDied, threads_of_ranks
 from schedlang.runtime.modes import ambient
 
 _OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
@@ -34,73 +34,92 @@ _FAILS = (Refusal, RankDied, Hang, RuntimeError)  # what has run before does not
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a program and of its original, to be run again and again."""
+    """The first step of a trial under one condition, to be run again and again.
 
-    case: Case
-    make: Make
-    world: int
-    condition: Condition
-    drops: Drops
-    pool: Pool
+    chosen  by number what discrete operators of it are to choose
+    """
+
+    trial: Trial
+    chosen: Sequence[Noted] = ()
 
     @property
     def batch(self) -> Batch:
         """The batch of it."""
-        return self.condition.batches[0]
+        return self.trial.told[0].batches[0]
 
     def original(self, batch: Batch, *modes: Any, live: bool = False) -> modules.Run:
         """Follow the original's."""
-        subject = Sequential(twin(self.case), loss=self.case.loss, follow=False)
-        return modules.followed(
-            dict(subject.module.named_modules()),
-            lambda: subject.derive(batch, range(rows(batch))),
-            Float64(),
-            Dropping(self.drops.seed, self.drops.off),
-            *modes,
-            live=live,
-        )
+        case = self.trial.case
+        subject = Sequential(twin(case), loss=case.loss, follow=False)
+        with ambient(*self._held(), *self.trial.modes, *modes):
+            return modules.followed(
+                dict(subject.module.named_modules()),
+                lambda: subject.derive(batch, range(rows(batch))),
+                live=live,
+            )
+
+    def _held(self) -> Iterator[Choosing]:
+        def hold(_: Any, number: int, noted: Noted) -> Tensor | None:
+            right = self.chosen[number].chosen if number < len(self.chosen) else noted.chosen
+            return right if right.shape == noted.chosen.shape else None
+
+        if self.chosen:
+            yield Choosing(hold)
+
+    def looks(self, dtype: str | None) -> modules.Exact:
+        """Run the original for what values of ranks are held against."""
+        if dtype is None:
+            return modules.Exact(self.original(self.batch))
+        exact = replace(self, trial=self.trial.exact)
+
+        def run(draw: int) -> modules.Run:
+            nudged = Nudged(draw) if draw else contextlib.nullcontext()
+            with threads_of_ranks(self.trial.world), nudged, rounding(dtype)():
+                return self.original(self.batch)
+
+        eps = torch.finfo(getattr(torch, kept_in(dtype))).eps
+        return Within(exact.original(exact.batch), run, eps)
 
     def on_ranks(self, part: Callable[..., Any], *more: Any) -> list[Any]:
         """Run a part of each rank's."""
-        given = self.make, self.case.plan.model.model, self.condition, self.drops
-        found: list[Any] = self.pool.run(part, self.world, *given, *more)
-        return found
+        return self.trial.on_ranks(part, *more)
 
 
 def located(
-    case: Case,
-    make: Make,
-    world: int,
-    asked: Sequence[Condition],
+    trial: Trial,
     told: Sequence[Condition],
-    drops: Drops,
     report: Report,
-    pool: Pool,
+    dtype: str | None = None,
+    chosen: Choosing | None = None,
 ) -> Located:
     """Name the first module that is wrong in the first step; nothing where that says nothing.
 
     It says nothing of a program that starts from other weights.
-    `told` are the conditions as the report names them, `asked` as ranks know them.
+    `told` are the conditions as the report names them, those of the trial as ranks know them.
+    In a low `dtype` what discrete operators have `chosen` is chosen again.
     """
     wrong = [row for row in report.rows if not row.ok]
     if any(row.kind == INITIAL for row in wrong):
         return Located()
-    first = next((row for row in wrong if row.step == 0 and row.kind in _OF_A_STEP), None)
+    of_a_step = [row for row in wrong if row.kind.removesuffix(IN_DTYPE) in _OF_A_STEP]
+    first = next((row for row in of_a_step if row.step == 0), None)
     if first is None:
         return Located()
     place = next(k for k, one in enumerate(told) if one.name == first.condition)
-    condition = replace(asked[place], batches=asked[place].batches[:1])
-    step = Step(case, make, world, condition, drops, pool)
+    asked = trial.told[place]
+    one = replace(asked, batches=asked.batches[:1])
+    noted = () if chosen is None else chosen.found.get((place, 0, False), ())
+    step = Step(replace(trial, told=(one,), aside=True), noted)
     try:
-        right = step.original(step.batch)
-        ranks = step.on_ranks(_followed)
+        looks, ranks = step.looks(dtype), step.on_ranks(_followed)
     except _FAILS:
         return Located()
-    turns, factors = modules.turns_and_factors(right, ranks)
-    found = modules.first_difference(right, ranks, {"ranks": world})
+    followed = modules.Followed(looks, ranks, {"ranks": trial.world})
+    turns, factors = followed.turns_and_factors()
+    found = followed.first_difference()
     if found is None:
         return Located("", turns, factors)
-    if found.unknown:
+    if trial.wide and not found.pattern.how:
         with contextlib.suppress(*_FAILS):
             found = replace(found, because=_cause(step, found))
     return Located(found.text, turns, factors)
@@ -122,9 +141,9 @@ def _of_gradient(step: Step, found: modules.Found) -> str:
         for p in found.parts
         if p.places is not None
     ]
-    with ambient(Float64()):
+    with ambient(*step.trial.modes[:-1]):
         said = terms.made_of(tape, run.live[found.at], got) if got else ""
-    if said or step.world < 2:
+    if said or step.trial.world < 2:
         return said
     return unmasked(tape, step.on_ranks(_noted, shapes(tape)))
 
@@ -174,70 +193,37 @@ def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> 
 
 
 @contextlib.contextmanager
-def _judged(
-    make: Make, original: nn.Module, condition: Condition, drops: Drops
-) -> Iterator[tuple[Judged, Callable[[], Placed]]]:
-    """This rank's program, and what drops as in the step, from its beginning."""
-    kept, table = Kept(), Table(original)
-    eager = torch.compiler.set_stance("force_eager") if drops.sites else contextlib.nullcontext()
-    with contextlib.redirect_stdout(sys.stderr), eager:
-        places = places_of(make, original, table, [condition], kept, drops) if drops.sites else {}
-
-        def begun() -> Placed:
-            dropping = Placed(drops.seed, kept.met.off(drops))
-            dropping.begin(places.get(drops.numbers[condition.name, 0], {}))
-            return dropping
-
-        with ambient(Float64(), begun()):
-            judged = Judged(make, original, table, condition, kept)
-        yield judged, begun
+def _judged(given: Given) -> Iterator[Judged]:
+    """This rank's program, and what a step of it runs under."""
+    with given.ready(Kept()) as (dropping, made), ambient(*given.modes, dropping):
+        yield made(given.told[0])
 
 
-def _followed(
-    make: Make, original: nn.Module, condition: Condition, drops: Drops
-) -> tuple[modules.Run, dict[str, str]]:
+def _followed(given: Given) -> tuple[modules.Run, dict[str, str]]:
     """A step that is followed, and the original's names of its modules."""
-    with _judged(make, original, condition, drops) as (judged, begun):
+    with _judged(given) as judged:
         named = judged.named_modules()
-        batch = condition.batches[0]
-        run = modules.settled(named, lambda: judged.derive(batch), Float64(), begun())
+        run = modules.settled(named, lambda: judged.derive(given.told[0].batches[0]))
     names = {name: judged.original_module(name) for name in named}
     return run, {name: meant for name, meant in names.items() if meant is not None}
 
 
-def _noted(
-    make: Make,
-    original: nn.Module,
-    condition: Condition,
-    drops: Drops,
-    wanted: frozenset[torch.Size],
-) -> Notes:
+def _noted(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
     """The tensors of a step that have one of some shapes, with their gradients."""
-    notes = Notes(wanted)
-    judging = _judged(make, original, condition, drops)
-    with judging as (judged, begun), ambient(Float64(), begun(), Noting(notes)):
-        judged.derive(condition.batches[0])
-    return notes
+    with _judged(given) as judged, ambient(noting := Noting(wanted)):
+        judged.derive(given.told[0].batches[0])
+    return noting.notes
 
 
 def _outputs(
-    make: Make,
-    original: nn.Module,
-    condition: Condition,
-    drops: Drops,
-    batches: Sequence[Batch],
-    wanted: Sequence[tuple[int, Any, int]],
+    given: Given, batches: Sequence[Batch], wanted: Sequence[tuple[int, Any, int]]
 ) -> list[list[Tensor]]:
     """Return for each of some batches what this rank's modules give that are asked for."""
     found = []
-    with _judged(make, original, condition, drops) as (judged, begun):
+    with _judged(given) as judged:
         named = judged.named_modules()
         for batch in batches:
-
-            def derive(given: Batch = batch) -> Any:
-                return judged.derive(given)
-
-            run = modules.followed(named, derive, Float64(), begun())
+            run = modules.followed(named, partial(judged.derive, batch))
             mine = [(frame, k) for rank, frame, k in wanted if rank == judged.rank]
             found.append([run.calls[frame].outputs[k] for frame, k in mine])
     return found

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.nearest import nearest
+from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
 from schedlang.runtime.rng.draws import FUNCTIONS, LOGICAL, illogical, masks, may_draw
 from schedlang.runtime.rng.logical_dropout import Still, Undropped, mixed, name
@@ -125,7 +126,7 @@ def placed(part: Tensor, whole: Whole) -> Tensor | None:
     for view in _VIEWS.get(dims - len(shape), ()):
         if view is not None and len(shape) < 2:
             continue
-        seen = whole if view is None else Whole(view(whole.values))
+        seen = whole if view is None else type(whole)(view(whole.values))
         window = seen.window(part)
         if window is not None:
             there: Tensor = (numbers if view is None else view(numbers))[
@@ -428,6 +429,10 @@ class Drops:
     sites: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
     off: frozenset[str] = frozenset()
+
+    def number(self, condition: Condition, step: int) -> int:
+        """The number of a step's batch; steps after all of them begin anew."""
+        return self.numbers[condition.name, step % len(condition.batches)]
 
     def of(self, number: int) -> list[Drop]:
         """Read what the original drops from in a batch."""

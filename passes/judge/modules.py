@@ -8,8 +8,9 @@ divide by), which is that of the gradient that the loss sends back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.masks import Whole, placed
-from schedlang.passes.localize.diagnose import NONE, diagnose, fits
+from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, parts_of
-from schedlang.runtime.modes import ambient
 
 OF_LOSS = "the loss"
-_OUTPUT, UNKNOWN = "the output", "elements are wrong"
+_OUTPUT = "the output"
+At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
 
 
 @dataclass
@@ -38,12 +39,17 @@ class Run:
     """The calls of a step, in the order in which they return, and that of their gradients."""
 
     calls: dict[Frame, Seen] = field(default_factory=dict)
-    back: list[tuple[Frame, int]] = field(default_factory=list)
-    live: dict[tuple[Frame, int], Tensor] = field(default_factory=dict)  # themselves, if asked for
+    back: list[At] = field(default_factory=list)
+    live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
+
+    def of(self, at: At, back: bool = False) -> Tensor:
+        """An output, or the gradient that comes back to it."""
+        seen = self.calls[at[0]]
+        return seen.gradients[at[1]] if back else seen.outputs[at[1]]
 
 
 def followed(
-    modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: Any, live: bool = False
+    modules: Mapping[str, nn.Module], step: Callable[[], Any], *, live: bool = False
 ) -> Run:
     """Run a step, and note what modules, each by its name, give and get back; `live`: itself."""
     run, turns = Run(), dict.fromkeys(modules, 0)
@@ -69,20 +75,19 @@ def followed(
     for name, module in modules.items():
         handles.append(module.register_forward_hook(hook(name)))
     try:
-        with ambient(*modes):
-            step()
+        step()
     finally:
         for handle in handles:
             handle.remove()
     return run
 
 
-def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any], *modes: Any) -> Run:
+def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Run:
     """Run a step, and again; the first unless it calls modules that the second does not.
 
     A first step may try modules on numbers that nobody made, to learn shapes, as pipelines do.
     """
-    first, second = (followed(modules, step, *modes) for _ in range(2))
+    first, second = (followed(modules, step) for _ in range(2))
     return first if first.calls.keys() == second.calls.keys() else second
 
 
@@ -122,10 +127,10 @@ class Found:
 
     name: str
     what: str
-    pattern: str
+    pattern: Pattern
     before: str = ""
     pending: tuple[str, ...] = ()  # where ranks have terms of a sum
-    at: tuple[Frame, int] = (("", 0), 0)
+    at: At = (("", 0), 0)
     parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
     anchors: tuple[Part, ...] = ()  # what they have of the output that is right before it
     because: str = ""
@@ -136,242 +141,308 @@ class Found:
         return self.what != _OUTPUT
 
     @property
-    def unknown(self) -> bool:
-        """Whether the pattern says no more than where it is wrong."""
-        return UNKNOWN in self.pattern or self.pattern.startswith("right, but for places")
-
-    @property
     def text(self) -> str:
         """All of it."""
         place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
         because = f": {self.because}" if self.because else ""
         before = f"; right before it: `{self.before}`" if self.before else ""
         terms = f"; ranks have terms of a sum at {quoted(self.pending)}" if self.pending else ""
-        return f"{place}: {self.pattern}{because}{before}{terms}"
+        return f"{place}: {self.pattern.text}{because}{before}{terms}"
 
 
-def first_difference(
-    right: Run, ranks: Sequence[tuple[Run, Mapping[str, str]]], sizes: Mapping[str, int]
-) -> Found | None:
-    """The first output that is wrong, else the first gradient; None where nothing is compared.
+class Exact:
+    """Comparison with the original's values where no rounding counts: by their numbers.
 
-    `ranks` have each its run, and the original's names of its modules.
+    apart  how much factors of one value may differ, relative to them
     """
-    parts: dict[tuple[Frame, int], list[Part]] = {}
-    for frame, seen in right.calls.items():
-        for k, output in enumerate(seen.outputs):
-            parts[frame, k] = list(_parts(frame, k, output, ranks, _turns(right, frame[0])))
-    before = ""
-    anchors: tuple[Part, ...] = ()
-    for (frame, k), found in parts.items():
-        want = right.calls[frame].outputs[k]
-        if _terms(want, found):
-            everywhere = torch.arange(want.numel()).reshape(want.shape)
-            parts[frame, k] = [replace(part, places=everywhere) for part in found]
-        elif frame[0] and (said := _output(want, found, sizes)):  # a stage returns what it has
-            at = (frame, k)
-            return Found(_named(frame), _OUTPUT, said, before, (), at, (*found,), anchors)
-        if found:
-            before, anchors = _named(frame), (*found,)
-    return _backward(right, ranks, parts, sizes)
+
+    apart = 1e-6
+
+    def __init__(self, right: Run) -> None:
+        self.right = right
+        self._wholes: dict[At, Whole] = {}
+
+    def placed(self, at: At, value: Tensor) -> Tensor | None:
+        """Find the places of an output in the original's; None where nothing there is the same."""
+        frame, k = at
+        if at not in self._wholes:
+            self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
+        return placed(value, self._wholes[at])
+
+    def known(self, at: At, value: Tensor) -> bool:
+        """Whether an output that lies nowhere is wrong, and not laid in a way that is unknown."""
+        want = self.right.calls[at[0]].outputs[at[1]]
+        larger = any(a > b for a, b in zip(value.shape, want.shape))
+        return value.dim() == want.dim() and not larger
+
+    def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
+        """Whether it is the output, or the gradient, of some places, times a factor."""
+        whole = self.right.of(at, back)
+        want = factor * whole.reshape(-1)[places]
+        near = back and float((value - want).norm()) <= 1e-9 * float(whole.norm())
+        return near or fits(value, want)
+
+    def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
+        """Whether a sum of what ranks have is right."""
+        return self.same(at, back, value, places, factor)
+
+    def block(self, at: At, rank: int, value: Tensor) -> Tensor:
+        """The place of a wrong output: where it is smaller, the block of the rank's number."""
+        want = self.right.of(at)
+        numbers = torch.arange(want.numel()).reshape(want.shape)
+        for dim, (a, b) in enumerate(zip(value.shape, want.shape)):
+            if a < b:
+                count = -(-b // a)
+                numbers = numbers.chunk(count, dim)[min(rank % count, count - 1)]
+        return numbers
+
+    def alike(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two copies are one."""
+        return fits(a, b)
+
+    def factor(self, got: Tensor, want: Tensor) -> float:
+        """Return the factor of a gradient, if a third of its numbers agree on that."""
+        there = want.abs() > 1e-6 * want.abs().max()
+        ratios = got[there] / want[there]
+        middle = float(ratios.median())
+        agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
+        return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
+
+    def pattern(
+        self,
+        at: At,
+        back: bool,
+        value: Tensor,
+        places: Tensor,
+        factor: float,
+        sizes: Mapping[str, int],
+    ) -> Pattern:
+        """Say how a wrong value comes from the right one, or how much of it is wrong."""
+        want = factor * self.right.of(at, back).reshape(-1)[places]
+        found = diagnose(value, want, sizes)
+        if found and found != NONE:
+            return found
+        count = int(((value - want).abs() > 1e-9 * want.abs().max()).sum())
+        return Pattern(f"{count} of {want.numel()} elements are wrong", how=False)
 
 
-def turns_and_factors(
-    right: Run, ranks: Sequence[tuple[Run, Mapping[str, str]]]
-) -> tuple[int, dict[int, float]]:
-    """Return how often a rank runs what the original runs once, and its factor of gradients.
+@dataclass(frozen=True)
+class Followed:
+    """The original's step and those of ranks, each with the original's names of its modules.
 
-    That factor is of the first gradient in backward that the rank has.
+    looks  how values are compared
+    sizes  the numbers that a mistake may have divided, multiplied or cut by
     """
-    turns: list[int] = []
-    for run, names in ranks:
-        for name, meant in names.items():
-            if once := _turns(right, meant):
-                turns.append(_turns(run, name) // once)
-    factors: dict[int, float] = {}
-    for frame, k in right.back:
-        want = right.calls[frame].gradients[k].reshape(-1)
-        output = right.calls[frame].outputs[k]
-        for part in _parts(frame, k, output, ranks, _turns(right, frame[0])):
-            got = ranks[part.rank][0].calls[part.frame].gradients.get(k)
-            if part.places is None or got is None or got.shape != part.places.shape:
+
+    looks: Exact
+    ranks: Sequence[tuple[Run, Mapping[str, str]]]
+    sizes: Mapping[str, int]
+
+    @property
+    def right(self) -> Run:
+        """The original's step."""
+        return self.looks.right
+
+    @cached_property
+    def parts(self) -> dict[At, list[Part]]:
+        """All that ranks' calls of modules give, where these are called as often in each pass."""
+        calls: dict[str, list[tuple[int, Frame, Seen]]] = {}
+        for rank, (run, names) in enumerate(self.ranks):
+            for frame, seen in run.calls.items():
+                calls.setdefault(names.get(frame[0], ""), []).append((rank, frame, seen))
+        parts: dict[At, list[Part]] = {}
+        for frame, right in self.right.calls.items():
+            turns = _turns(self.right, frame[0])
+            mine = [one for one in calls.get(frame[0], ()) if one[1][1] % turns == frame[1]]
+            for k in range(len(right.outputs)):
+                parts[frame, k] = [
+                    Part(rank, here, k, value, self.looks.placed((frame, k), value))
+                    for rank, here, seen in mine
+                    for value in seen.outputs[k : k + 1]
+                ]
+        return parts
+
+    def gradients(self, at: At) -> list[Part]:
+        """Gradients of the outputs of ranks whose places are known."""
+        found = []
+        for part in self.parts[at]:
+            gradient = self.ranks[part.rank][0].calls[part.frame].gradients.get(part.k)
+            if gradient is None or part.places is None or gradient.shape != part.value.shape:
                 continue
-            if part.rank not in factors and bool(want[part.places].any()):
-                factors[part.rank] = _factor(got, want[part.places])
-        if len(factors) == len(ranks):
-            break
-    return max(turns, default=1), factors
+            found.append(replace(part, value=gradient))
+        return found
+
+    def turns_and_factors(self) -> tuple[int, dict[int, float]]:
+        """Return how often a rank runs what the original runs once, and its factor of gradients.
+
+        That factor is of the first gradient in backward that the rank has.
+        """
+        turns: list[int] = []
+        for run, names in self.ranks:
+            for name, meant in names.items():
+                if once := _turns(self.right, meant):
+                    turns.append(_turns(run, name) // once)
+        factors: dict[int, float] = {}
+        for at in self.right.back:
+            self.factored(at, factors)
+            if len(factors) == len(self.ranks):
+                break
+        return max(turns, default=1), factors
+
+    def factored(self, at: At, factors: dict[int, float]) -> list[tuple[Part, Tensor]]:
+        """The gradients of ranks with the right ones; learn the factors of ranks that have none."""
+        want = self.right.of(at, True).reshape(-1)
+        pairs = [(p, want[p.places]) for p in self.gradients(at) if p.places is not None]
+        for part, one in pairs:
+            if part.rank not in factors and bool(one.any()):
+                factors[part.rank] = self.looks.factor(part.value, one)
+        return pairs
+
+    def first_difference(self) -> Found | None:
+        """The first output that is wrong, else the first gradient; None: nothing is compared."""
+        before = ""
+        anchors: tuple[Part, ...] = ()
+        for at, found in self.parts.items():
+            frame = at[0]
+            if self._terms(at, found):
+                want = self.right.of(at)
+                everywhere = torch.arange(want.numel()).reshape(want.shape)
+                self.parts[at] = [replace(part, places=everywhere) for part in found]
+            elif frame[0] and (said := self._output(at, found)):  # a stage returns what it has
+                return Found(_named(frame), _OUTPUT, said, before, (), at, (*found,), anchors)
+            if found:
+                before, anchors = _named(frame), (*found,)
+        return self._backward()
+
+    def _output(self, at: At, parts: Sequence[Part]) -> Pattern:
+        """Say how the output of a module is wrong; nothing if it is right, or not known."""
+        lost = [part for part in parts if part.places is None]
+        if not lost or not all(self.looks.known(at, part.value) for part in lost):
+            return Pattern("")
+        wrong = [replace(p, places=self.looks.block(at, p.rank, p.value)) for p in lost]
+        return self._of_ranks(at, False, wrong, parts)
+
+    def _terms(self, at: At, parts: Sequence[Part]) -> bool:
+        """Whether ranks have terms of the right value, whose sum is still to be made."""
+        want = self.right.of(at)
+        if len(parts) < 2:
+            return False
+        if any(p.places is not None or p.value.shape != want.shape for p in parts):
+            return False
+        everywhere = torch.arange(want.numel()).reshape(want.shape)
+        return self.looks.total(at, False, _sum(parts), everywhere)
+
+    def _of_ranks(
+        self,
+        at: At,
+        back: bool,
+        wrong: Sequence[Part],
+        parts: Sequence[Part],
+        factors: Mapping[int, float] | None = None,
+    ) -> Pattern:
+        """The pattern of each rank's wrong value, and which ranks are right."""
+        said: dict[Pattern, list[int]] = {}
+        for part in wrong:
+            assert part.places is not None
+            factor = (factors or {}).get(part.rank, 1.0)
+            one = self.looks.pattern(at, back, part.value, part.places, factor, self.sizes)
+            said.setdefault(one, []).append(part.rank)
+        bad = {part.rank for part in wrong}
+        good = sorted({part.rank for part in parts} - bad)
+        texts = [f"{one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
+        first = wrong[0]
+        if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
+            alike = all(self.looks.alike(part.value, first.value) for part in wrong)
+            texts.append(f"they are {'alike' if alike else 'different'} on these ranks")
+        text = "; ".join(texts) + (f"; right on rank {_list(good)}" if good else "")
+        return Pattern(text, all(one.how for one in said))
+
+    # -- backward
+
+    def _backward(self) -> Found | None:
+        """The first gradient, in the order of backward, that has not its rank's factor."""
+        factors: dict[int, float] = {}
+        before, pending = "", dict[str, None]()
+        what = "the gradient of the output"
+        for at in self.right.back:
+            frame, want = at[0], self.right.of(at, True)
+            if not bool(want.any()) or all(p.places is None for p in self.parts[at]):
+                continue
+            pairs = self.factored(at, factors)
+            if not pairs:
+                none = Pattern("no rank has one: detached, or never asked for")
+                return Found(_named(frame), what, none, before, (*pending,))
+            wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
+            if wrong and self._pending(at, wrong, factors):
+                pending[_named(frame)] = None
+            elif wrong:
+                got = [part for part, _ in pairs]
+                found = self._of_calls(at, pairs)
+                found = found or self._of_ranks(at, True, wrong, got, factors)
+                if not before:
+                    text = f"the gradient that it sends back to `{_named(frame)}` is not right: "
+                    found = replace(found, text=text + found.text)
+                own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
+                name = _named(frame) if before else OF_LOSS
+                return Found(name, what, found, before, (*pending,), at, own)
+            else:
+                before = _named(frame)
+        return None
+
+    def _right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
+        assert part.places is not None
+        return self.looks.same(at, True, part.value, part.places, factors.get(part.rank, 1.0))
+
+    def _of_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
+        """Say by which factors the calls on a rank differ, if each is right but for its own.
+
+        Calls are for parts of the batch: the factor is what a part weighs.
+        """
+        factors: dict[int, list[float]] = {}
+        for part, want in pairs:
+            factor = self.looks.factor(part.value, want)
+            if not self._right(at, part, {part.rank: factor}):
+                return Pattern("")
+            factors.setdefault(part.rank, []).append(factor)
+        for rank, found in factors.items():
+            if max(found) - min(found) > self.looks.apart * max(map(abs, found)):
+                each = ", ".join(f"{one:.4g}" for one in found)
+                return Pattern(
+                    f"its {len(found)} parts of the batch have {each} times theirs (rank {rank})"
+                )
+        return Pattern("")
+
+    def _pending(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
+        """Whether ranks have terms of a sum that is right, and still to be made."""
+        groups: dict[tuple[int, ...], list[Part]] = {}
+        for part in wrong:
+            assert part.places is not None
+            groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append(part)
+        for group in groups.values():
+            first = group[0]
+            if len(group) < 2 or len({part.value.shape for part in group}) > 1:
+                return False
+            mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
+            assert first.places is not None
+            if not self.looks.total(at, True, _sum(group), first.places, mean):
+                return False
+        return True
 
 
 def _turns(run: Run, name: str) -> int:
     return sum(frame[0] == name for frame in run.calls)
 
 
-def _parts(
-    frame: Frame,
-    k: int,
-    want: Tensor,
-    ranks: Sequence[tuple[Run, Mapping[str, str]]],
-    turns: int,
-) -> Iterator[Part]:
-    """Yield what the ranks' calls of a module give, where it is called as often in each pass."""
-    whole = Whole(want)
-    for rank, (run, names) in enumerate(ranks):
-        for (name, turn), seen in run.calls.items():
-            if names.get(name) != frame[0] or turn % turns != frame[1] or k >= len(seen.outputs):
-                continue
-            value = seen.outputs[k]
-            yield Part(rank, (name, turn), k, value, placed(value, whole))
+def _sum(parts: Sequence[Part]) -> Tensor:
+    return torch.stack([part.value.double() for part in parts]).sum(0)
 
 
-def _output(want: Tensor, parts: Sequence[Part], sizes: Mapping[str, int]) -> str:
-    """Say how the output of a module is wrong; "" if it is right, or not known."""
-    unknown = [part for part in parts if part.places is None]
-    if not unknown or any(_larger(part.value, want) for part in unknown):
-        return ""
-    return _of_ranks([(p, _block(p, want, sizes)) for p in unknown], parts, sizes)
-
-
-def _terms(want: Tensor, parts: Sequence[Part]) -> bool:
-    """Whether ranks have terms of the right value, whose sum is still to be made."""
-    if len(parts) < 2 or any(p.places is not None or p.value.shape != want.shape for p in parts):
-        return False
-    return fits(torch.stack([part.value for part in parts]).sum(0), want)
-
-
-def _larger(value: Tensor, want: Tensor) -> bool:
-    """Whether this can be no part: it has more dims, or more of one."""
-    return value.dim() != want.dim() or any(a > b for a, b in zip(value.shape, want.shape))
-
-
-def _block(part: Part, want: Tensor, sizes: Mapping[str, int]) -> Tensor:
-    """The block of the right value that a rank has by its number, where its part is smaller."""
-    for dim, (a, b) in enumerate(zip(part.value.shape, want.shape)):
-        if a < b:
-            count = -(-b // a)
-            want = want.chunk(count, dim)[min(part.rank % count, count - 1)]
-    return want
-
-
-def _of_ranks(
-    wrong: Sequence[tuple[Part, Tensor]], parts: Sequence[Part], sizes: Mapping[str, int]
-) -> str:
-    """The pattern of each rank's wrong value, and which ranks are right."""
-    said: dict[str, list[int]] = {}
-    for part, want in wrong:
-        text = diagnose(part.value, want, sizes)
-        if text.startswith(NONE) or not text:
-            count = int(((part.value - want).abs() > 1e-9 * want.abs().max()).sum())
-            text = f"{count} of {want.numel()} {UNKNOWN}"
-        said.setdefault(text, []).append(part.rank)
-    bad = {part.rank for part, _ in wrong}
-    good = sorted({part.rank for part in parts} - bad)
-    texts = [f"{text} (rank {_list(ranks)})" for text, ranks in said.items()]
-    values = [part.value for part, _ in wrong]
-    wants = [want for _, want in wrong]
-    if len(values) > 1 and all(w.shape == wants[0].shape and fits(w, wants[0]) for w in wants):
-        alike = all(fits(value, values[0]) for value in values)
-        texts.append(f"they are {'alike' if alike else 'different'} on these ranks")
-    return "; ".join(texts) + (f"; right on rank {_list(good)}" if good else "")
+def _same_place(a: Part, b: Part) -> bool:
+    return a.places is not None and b.places is not None and torch.equal(a.places, b.places)
 
 
 def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(ranks)))
-
-
-# -- backward
-
-
-def _backward(
-    right: Run,
-    ranks: Sequence[tuple[Run, Mapping[str, str]]],
-    parts: Mapping[tuple[Frame, int], list[Part]],
-    sizes: Mapping[str, int],
-) -> Found | None:
-    """The first gradient, in the order of backward, that has not its rank's factor."""
-    factors: dict[int, float] = {}
-    before, pending = "", dict[str, None]()
-    for frame, k in right.back:
-        want = right.calls[frame].gradients[k]
-        there = [p for p in parts.get((frame, k), ()) if p.places is not None]
-        got = [
-            replace(p, value=g)
-            for p in there
-            if (g := ranks[p.rank][0].calls[p.frame].gradients.get(k)) is not None
-            and g.shape == p.value.shape
-        ]
-        if not bool(want.any()) or not there:
-            continue
-        if not got:
-            none = "no rank has one: detached, or never asked for"
-            return Found(_named(frame), "the gradient of the output", none, before, (*pending,))
-        whole = want.reshape(-1)
-        pairs = [(p, whole[p.places]) for p in got if p.places is not None]
-        for part, one in pairs:
-            if part.rank not in factors and one.any():
-                factors[part.rank] = _factor(part.value, one)
-        wanted = [(p, one * factors.get(p.rank, 1.0)) for p, one in pairs]
-        wrong = [(p, one) for p, one in wanted if not _same(p.value, one, want)]
-        if wrong and _pending(wrong):
-            pending[_named(frame)] = None
-        elif wrong:
-            name = _named(frame) if before else OF_LOSS
-            text = _of_calls(pairs) or _of_ranks(wrong, got, sizes)
-            if not before:
-                text = f"the gradient that it sends back to `{_named(frame)}` is not right: {text}"
-            own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
-            what = "the gradient of the output"
-            return Found(name, what, text, before, (*pending,), (frame, k), own)
-        else:
-            before = _named(frame)
-    return None
-
-
-def _factor(got: Tensor, want: Tensor) -> float:
-    """Return the factor of a gradient, if a third of its numbers agree on that."""
-    there = want.abs() > 1e-6 * want.abs().max()
-    ratios = got[there] / want[there]
-    middle = float(ratios.median())
-    agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
-    return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
-
-
-def _of_calls(pairs: Sequence[tuple[Part, Tensor]]) -> str:
-    """Say by which factors the calls on a rank differ, if each is right but for its own.
-
-    Calls are for parts of the batch: the factor is what a part weighs.
-    """
-    factors: dict[int, list[float]] = {}
-    for part, want in pairs:
-        factor = _factor(part.value, want)
-        if not _same(part.value, factor * want, want):
-            return ""
-        factors.setdefault(part.rank, []).append(factor)
-    for rank, found in factors.items():
-        if max(found) - min(found) > 1e-6 * max(map(abs, found)):
-            each = ", ".join(f"{one:.4g}" for one in found)
-            return f"its {len(found)} parts of the batch have {each} times theirs (rank {rank})"
-    return ""
-
-
-def _same(got: Tensor, want: Tensor, scale: Tensor) -> bool:
-    return fits(got, want) or float((got - want).norm()) <= 1e-9 * float(scale.norm())
-
-
-def _pending(wrong: Sequence[tuple[Part, Tensor]]) -> bool:
-    """Whether ranks have terms of a sum that is right, and still to be made."""
-    groups: dict[tuple[int, ...], list[tuple[Part, Tensor]]] = {}
-    for part, want in wrong:
-        assert part.places is not None
-        groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append((part, want))
-    for group in groups.values():
-        if len(group) < 2 or len({part.value.shape for part, _ in group}) > 1:
-            return False
-        total = torch.stack([part.value for part, _ in group]).sum(0)
-        mean = torch.stack([want for _, want in group]).mean(0)
-        if not fits(total, mean):
-            return False
-    return True
 
 
 def _named(frame: Frame) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,19 +20,25 @@ def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
     part   as many dims as the whole; blocks of dims, or every n-th slice of them
     In few bits numbers are not unique, and those of two sides differ: none tells its place.
     """
-    options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
-    if not part.numel() or math.prod(map(len, options)) > MOST:
-        return None
     value, there = part.detach().double(), whole.double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
     found: list[tuple[float, Sequence[Tensor]]] = []
-    for some in itertools.product(*options):
+    for some in windows(part.shape, whole.shape):
         window = there[torch.meshgrid(*some, indexing="ij")] if some else there
         found.append((float((window - value).norm()), some))
+    if not found:
+        return None
     found.sort(key=lambda one: one[0])
     best, index = found[0]
     alone = len(found) == 1 or found[1][0] > APART * max(best, unit)
     return list(index) if alone and best <= FAR * unit else None
+
+
+def windows(part: Sequence[int], whole: Sequence[int]) -> Iterator[Sequence[Tensor]]:
+    """The windows of a shape, by the indices of each dim; none where there are too many."""
+    options = [_cuts(p, w) for p, w in zip(part, whole)]
+    if math.prod(part) and math.prod(map(len, options)) <= MOST:
+        yield from itertools.product(*options)
 
 
 def _cuts(part: int, whole: int) -> list[Tensor]:

@@ -7,83 +7,50 @@ another's are hidden forward. Where backward does not hide them, the sum over ra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
-from schedlang.ir import pytree
 from schedlang.passes.judge.terms import Tape
 from schedlang.passes.localize.diagnose import fits
-from schedlang.runtime.modes import ATTRIBUTE
 
 MOST = 1 << 20  # numbers that a rank keeps
 FEWEST = 8  # elements that tell it
 CLOSE = 1e-9
 
 
-@dataclass
+@dataclass(frozen=True)
 class Note:
     """A tensor that a rank gave a function, or got from one, and the gradient that came back."""
 
     value: Tensor
-    gradient: Tensor | None = None
+    gradient: Tensor
 
 
-@dataclass
-class Notes:
-    """The tensors of some shapes in a rank's step, in the order in which they were met."""
+class Noting(Tape):
+    """Notes the tensors of some shapes in a rank's step, as they are when they are met."""
 
-    shapes: frozenset[torch.Size]
-    found: list[Note] = field(default_factory=list)
-    left: int = MOST
-
-
-class Noting(TorchFunctionMode):
-    """Notes the tensors of a step that gradients come back to."""
-
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, wanted: frozenset[torch.Size]) -> None:
         super().__init__()
-        self.into = notes
-        self._known: dict[int, Tensor] = {}  # by identity
+        self.wanted, self.left = wanted, MOST
+        self.values: dict[int, Tensor] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Note what a function takes, run it, and note what it gives."""
-        kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE or func is torch.Tensor.backward:
-            return func(*args, **kwargs)
-        self._note((args, kwargs))
-        made = func(*args, **kwargs)
-        self._note(made)
-        return made
+    def watch(self, tensor: Tensor) -> None:
+        """Note a tensor's value, and its gradient when it comes."""
+        size = tensor.numel()
+        asked = tensor.shape in self.wanted and not tensor.is_leaf and size <= self.left
+        if asked and id(tensor) not in self.gradients and not isinstance(tensor, DTensor):
+            self.left -= size
+            self.values[id(tensor)] = tensor.detach().clone()
+        super().watch(tensor)
 
-    def _note(self, tree: Any) -> None:
-        for leaf in pytree.tree_flatten(tree)[0]:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._known:
-                continue
-            size = leaf.shape.numel()
-            if not leaf.requires_grad or leaf.is_leaf or leaf.shape not in self.into.shapes:
-                continue
-            if not leaf.is_floating_point() or size > self.into.left:
-                continue
-            self.into.left -= size
-            self._known[id(leaf)] = leaf  # kept, so that no other has its identity
-            note = Note(leaf.detach().clone())
-            self.into.found.append(note)
-            leaf.register_hook(_kept(note))  # type: ignore[no-untyped-call]
-
-
-def _kept(note: Note) -> Any:
-    def keep(gradient: Tensor) -> None:
-        new = gradient.detach().clone()
-        note.gradient = new if note.gradient is None else note.gradient + new
-
-    return keep
+    @property
+    def notes(self) -> list[Note]:
+        """The ones that a gradient came back to, in the order in which they were met."""
+        pairs = ((value, self.gradients[key]) for key, value in self.values.items())
+        return [Note(value, gradient) for value, gradient in pairs if gradient.numel()]
 
 
 def shapes(tape: Tape) -> frozenset[torch.Size]:
@@ -91,7 +58,7 @@ def shapes(tape: Tape) -> frozenset[torch.Size]:
     return frozenset(one.shape for call in tape.calls for one in call.outputs)
 
 
-def unmasked(tape: Tape, ranks: Sequence[Notes]) -> str:
+def unmasked(tape: Tape, ranks: Sequence[Sequence[Note]]) -> str:
     """Name the first result whose elements are each right on one rank, and not zero on others."""
     if len(ranks) < 2:
         return ""
@@ -101,7 +68,7 @@ def unmasked(tape: Tape, ranks: Sequence[Notes]) -> str:
             if want is None or int((want != 0).sum()) < FEWEST:
                 continue
             value = tensor.detach()
-            if call.given and any(t._version != v for t, v in call.given):
+            if any(t._version != v for t, v in call.given):
                 continue
             for gradients in _together(value, ranks):
                 if _owned(want, gradients):
@@ -113,15 +80,13 @@ def unmasked(tape: Tape, ranks: Sequence[Notes]) -> str:
     return ""
 
 
-def _together(value: Tensor, ranks: Sequence[Notes]) -> Iterator[list[Tensor]]:
+def _together(value: Tensor, ranks: Sequence[Sequence[Note]]) -> Iterator[list[Tensor]]:
     """Yield the gradients of a tensor by its values, the first that each rank has, the second..."""
     each = [
         [
             note.gradient
-            for note in notes.found
-            if note.gradient is not None
-            and note.value.shape == value.shape
-            and fits(note.value, value)
+            for note in notes
+            if note.value.shape == value.shape and fits(note.value, value)
         ]
         for notes in ranks
     ]

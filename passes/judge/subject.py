@@ -96,6 +96,7 @@ class Kept:
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
     loaded: Any = None  # see passes.judge.loaded; None: not offered
+    chosen: Mapping[Any, Any] = field(default_factory=dict)  # see passes.judge.choices
     folder: str | None = None  # where ranks put large tensors for each other
 
     def of(self, condition: str, name: str) -> list[Copy]:
@@ -115,7 +116,6 @@ class Judged:
         self,
         make: Make,
         original: nn.Module,
-        table: Table,
         condition: Condition,
         kept: Kept,
         begin: Callable[[int], None] = lambda step: None,
@@ -123,15 +123,15 @@ class Judged:
     ) -> None:
         self.make, self.condition, self.kept, self.begin = make, condition, kept, begin
         self.original = original
-        self.rank = world.rank()
+        self.rank, self.table = world.rank(), Table(original)
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
-        self._saved_buffers = set(model.state_dict()) - set(table.aliases)
+        self._saved_buffers = set(model.state_dict()) - set(self.table.aliases)
         self.program: TrainingProgram = made(make, model, self.rank)
-        self.table = table
         if like is None:
-            self.holdings = together(world.all_gather_object(held(self.program, table)), table)
+            found = world.all_gather_object(held(self.program, self.table))
+            self.holdings = together(found, self.table)
         else:
             self.holdings = _as_before(like, self.program)
         kept.holdings = kept.holdings or self.holdings

@@ -69,11 +69,13 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         versions = tuple((t, t._version) for t in _tensors((args, kwargs)))
         given = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
+        for tensor in given:
+            self.watch(tensor)  # before it may be written into
         made = func(*args, **kwargs)
         outputs = tuple(t for t in _tensors(made) if t.requires_grad and t.is_floating_point())
         if given and outputs:
             self.calls.append(Call(func, args, kwargs, versions, outputs, scope.site()))
-            for tensor in (*given, *outputs):
+            for tensor in outputs:
                 self.watch(tensor)
         return made
 

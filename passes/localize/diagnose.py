@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,30 +25,50 @@ from schedlang.runtime.checkpointing.holding import take
 _FITS = 1e-6  # relative error below which a pattern is said to fit
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """A sentence about a wrong tensor; empty: there is nothing to say.
+
+    how  it tells how every number comes about, not merely that, or where, they are wrong
+    """
+
+    text: str
+    how: bool = True
+
+    def __bool__(self) -> bool:
+        """Whether there is a sentence."""
+        return bool(self.text)
+
+
+NONE = Pattern("no simple pattern fits", how=False)
+NOTHING = Pattern("", how=False)
+
+
 def diagnose(
     actual: Tensor | None,
     expected: Tensor | None,
     sizes: Mapping[str, int],
     others: Mapping[str, Tensor | None] | None = None,
-) -> str:
-    """The pattern that fits, in words; "" if none does.
+) -> Pattern:
+    """The pattern that fits, `NONE` if none does; an empty one where there is nothing wrong.
 
     `sizes` are the numbers that a mistake may have divided, multiplied or cut by: mesh axes,
     microbatches. `others` are right tensors of other names (or steps) that may have taken this
     one's place.
     """
     if actual is None or expected is None:
-        return "there is none: detached, or never reduced to its owner" if actual is None else ""
+        there = actual is not None
+        return Pattern("" if there else "there is none: detached, or never reduced to its owner")
     if actual.shape != expected.shape:
-        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        return Pattern(f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
     if not actual.numel():
-        return ""
+        return Pattern("")
     x, r = actual.double(), expected.double()
     if not bool(x.isfinite().all()):
-        return f"{int((~x.isfinite()).sum())} of {x.numel()} elements are not finite"
+        return Pattern(f"{int((~x.isfinite()).sum())} of {x.numel()} elements are not finite")
     if not x.any():
-        return "it is zero: detached, or never received" if r.any() else ""
-    return (
+        return Pattern("it is zero: detached, or never received" if r.any() else "")
+    found = (
         _ratio(x, r, sizes)
         or _again_and_again(x, r, others or {})
         or _taken(x, r, others or {})
@@ -57,15 +78,18 @@ def diagnose(
         or _rounded(x, r)
         or _slices(x, r)
         or _constants(x, r)
-        or "no simple pattern fits"
+        or NONE
     )
+    return found if isinstance(found, Pattern) else Pattern(found)
 
 
-def explain(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+def explain(
+    row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
+) -> Pattern:
     """The pattern behind a failing row of `compare`, and what came out right just before it."""
     key = next((k for k in expected.tensors if _is_of(k, row)), None)
     if key is None:
-        return ""
+        return Pattern("")
     others = {
         k.name if k.name != key.name else f"{k.name} after step {k.step}": value
         for k, value in expected.tensors.items()
@@ -74,7 +98,8 @@ def explain(row: Row, expected: Observation, actual: Observation, sizes: Mapping
     found = diagnose(actual.tensors.get(key), expected.tensors[key], sizes, others)
     order = expected.order
     if row.kind == "gradients" and row.name in order[1:]:
-        found += f"; equal just before it in backward: {order[order.index(row.name) - 1]}"
+        before = f"; equal just before it in backward: {order[order.index(row.name) - 1]}"
+        found = replace(found, text=found.text + before)
     return found
 
 
@@ -193,7 +218,7 @@ def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
     return ""
 
 
-def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
+def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
     """Some of n equal blocks along one dim are right and others not, or all are out of order."""
     for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
         if n < 2 or x.shape[dim] % n:
@@ -204,12 +229,13 @@ def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
         where = f"of {n} blocks along dim {dim} ({name} = {n})"
         order = [next((j for j in range(n) if fits(ours[i], right[j])), None) for i in range(n)]
         if None not in order and order != list(range(n)):
-            return f"blocks are out of order: {order} {where}"
+            return Pattern(f"blocks are out of order: {order} {where}")
         if 0 < len(wrong) < n:
             zero = all(not ours[i].any() for i in wrong)
             which = ", ".join(map(str, wrong))
-            return f"only block {which} {where} {'is zero' if zero else 'is wrong'}"
-    return ""
+            said = f"only block {which} {where} {'is zero' if zero else 'is wrong'}"
+            return Pattern(said, how=False)
+    return None
 
 
 def _permuted(x: Tensor, r: Tensor) -> str:
@@ -228,18 +254,19 @@ def _permuted(x: Tensor, r: Tensor) -> str:
     return ""
 
 
-def _few(x: Tensor, r: Tensor) -> str:
+def _few(x: Tensor, r: Tensor) -> Pattern | None:
     """Most elements are right: how many are not, and whether they are the last ones."""
     wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
     count = int(wrong.sum())
     if not 0 < count <= x.numel() // 4:
-        return ""
+        return None
     last = bool(wrong[-count:].all())
     zero = " and zero" if not x.flatten()[wrong].any() else ""
-    return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+    said = f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+    return Pattern(said, how=False)
 
 
-def _slices(x: Tensor, r: Tensor) -> str:
+def _slices(x: Tensor, r: Tensor) -> Pattern | None:
     """Some slices along one dim are right, and the others zero or wrong."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
@@ -247,8 +274,9 @@ def _slices(x: Tensor, r: Tensor) -> str:
         wrong = off.nonzero().reshape(-1).tolist()
         if wrong and 2 * len(wrong) < len(ours):
             how = "zero" if not ours[wrong].any() else "wrong"
-            return f"right, but for places {wrong} of dim {dim}, which are {how}"
-    return ""
+            said = f"right, but for places {wrong} of dim {dim}, which are {how}"
+            return Pattern(said, how=False)
+    return None
 
 
 def _constants(x: Tensor, r: Tensor) -> str:
@@ -286,9 +314,6 @@ def _rounded(x: Tensor, r: Tensor) -> str:
     return ""
 
 
-NONE = "no simple pattern fits"
-
-
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
     """Describe in words the first wrong gradient, or what the first wrong module makes."""
     plan = failure.case.plan
@@ -296,18 +321,20 @@ def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) 
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})
     found = explain(first, failure.expected, failure.actual, sizes)
     if where is None:
-        return found
-    if found.startswith(NONE) or first.kind == "outputs":
-        found = _of_module(failure, where, sizes) or found
-    if first.kind == "gradients" and first.step == 0 and found.startswith((NONE, "only block")):
-        found = _of_gradient(first, failure, where, batch) or found
-    return found
+        return found.text
+    told, text = found.how, found.text
+    if not told or first.kind == "outputs":
+        inside = _of_module(failure, where, sizes)
+        told, text = told or inside.how, inside.text or text
+    if first.kind == "gradients" and first.step == 0 and not told:
+        text = _of_gradient(first, failure, where, batch) or text
+    return text
 
 
-def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
+def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Pattern:
     """Diagnose what a module makes that is fed what is right."""
     if where.values is None:
-        return ""
+        return NOTHING
     got, want = where.values
     name, _ = where.guilty[0]
     model = failure.case.plan.model
@@ -316,7 +343,9 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> str:
         for attribute, fact in model.sites[name].parameters.items()
     }
     found = diagnose(got, want, sizes, own)
-    return f"{found}, in {name or 'the model'}" if found and found != NONE else ""
+    if not found or found == NONE:
+        return NOTHING
+    return replace(found, text=f"{found.text}, in {name or 'the model'}")
 
 
 def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:

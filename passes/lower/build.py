@@ -29,6 +29,7 @@ from schedlang.passes.analyze.residence import offload_state
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
+from schedlang.passes.lower import recorded
 from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
 from schedlang.passes.lower.executor import (
     compressor_of,
@@ -220,11 +221,14 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     """
     from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
     from schedlang.runtime.launch.heart import watch
+    from schedlang.runtime.launch.job import RECORD
 
     given = replace(options, **more)
     join_world(given.wait)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
         watch()
+    if RECORD in os.environ:
+        recorded.begin()
     try:
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
@@ -233,6 +237,8 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     except Exception as error:
         tell(error)
         raise
+    if RECORD in os.environ:
+        recorded.known(plan, program)
     if given.weights is not None:
         _taken(program, given.weights)
     return program

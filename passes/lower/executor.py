@@ -147,6 +147,7 @@ def pipeline_of(
 ) -> Pipeline:
     """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
     from schedlang.pipeline.timeline.table import Kind
+    from schedlang.runtime.adapters.torch_compile import keep_buffers
     from schedlang.runtime.grad_reduction.zero import gathering
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.stage import Stage
@@ -161,6 +162,7 @@ def pipeline_of(
         late = _late(plan)
         each = range(staged.cut.stages)
         halves = {s: {"split": _splits(plan, staged, s, sliced), "late": late} for s in each}
+        keep_buffers()
     if staged.axis is None:
         stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
         alone = (ranks.rank,)
@@ -219,7 +221,7 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
             return known
     skeleton = local_skeleton(plan, prepared.traced)
     exchange(plan, skeleton, prepared.tokens, ranks)
-    made = Stub(skeleton, prepared.staged.cut)
+    made = Stub(skeleton, prepared.staged.cut, prepared.outputs)
     if prepared.tokens is None:  # else it holds the groups of this rank
         _last.made = ref(plan), ref(prepared), made
     return made

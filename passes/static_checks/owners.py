@@ -16,13 +16,14 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.features import Lowered
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze.axis_rows import facet_row
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.partition.staging import buffer_stages
 from schedlang.passes.propagate.context import weight_by_tokens
 from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.simulate.played_step import Step
-from schedlang.passes.static_checks.claim import Claim, facet_row, folded, placed
+from schedlang.passes.static_checks.claim import Claim, folded, placed
 from schedlang.passes.static_checks.gradients import Gradients
 from schedlang.passes.static_checks.roles import Role, shortened
 

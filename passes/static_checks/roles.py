@@ -17,11 +17,12 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.analyze.axis_rows import axis_row, facet_row
 from schedlang.passes.analyze.holdings import Booked, holdings_of, sliced_over, slicing
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.partition.staging import without_parking
 from schedlang.passes.simulate.played_step import Step, alone, fewer, places
-from schedlang.passes.static_checks.claim import Claim, axis_row, facet_row, folded, placed
+from schedlang.passes.static_checks.claim import Claim, folded, placed
 
 if TYPE_CHECKING:
     from schedlang.runtime.comm.tap import Lane, Sent, Tap

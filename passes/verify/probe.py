@@ -101,7 +101,14 @@ class Probe:
         if len(self.parts) == 1:
             return None
         with alone(self.case, evaluate=evaluate) as subject:
-            found = parts_agree(subject, self.batch, self.parts, self.weights, self.together())
+            return self.differs(subject)
+
+    def differs(self, subject: Sequential, whole: Derived | None = None) -> Row | None:
+        """See `disagreement`: on this subject, which has derived the `whole` already if given."""
+        if len(self.parts) == 1:
+            return None
+        given = self.batch, self.parts, self.weights, self.together()
+        found = parts_agree(subject, *given, whole=whole)
         return next((row for row in found if not row.ok), None)
 
 
@@ -115,15 +122,16 @@ def parts_agree(
     weights: Sequence[float],
     weighed: Sequence[Derived] | None = None,
     *,
+    whole: Derived | None = None,
     rtol: float = RTOL,
 ) -> tuple[Row, ...]:
     """Compare loss and gradients of a batch with the weighed means of those of its parts.
 
     Buffers are put back as they were. `weighed` are the losses and gradients of the parts, times
-    their weights, where they were derived together.
+    their weights, where they were derived together; `whole` those of the batch, where known.
     """
     name = f"{len(parts)} parts"
-    whole = _derived(subject, batch, range(rows(batch)))
+    whole = whole or derived(subject, batch, range(rows(batch)))
     if weighed is None:
         weighed = [found for _, found in weighed_shares(subject, parts, weights)]
     sides = [
@@ -145,7 +153,7 @@ def weighed_shares(
     """Yield what each part that weighs something adds to loss and gradients, with its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
-            found, share = _derived(subject, part.inputs, part.rows), weight / sum(weights)
+            found, share = derived(subject, part.inputs, part.rows), weight / sum(weights)
             yield number, {key: None if x is None else x * share for key, x in found.items()}
 
 
@@ -158,7 +166,7 @@ def _added(shares: Iterable[Derived]) -> Derived:
     return total
 
 
-def _derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
+def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
     """Loss and gradients of one run; buffers are put back."""
     with _buffers_put_back(subject):
         found: Derived = {"": subject.derive(batch, tuple(samples)).clone()}

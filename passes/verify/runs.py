@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, equal
+from torch.nn.utils import get_total_norm
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Tried
@@ -21,7 +22,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.routing import routings, unlimited
 from schedlang.passes.verify.observe import Batch, Condition, Observation, conditions
 from schedlang.passes.verify.original import rows
-from schedlang.passes.verify.probe import Probe
+from schedlang.passes.verify.probe import Probe, derived
 from schedlang.passes.verify.sides import Case, alone, prepared
 from schedlang.report import Gap
 from schedlang.runtime.batch import cut, named_tensors, shares
@@ -339,10 +340,13 @@ def batches_of(case: Case) -> Batches:
 
 def _sound(case: Case, batch: Batch) -> bool:
     """Return whether the original takes a derived batch, and its parts make the whole."""
+    probe = Probe(case, batch)
     try:
         with alone(case) as subject:
-            norm = subject.norm(batch)
-        return math.isfinite(norm) and (case.parted or Probe(case, batch).disagreement() is None)
+            whole = derived(subject, batch, range(rows(batch)))
+            norm = get_total_norm([g for name, g in whole.items() if name and g is not None])
+            finite = math.isfinite(float(norm))
+            return finite and (case.parted or probe.differs(subject, whole) is None)
     except Exception:  # whatever the model raises for what its user never gave it
         return False
 

@@ -49,6 +49,8 @@ class Float64(Ambient):
     Tensors that exist already keep their dtype: `as_float64` is for modules, `widened` for batches.
     """
 
+    carried = True
+
     def __init__(self) -> None:
         super().__init__()
         self._defaults: list[torch.dtype] = []
@@ -72,8 +74,9 @@ class Float64(Ambient):
             if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
                 return None  # so it is; torch refuses to be told of what has been computed
             return func(*args, **kwargs)
-        if func not in _RULED:
-            if not _AS_IT_IS.issuperset(map(type, args)):
+        as_it_is = _AS_IT_IS.issuperset(map(type, args))
+        if func not in _RULED or (func is Tensor.view and as_it_is and not kwargs):
+            if not as_it_is:
                 args = _wide(args)
             if kwargs and not _AS_IT_IS.issuperset(map(type, kwargs.values())):
                 kwargs = {k: _wide(v) for k, v in kwargs.items()}
@@ -122,7 +125,8 @@ def _wide(value: Any) -> Any:
     if isinstance(value, str):
         return _LEGACY.get(value, value)
     if type(value) in (tuple, list):
-        return type(value)([_wide(v) for v in value])
+        as_it_is = _AS_IT_IS.issuperset(map(type, value))
+        return value if as_it_is else type(value)([_wide(v) for v in value])
     if type(value) is dict:
         return {k: _wide(v) for k, v in value.items()}
     if isinstance(value, type) and (name := _LEGACY.get(f"{value.__module__}.{value.__name__}")):

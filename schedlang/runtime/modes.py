@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch._C import _len_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from schedlang.runtime import scope
@@ -43,10 +43,12 @@ class Ambient(TorchFunctionMode):
 
     compiles  compiled regions may run without it: it changes nothing in them
     eager     else, where it is on in training, why they run eagerly
+    carried   a `Carrying` mode that is entered right above it may ask it itself
     """
 
     compiles = False
     eager = ""
+    carried = False
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call `func`; if it is written in Python, what it calls comes to this mode too."""
@@ -55,6 +57,72 @@ class Ambient(TorchFunctionMode):
             return func(*args, **kwargs)
         with self:
             return body(*args, **kwargs)
+
+
+class Carrying(Ambient):
+    """A mode that takes the one right beneath it off torch's stack and asks that itself.
+
+    A call then comes through torch once and not twice: of what a proof runs the larger part of the
+    price of a mode is the way to it.  What runs under which modes is as if both were there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under: list[Ambient | None] = []  # one for each time that this mode is entered
+
+    def __enter__(self) -> Self:
+        depth = _len_torch_function_stack()
+        under = _get_function_stack_at(depth - 1) if depth else None
+        # entered again, as a recomputation does: it carries what it carried, or nothing
+        alike = under is self._under[-1] if self._under else under is not self
+        taken = under if alike and getattr(under, "carried", False) else None
+        if taken is not None:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        self._under.append(taken)
+        _push_mode(self)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _pop_mode()  # type: ignore[no-untyped-call]
+        under = self._under.pop()
+        if under is not None:
+            _push_mode(under)  # type: ignore[no-untyped-call]
+
+    @property
+    def under(self) -> Ambient | None:
+        """The mode that is carried now."""
+        return self._under[-1] if self._under else None
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """See Ambient."""
+        body = _open(func)
+        if body is None or not all(map(_plain, types)):
+            return self.ask(func, types, args, kwargs)
+        _push_mode(self)  # type: ignore[no-untyped-call]
+        try:
+            return body(*args, **kwargs)
+        finally:
+            _pop_mode()  # type: ignore[no-untyped-call]
+
+    def ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func` under the modes beneath."""
+        under = self._under[-1] if self._under else None
+        if under is None:
+            return func(*args, **kwargs)
+        return under.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beneath(self) -> Iterator[None]:
+        """Compute, while this mode handles a call, under those beneath."""
+        under = self.under
+        if under is None:
+            yield
+            return
+        _push_mode(under)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            _pop_mode()  # type: ignore[no-untyped-call]
 
 
 def _plain(kind: Any) -> bool:
@@ -111,6 +179,11 @@ def outside() -> Iterator[None]:
 def again() -> AbstractContextManager[None]:
     """The ambient modes once more, inside of a function that they were switched off for."""
     return _on(_active.modes)
+
+
+def on(kind: type[Ambient]) -> bool:
+    """Return whether an ambient mode of a class is on."""
+    return any(isinstance(mode, kind) for mode in _active.modes)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.runtime.launch.job import RECORD
 from schedlang.verbs.ending import bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
@@ -60,6 +61,12 @@ class Nodes:
     image: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Container image, for `--k8s`.")
     ] = None
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Where each rank writes what `doctor` reads; all nodes have it."
+        ),
+    ] = None
     cpu: Annotated[bool, typer.Option("--cpu", help="Nodes without accelerators.")] = False
     script: Annotated[
         str | None,
@@ -82,6 +89,7 @@ class Job:
     seconds: int | None
     image: str | None
     cpu: bool
+    record: str | None
     lies: Mapping[str, str]  # axis -> where its groups lie
 
     @property
@@ -162,6 +170,7 @@ def job_of(file: Path, asked: Nodes, common: Common) -> Job:
         None if asked.time is None else _seconds(asked.time),
         asked.image,
         asked.cpu,
+        asked.record,
         lies,
     )
 
@@ -231,7 +240,8 @@ def _torchrun(job: Job) -> str:
     """A command for each node; the first one's name stands where `HEAD` is."""
     where = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
-    return _shell(lines) + _words(job.torchrun(*where)) + "\n"
+    set_ = ("env", f"{RECORD}={job.record}") if job.record else ()
+    return _shell(lines) + _words((*set_, *job.torchrun(*where))) + "\n"
 
 
 def _slurm(job: Job) -> str:
@@ -250,7 +260,7 @@ def _slurm(job: Job) -> str:
             "set -euo pipefail",
             # sed reads to the end: under `pipefail`, a reader that leaves early fails the line
             'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
-            *(f"export {name}={value}" for name, value in _environment(job).items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in _environment(job).items()),
             # one node that fails ends the step on all, and the job with its exit code
             f"srun --kill-on-bad-exit=1 {_words(job.torchrun(*where))}",
             "",
@@ -356,6 +366,7 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 def _environment(job: Job) -> dict[str, str]:
     """Variables that ranks find set, beside those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
+    found |= {RECORD: job.record} if job.record else {}
     # gloo of torch 2.13 starts an elastic job again only under this
     return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
 

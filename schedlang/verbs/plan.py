@@ -72,6 +72,23 @@ class Moved:
     ] = False
 
 
+@dataclass(frozen=True)
+class Alone:
+    """One rank of the plan, whose program is built without values; None: not asked for."""
+
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Only show what this rank would build: modules, parts, groups, slices of files.",
+        ),
+    ] = None
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Files of safetensors that it would read; only their heads are read."),
+    ] = None
+
+
 @verb
 def plan(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
@@ -82,6 +99,7 @@ def plan(
     written: Written,
     locks: Locks,
     moved: Moved,
+    alone: Alone,
     as_json: AsJson = False,
 ) -> None:
     """Show what a schedule does to its model and what that costs, without running anything.
@@ -103,6 +121,9 @@ def plan(
         return
     if moved.transfer is not None:
         _show_transfer((file, moved.transfer), common, moved.apart, as_json)
+        return
+    if alone.rank is not None or alone.weights is not None:
+        _show_rank(file, common, alone, as_json)
         return
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
@@ -135,6 +156,19 @@ def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_jso
     batch = first.model.batch(0) if first.model.has_batch else None
     told = transferred(first.plan, second.plan, batch, first.model.loss, apart=apart)
     show_json(told.to_json()) if as_json else print(told.text(*(file.name for file in files)))
+
+
+def _show_rank(file: Path, common: Common, alone: Alone, as_json: bool) -> None:
+    """Show what one rank would build."""
+    from schedlang.passes.simulate.one_rank import one_rank
+    from schedlang.verbs.inputs import planned
+
+    if alone.rank is None:
+        bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
+    found = planned(file, common.model, common.knob, common.mesh)
+    batch = found.model.batch(0)
+    told = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
+    show_json({"exit": 0, **told.to_json()}) if as_json else print(told.text())
 
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:

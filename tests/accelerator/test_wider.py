@@ -16,6 +16,7 @@ from schedlang.pipeline.schedules import ORDERS, Order
 from schedlang.testing.accelerator import spawn, unavailable
 from tests.accelerator.test_features_run import (
     CUT,
+    EP,
     MIXED,
     PIPE,
     RING,
@@ -84,6 +85,19 @@ WIDER = {
     "optimizer on a peer": dict.fromkeys(
         (4, 8), "blocks[:2]  offload(optimizer, to=peer, over=pp)\n" + CUT + EVERY
     ),
+    **{
+        f"zero {stage} in stages": dict.fromkeys(
+            (4, 8), CUT + f"zero(stage={stage}, over=dp)\npipeline({order}, micro=4)"
+        )
+        for stage, order in enumerate(
+            (
+                'order="1F1B"',
+                'order="Interleaved1F1B", chunks=2',
+                'order="ZB-V"',
+                'order="1F1B"',
+            )
+        )
+    },
     "all together": {
         8: TENSOR + "blocks.*  checkpoint()\n" + CUT + "zero(stage=2, over=dp)\n"
         'pipeline(order="Interleaved1F1B", micro=2, chunks=2)'
@@ -97,6 +111,11 @@ MESHES = {
         (feature, ranks): mesh
         for feature in ("double ring", "nbody", "a ring around ulysses")
         for ranks, mesh in ((4, "r=2, c=2"), (8, "r=4, c=2"))
+    },
+    **{
+        (f"zero {stage} in stages", ranks): mesh
+        for stage in range(4)
+        for ranks, mesh in ((4, "dp=2, pp=2"), (8, "dp=2, pp=4"))
     },
     ("all together", 8): "dp=2, tp=2, pp=2",
 }
@@ -152,9 +171,12 @@ def test_orders(known: Order, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_experts(ranks: int) -> None:
-    """One expert a rank: rows go to all ranks and come home."""
-    rows = "layers.*.experts  expert_parallel(over=ep)\nzero(stage=0, over=ep)"
+@pytest.mark.parametrize(
+    "room", ["", ", capacity=1.0", ", capacity=1.0, dispatch=all_to_all", ", dispatch=fetch"]
+)
+def test_experts(room: str, ranks: int) -> None:
+    """One expert a rank: rows go to all ranks and come home, all or those that have a place."""
+    rows = EP.format(room)
     more = {"count": MIXED, "relax": "routing"}
     make = partial(tiny, ranks)
     wanted = on_ranks(make, f"ep={ranks}", rows, None, **more)[0]

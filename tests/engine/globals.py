@@ -11,13 +11,13 @@ import torch
 
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.fusion import fuse, rewrite
-from schedlang.runtime.kernel_injection import attention
+from schedlang.runtime.kernel_injection import blind_queries
 from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.rowwise_kernels import launch
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
-    (attention, "_last_mask"),
+    (blind_queries, "_known"),
     (collectives, "_listeners"),
     (fuse, "_counted"),
     (launch, "_launchers"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from typer.testing import CliRunner
 import schedlang
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge import judge
+from schedlang.report import Report, Row
 from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.launch.pool import Pool
 from tests import forks
@@ -258,3 +262,39 @@ def test_a_model_that_nothing_trains() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(Refusal, match="S710"):
         schedlang.verify_program(print, model=frozen, batch={"input": torch.ones(2, 2)}, ranks=2)
+
+
+ROW = Row("SGD", "loss", "loss", 0.0, 1e-9, True, 0)
+
+
+class Slow:
+    """A pool whose ranks take so long to end that the time is over before."""
+
+    def __enter__(self) -> Slow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.raise_signal(signal.SIGALRM)  # what the limit sends
+
+
+def test_a_verdict_that_is_there_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that end later than the time limit take nothing from a verdict that came before it."""
+    written(tmp_path, RIGHT)
+    monkeypatch.setattr(judge, "judge", lambda *_, **__: Report((ROW,), title="there"))
+    monkeypatch.setattr(judge, "Pool", lambda **_: Slow())
+    monkeypatch.chdir(tmp_path)
+    files = {"program": tmp_path / "program.py", "model": tmp_path / "original.py"}
+    assert schedlang.verify_program(**files, timeout=300).title == "there"
+    words = ["verify", "original.py", "--against", "program.py", "--timeout", "300"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "not finished" not in done.stderr, done.stderr
+
+
+def test_the_limit_ends_what_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same limit, met before there is a verdict."""
+    written(tmp_path, RIGHT)
+    monkeypatch.setattr(judge, "judge", lambda *_, **__: signal.raise_signal(signal.SIGALRM))
+    monkeypatch.setattr(judge, "Pool", lambda **_: contextlib.nullcontext())
+    files = {"program": tmp_path / "program.py", "model": tmp_path / "original.py"}
+    with pytest.raises(Hang, match="not finished after 300 s"):
+        schedlang.verify_program(**files, timeout=300)

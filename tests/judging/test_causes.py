@@ -13,7 +13,7 @@ from torch import Tensor
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge.kinds import of_gradient
-from schedlang.passes.judge.owners import Note, Notes, unmasked
+from schedlang.passes.judge.owners import Note, unmasked
 from schedlang.passes.judge.sights import Changed, Part, changes, seen_otherwise
 from schedlang.passes.judge.terms import Got, Tape, made_of
 from schedlang.report import Row
@@ -130,7 +130,7 @@ def test_what_is_drawn_or_written_into_says_nothing() -> None:
 # ---- Elements that one rank owns.
 
 
-def owned(masked: bool, own: bool = True) -> tuple[Tape, list[Notes]]:
+def owned(masked: bool, own: bool = True) -> tuple[Tape, list[list[Note]]]:
     """Ranks have the right gradient of every other element; the others are zero, or are not."""
     torch.manual_seed(0)
     x = torch.randn(4, 6, requires_grad=True, dtype=torch.float64)
@@ -143,8 +143,7 @@ def owned(masked: bool, own: bool = True) -> tuple[Tape, list[Notes]]:
     for rank in range(RANKS):
         mine = (torch.arange(24).reshape(4, 6) % RANKS) == (rank if own else 0)
         other = torch.zeros_like(want) if masked else torch.randn_like(want)
-        note = Note(y.detach(), torch.where(mine, want, other))
-        found.append(Notes(frozenset({y.shape}), [note]))
+        found.append([Note(y.detach(), torch.where(mine, want, other))])
     return tape, found
 
 

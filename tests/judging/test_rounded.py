@@ -14,6 +14,7 @@ from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
+from tests.judging.catches import mean_of_means, pipeline_accumulated
 
 
 def only_low(model: nn.Module) -> TrainingProgram:
@@ -163,6 +164,64 @@ def test_the_kind_of_mistake_is_told_within_roundings(
         # in few bits the bound of one may be as wide as its mistake, as processors' products round
         least = 34 if dtype == "float32" else 31
         assert least <= int(text.partition(" of 36")[0]) <= 34, str(report)
+
+
+def bent(made: Any, place: str, factor: float, backward: bool = False) -> Any:
+    """Wrong: what a module gives, or the gradient that comes back to it, is off by a factor."""
+
+    def hook(_module: Any, _args: Any, output: Any) -> Any:
+        if not backward:
+            return output * factor
+        output.register_hook(lambda gradient: gradient * factor)
+        return output
+
+    def program(model: nn.Module) -> TrainingProgram:
+        found: TrainingProgram = made(model)
+        (module,) = found.modules
+        there = [one for name, one in module.named_modules() if name.endswith(place)]
+        there[0].register_forward_hook(hook)
+        return found
+
+    return program
+
+
+BENT = [
+    (wrapped.ddp, "blocks.1.attention.o", 2.0, False, "bfloat16", "ranks = 2 times"),
+    (wrapped.ddp, "blocks.0.down", 1.1, False, "float32", "1.1 times"),
+    (wrapped.ddp, "blocks.1.n2", 1.5, True, "float16", "1.5 times"),
+    (wrapped.tp, "blocks.1.n1", 1.3, False, "float32", "1.3 times"),
+    (wrapped.fsdp2, "blocks.0.n1", 0.5, False, "bfloat16", "1/ranks = 1/2 times"),
+]
+
+
+@pytest.mark.parametrize("made, place, factor, backward, dtype, said", BENT, ids=_named)
+def test_the_first_module_is_named_beyond_roundings(
+    pool: Pool, made: Any, place: str, factor: float, backward: bool, dtype: str, said: str
+) -> None:
+    """Forward or backward, whatever ranks have of it; and none where modules are right."""
+    report = judged(pool, bent(made, place, factor, backward), dtype)
+    what = "gradient of the output" if backward else "output"
+    text = dict(report.localised)["first module"]
+    assert text.startswith(f"the {what} of `{place}`: {said} the right value"), str(report)
+
+
+PARTS = [
+    (pipeline_accumulated, "bfloat16", "2 parts of the batch count 0.5, 1 times what they should"),
+    (mean_of_means, "float32", "it is the plain mean of what 2 parts of the batch give"),
+    (mean_of_means, "bfloat16", "it is the plain mean of what 2 parts of the batch give"),
+]
+
+
+@pytest.mark.parametrize("catch, dtype, said", PARTS, ids=_named)
+def test_parts_of_the_batch_are_told_within_roundings(
+    pool: Pool, catch: Any, dtype: str, said: str
+) -> None:
+    """Those that weigh otherwise than they should; their modules are right, and none is named."""
+    torch.manual_seed(0)
+    given = {"model": catch.model(), "batch": catch.batch, "loss": catch.loss}
+    report = verify_program(catch.wrong, **given, ranks=2, dtype=dtype, pool=pool)
+    told = dict(report.localised)
+    assert said in told["gradients"], str(report)
 
 
 def test_statistics_have_bounds(pool: Pool) -> None:

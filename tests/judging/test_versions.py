@@ -8,18 +8,22 @@ import importlib
 import re
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import pytest
 
 import schedlang
+from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 
 THREADS = (
     "first_words",
     "items_of_a_rank",
     "means_of_micro_batches",
+    "megatron_cross",
     "megatron_gated_norm",
     "megatron_gathered",
+    "megatron_recomputed",
     "megatron_sinks",
     "megatron_smoothing",
     "smoothed_labels",
@@ -27,9 +31,8 @@ THREADS = (
 )
 
 
-@pytest.mark.parametrize("name", THREADS)
-def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
-    """The library's own code differs in a version with the bug, and is equal in one without."""
+def known(name: str) -> Any:
+    """The thread of a name, where a version that it knows is installed; others are skipped."""
     thread = importlib.import_module(f"tests.judging.versions.{name}")
     try:
         installed = version(thread.PACKAGE).partition("+")[0]
@@ -37,18 +40,39 @@ def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
         pytest.skip(f"{thread.PACKAGE} is not installed")
     if installed not in thread.WITH + thread.WITHOUT:
         pytest.skip(f"nothing is known of {thread.PACKAGE} {installed}")
+    return thread
+
+
+def verdict(thread: Any, program: Any, ranks: Pool) -> Report:
+    """The report on one of its programs."""
+    return schedlang.verify_program(
+        program,
+        model=thread.model(),
+        batch=thread.batch,
+        loss=thread.loss,
+        ranks=thread.RANKS,
+        pool=ranks,
+        vary=False,
+    )
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
+    """The library's own code differs in a version with the bug, and is equal in one without."""
+    thread = known(name)
     alone = thread.PACKAGE != "transformers"  # others leave groups and patches in their process
     with Pool() if alone else nullcontext(pool) as ranks:
-        report = schedlang.verify_program(
-            thread.program,
-            model=thread.model(),
-            batch=thread.batch,
-            loss=thread.loss,
-            ranks=thread.RANKS,
-            pool=ranks,
-            vary=False,
-        )
+        report = verdict(thread, thread.program, ranks)
+    installed = version(thread.PACKAGE).partition("+")[0]
     assert report.ok == (installed in thread.WITHOUT), str(report)
     if not report.ok:
         _, _, said = str(report).partition("first difference")
         assert re.search(thread.NAMED, said), str(report)
+
+
+@pytest.mark.parametrize("name", ["megatron_cross", "megatron_recomputed"])
+def test_the_code_without_the_cause_passes(name) -> None:
+    """The same program is right where the line that is to blame is another."""
+    thread = known(name)
+    with Pool() as ranks:
+        assert verdict(thread, thread.mended, ranks).ok

@@ -140,3 +140,59 @@ def test_inductor_computes_the_same(pool: Pool) -> None:
     """Under tensor parallelism and recomputation, by the backend that users have."""
     for (eager, compiled), _ in pool.run(_trained, 2, "gpt2", ("tp", "checkpoint"), "inductor"):
         same(eager, compiled, 1e-9)
+
+
+class _Block(nn.Module):
+    """A feed-forward layer around which a residual goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Two(nn.Module):
+    """Two of them and a loss: one on each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+LENGTHS = (3, 5)
+HALVES = """blocks.* fuse()
+blocks pipeline_split(over=pp)
+blocks[1] split_backward()"""
+
+
+def _points(length: int) -> dict[str, Tensor]:
+    return {"x": torch.linspace(-1, 1, 4 * length * 8, dtype=torch.float64).view(4, length, 8)}
+
+
+def _in_halves() -> list[dict[str, Tensor]]:
+    """The gradients of one step for each length, of stages whose backwards are run in halves."""
+    program = build(planned(Two().double(), HALVES, "pp=2"), _points(4))
+    found = []
+    for length in LENGTHS:
+        program.train_step(_points(length))
+        found.append(program.gradients())
+    return found
+
+
+def test_fused_blocks_in_halves(pool: Pool) -> None:
+    """What the first half of a backward needs of a compiled block is there for the second, also
+    where a graph is compiled for another length."""
+    for found in pool.run(_in_halves, 2):
+        for length, gradients in zip(LENGTHS, found):
+            model = Two().double()
+            model(**_points(length)).backward()
+            for name, parameter in model.named_parameters():
+                assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name

@@ -314,9 +314,6 @@ SITES: Mapping[str, Mapping[str, str]] = {
         "linear_cross_entropy": "lm_head",
     },
 }
-# Untouched all of these are one graph.  With a mask torch's attention chooses when the graph runs
-# (`torch.cond`), which torch cannot trace beside a cache that the model makes in the same graph.
-BROKEN = {("gpt2", "sdpa"), ("llama", "sdpa")}
 
 
 def t5() -> nn.Module:
@@ -375,10 +372,6 @@ def test_whole_models_of_transformers(kind: str, kernel: str) -> None:
     schedule = schedlang.create_schedule(model)
     schedule[SITES[kind][kernel]].replace_kernel(kernel)
     module = schedule.build(batch=batch).module
-    if (kind, kernel) in BROKEN:
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            stepped(module, compiled(module), batch)
-        return
     found = stepped(module, compiled(module), batch)
     close(found, stepped(module, module, batch), 1e-10)
     close(found, expected, 1e-5)  # these models compute norms and losses in float32

@@ -211,6 +211,8 @@ SHARED = {
     ("add_norm", "_functions"),
     ("add_norm", "_alive"),
     ("torch_compile", "_done"),
+    ("torch_compile", "_kept"),
+    ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
     ("transfer", "_KNOWN"),

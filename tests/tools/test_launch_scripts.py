@@ -248,3 +248,15 @@ def test_what_cannot_be_started_is_refused(words: tuple[str, ...], said: str) ->
     assert found.exit_code == 2
     assert found.stdout == ""
     assert said in found.stderr
+
+
+def test_records_are_asked_for_on_every_rank() -> None:
+    """`--record` sets the variable by which ranks write what `doctor` reads, under each engine; its
+    words stay one."""
+    folder = "/shared/my records"
+    command = shlex.split(launched("--nodes", "2", "--record", folder), comments=True)
+    assert command[:3] == ["env", f"SCHEDLANG_RECORD={folder}", "torchrun"]
+    assert f"export SCHEDLANG_RECORD='{folder}'" in launched("--slurm", "--record", folder)
+    assert repr({"SCHEDLANG_RECORD": folder})[1:-1] in launched("--ray", "--record", folder)
+    k8s = launched("--k8s", "--image", "x:1", "--record", folder)
+    assert f'"value": "{folder}"' in k8s and "SCHEDLANG_RECORD" not in launched("--slurm")

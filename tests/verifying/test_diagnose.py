@@ -54,7 +54,7 @@ def _one_block(value: float) -> torch.Tensor:
 )
 def test_the_pattern_is_named(actual, words: str) -> None:
     """The words name the number, block, order or tensor that explains the difference."""
-    assert words in diagnose(actual, RIGHT, SIZES, {"other": OTHER})
+    assert words in diagnose(actual, RIGHT, SIZES, {"other": OTHER}).text
 
 
 def test_few_wrong_rows_are_no_rounding() -> None:
@@ -62,7 +62,7 @@ def test_few_wrong_rows_are_no_rounding() -> None:
     wrong = RIGHT.clone()
     wrong[[1, 4, 5, 9]] *= 1 + 0.01 * torch.randn(4, 12, generator=GEN, dtype=torch.float64)
     assert 1e-3 < float((wrong - RIGHT).norm() / RIGHT.norm()) < 1e-2
-    said = diagnose(wrong, RIGHT, {}, {})
+    said = diagnose(wrong, RIGHT, {}, {}).text
     assert said == "right, but for places [1, 4, 5, 9] of dim 0, which are wrong"
 
 
@@ -80,7 +80,7 @@ BIAS = torch.randn(12, generator=GEN, dtype=torch.float64)
 )
 def test_a_vector_in_every_row(actual, words: str) -> None:
     """A bias that is added on every rank is told from any other multiple of it."""
-    assert diagnose(actual, RIGHT, SIZES, {"its bias": BIAS}) == words
+    assert diagnose(actual, RIGHT, SIZES, {"its bias": BIAS}).text == words
 
 
 def test_few_wrong_elements_are_counted() -> None:
@@ -88,8 +88,8 @@ def test_few_wrong_elements_are_counted() -> None:
     tail, holes = RIGHT.clone(), RIGHT.clone()
     tail[-1, -2:] = 0
     holes[3, 1] = holes[9, 5] = 7.0
-    assert diagnose(tail, RIGHT, {}) == "only the last 2 of 144 elements are wrong and zero"
-    assert diagnose(holes, RIGHT, {}) == "only 2 of 144 elements are wrong"
+    assert diagnose(tail, RIGHT, {}).text == "only the last 2 of 144 elements are wrong and zero"
+    assert diagnose(holes, RIGHT, {}).text == "only 2 of 144 elements are wrong"
 
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -136,4 +136,4 @@ def test_a_failing_row_is_explained(wrong: torch.Tensor, words: str) -> None:
     actual.tensors[Key("", "gradients", 0, "w")] = wrong.clone()
     first = Report(compare(expected, actual)).first
     assert first is not None
-    assert explain(first, expected, actual, SIZES).startswith(words)
+    assert explain(first, expected, actual, SIZES).text.startswith(words)

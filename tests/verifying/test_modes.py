@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.runtime import modes
-from schedlang.runtime.modes import Ambient, ambient, reentry
+from schedlang.runtime.modes import Ambient, Carrying, ambient, reentry
 
 
 class Spy(Ambient):
@@ -108,3 +108,74 @@ def test_a_graph_may_be_walked_twice() -> None:
         once = x.grad.clone()
         loss.backward()
     assert torch.equal(x.grad, 2 * once)
+
+
+class Carried(Carrying):
+    """Notes what it sees; a mode above may ask it itself."""
+
+    carried = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen.append(getattr(func, "__name__", ""))
+        return self.run(func, types, args, kwargs or {})
+
+
+class Stacked(Carried):
+    """The same, never asked but by torch."""
+
+    carried = False
+
+
+def _seen(kind: type[Carried], many: int) -> list[list[str]]:
+    """What each of several modes sees of a forward, a recomputation and what comes after."""
+    found = [kind() for _ in range(many)]
+    layer = nn.Linear(2, 2)
+    with ambient(*found):
+        out = _recompute(
+            lambda x: F.dropout(layer(x).sin(), 0.5), torch.ones(1, 2).requires_grad_()
+        )
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        layer.weight.grad.mul_(2)  # type: ignore[union-attr]
+    assert not torch._C._len_torch_function_stack()
+    return [mode.seen for mode in found]
+
+
+@pytest.mark.parametrize("many", [2, 3])
+def test_a_carried_mode_sees_what_it_would_see_on_the_stack(many: int) -> None:
+    """In forward, in a recomputation, where modes are entered once more, and afterwards."""
+    found = _seen(Carried, many)
+    assert found == _seen(Stacked, many)
+    assert all(names.count("sin") > 1 for names in found)  # in the recomputation, too
+
+
+def test_only_what_lies_right_beneath_is_carried() -> None:
+    """A mode between them, which knows of neither, is asked in its place."""
+    lower, spy, upper = Carried(), Spy(), Carried()
+    with ambient(lower, spy, upper):
+        torch.ones(2).sin()
+    assert upper.under is None
+    assert lower.seen == spy.seen == upper.seen
+
+
+def test_what_a_handler_computes_runs_under_the_modes_beneath() -> None:
+    """A mode that answers a call by others leaves these to those beneath."""
+
+    class Answering(Carried):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is not Tensor.sin:
+                return self.run(func, types, args, kwargs or {})
+            with self.beneath():
+                return args[0].cos()
+
+    lower = Carried()
+    with ambient(lower, Answering()):
+        torch.zeros(1).sin()
+    assert lower.seen == ["zeros", "cos"]

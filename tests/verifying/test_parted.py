@@ -247,13 +247,13 @@ def test_what_the_model_alone_does_not_show_is_our_error(
     spread: bool, drops: float, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of the original that takes parts for more than they are is not blamed on its user."""
-    real = probe._derived
+    real = probe.derived
 
     def derived(subject: Any, batch: Any, samples: Any) -> Any:
         found = real(subject, batch, samples)
         return {k: v if len(batch["x"]) == 8 or v is None else 2 * v for k, v in found.items()}
 
-    monkeypatch.setattr(probe, "_derived", derived)
+    monkeypatch.setattr(probe, "derived", derived)
     _ours_unless(spread, drops, pool)
 
 
@@ -262,9 +262,9 @@ def test_draws_of_ours_that_depend_on_the_part_are_our_error(
     spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks by the place of a row in its part: the model alone draws by row, and is whole."""
-    real = probe._derived
+    real = probe.derived
     monkeypatch.setattr(
-        probe, "_derived", lambda subject, batch, rows: real(subject, batch, range(len(rows)))
+        probe, "derived", lambda subject, batch, rows: real(subject, batch, range(len(rows)))
     )
     _ours_unless(spread, 0.2, pool)
 

@@ -10,13 +10,12 @@ from schedlang.passes.analyze import holdings
 from schedlang.runtime import program
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.grad_reduction import gradient
-from schedlang.runtime.kernel_injection import attention
 from schedlang.runtime.lazy_logits import vocab_parallel
 from schedlang.runtime.propagation import follow as following
 from schedlang.runtime.rng import logical_dropout as drawing
 from schedlang.runtime.sharding import sizes
 from tests.zoo.bug import Operator, Patch, Site, bug
-from tests.zoo.place import rank
+from tests.zoo.place import rank, running_program
 
 
 def _other_sums(patch: Patch, change: Any) -> None:
@@ -91,14 +90,15 @@ def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
 )
 def heads_tiled(patch: Patch, site: Site) -> None:
     """Key heads are tiled instead of repeated: queries attend to another group's keys."""
-    plain = attention._plain_attention
+    from transformers.integrations import sdpa_attention
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1)
-        return plain(query, key, value, *args, **kwargs)
+    plain, at_work = sdpa_attention.repeat_kv, running_program(patch, "train_step", "eval_step")
 
-    patch.setattr(attention, "_plain_attention", attend)
+    def tiled(x: Tensor, groups: int) -> Tensor:
+        # before a program runs a copy is probed, and would be found out
+        return plain(x, groups) if at_work() is None else x.repeat(1, groups, 1, 1)
+
+    patch.setattr(sdpa_attention, "repeat_kv", tiled)
 
 
 @bug(

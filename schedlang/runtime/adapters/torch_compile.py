@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.nn import functional as F
 
 _done: list[bool] = []
@@ -67,11 +69,40 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(function, *args, **kwargs)
 
 
+_kept: list[bool] = []
+
+
 def keep_buffers() -> None:
-    """Let no backward of a compiled graph overwrite its inputs, in this process, for good.
+    """Let backwards of what is compiled from now on be run in two parts, in this process, for good.
 
-    functorch reads the setting when a backward runs, too.
+    torch lets a compiled backward overwrite what its forward saved, which the second part needs;
+    it refuses two parts of such a graph.  Keys of its caches do not say whether a graph does so:
+    they are told apart from now on, also for backwards that are compiled when they are first run.
     """
-    import torch._functorch.config as functorch
+    if not _kept:
+        _kept.append(True)
+        torch.compiler.config.cache_key_tag += " buffers kept"
 
-    functorch.donated_buffer = False
+
+def keeps_buffers() -> bool:
+    """Return whether `keep_buffers` was called in this process."""
+    return bool(_kept)
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Compile graphs inside: once `keep_buffers` was called, the backward of none overwrites what
+    its forward saved.
+
+    functorch's own setting, `donated_buffer`, is not it: turned off while a graph is compiled, two
+    parts of it are still refused; turned off when they run, graphs that overwrite are not.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    plain = graph_compile.collect_bw_donated_buffer_idxs
+    if _kept:
+        graph_compile.collect_bw_donated_buffer_idxs = lambda *given, **named: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = plain

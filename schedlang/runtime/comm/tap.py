@@ -101,6 +101,11 @@ class Tap:
             self._lanes[group] = Lane(tuple(dist.get_process_group_ranks(group)))
         return self._lanes[group]
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The groups that this rank is in, as far as they were made or used."""
+        return tuple(self._lanes.values())
+
     def made(self, ranks: Sequence[int], group: Any) -> None:
         """A group was made; every rank of the world takes part in that."""
         key = tuple(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
-from schedlang.runtime.adapters.torch_compile import keep_buffers
+from schedlang.runtime.adapters.torch_compile import keeping, keeps_buffers
 from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
@@ -30,7 +30,7 @@ from schedlang.runtime.fusion.rewrite import (
     whole,
 )
 from schedlang.runtime.left import leave
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import Ambient, Carrying
 from schedlang.runtime.sharding.leaf import make_ready, without_graph
 
 # -- whole modules ---------------------------------------------------------------------------------
@@ -64,13 +64,11 @@ def unavailable(device: str = "cpu") -> str | None:
     return None
 
 
-def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp32") -> None:
+def fuse(module: nn.Module, *, rounding: str = "fp32") -> None:
     """Compile the forward of `module`, in place; it compiles when it is first called.
 
-    split_backward: the backward will be run in two parts (gradients of inputs, then of weights)
-    over one graph.  Donated buffers are then off, in the whole process, and inductor's caches for
-    this module: their keys ignore that setting, and they would hand back a graph that overwrites
-    what the second part needs.
+    Its backward can be run in two parts (gradients of inputs, then of weights) if `keep_buffers`
+    was called before.
     rounding: "eager" rounds intermediate results as the operators do, "fp32" only what leaves.
 
     Raises Refusal without a compiler, for a module whose computation was replaced already, and at
@@ -83,7 +81,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
     if layer_of(module, "kernel") or layer_of(module, "attend"):
         name = type(module).__name__
         raise _refusal("S832", f"`{name}` already has a kernel", "fuse a module around it")
-    wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding, module))
+    wrap(module, "fuse", Fuse(type(module).__name__, rounding, module))
 
 
 def graphs(module: nn.Module) -> int:
@@ -98,13 +96,11 @@ class Fuse:
     def __init__(
         self,
         name: str,
-        split_backward: bool,
         rounding: str = "fp32",
         module: nn.Module | None = None,
     ) -> None:
         self.name = name
         self.module = module  # where it is noted that a call ran eagerly
-        self.split_backward = split_backward
         self.rounding = rounding
         self.graphs = 0
         self.eager = ""  # why it runs eagerly
@@ -129,7 +125,7 @@ class Fuse:
         if self.compiled is None:
             if self.module is not None:
                 make_ready(self.module)
-            self.compiled = _compile(inner, self.split_backward, self.rounding)
+            self.compiled = _compile(inner, self.rounding)
         alone = plain_torch() if under else nullcontext()
         with alone, _counting(self), _refusing(self.name):
             return self.compiled(*args, **kwargs)
@@ -139,14 +135,12 @@ def _ambient_modes() -> list[Ambient]:
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in stack if isinstance(mode, Ambient)]
+    carried = [mode.under for mode in stack if isinstance(mode, Carrying)]  # these are on as well
+    return [mode for mode in (*stack, *carried) if isinstance(mode, Ambient)]
 
 
-def _compile(inner: Callable[..., Any], split_backward: bool, rounding: str) -> Callable[..., Any]:
-    # one backend object for all regions: graphs are shared only between equal backends
-    backend = _split_backend if split_backward else _rounding if rounding == "eager" else _backend
-    if split_backward:
-        keep_buffers()
+def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
+    backend = _BACKENDS[rounding, keeps_buffers()]
     options: dict[str, Any] = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = LIMIT
@@ -194,29 +188,24 @@ def _counting(layer: Fuse) -> Iterator[None]:
         _counted.pop()
 
 
-def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+def _backend(graph: torch.fx.GraphModule, inputs: Any, rounding: str) -> Any:
+    """Compile a graph; "eager": intermediate results are rounded to the working type."""
     import torch._inductor.config as inductor
     from torch._inductor.compile_fx import compile_fx
 
     if _counted:
         _counted[-1].graphs += 1
-    with inductor.patch(fallback_random=True):
+    casts = rounding == "eager"
+    with inductor.patch(fallback_random=True, emulate_precision_casts=casts), keeping():
         return compile_fx(graph, inputs)
 
 
-def _rounding(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """Intermediate results are rounded to the working type as they are eagerly."""
-    import torch._inductor.config as inductor
-
-    with inductor.patch(emulate_precision_casts=True):
-        return _backend(graph, inputs)
-
-
-def _split_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    import torch._inductor.config as inductor
-
-    with inductor.patch(force_disable_caches=True):
-        return _backend(graph, inputs)
+# One object for all regions that are compiled alike: graphs are shared between equal backends only.
+_BACKENDS: Mapping[tuple[str, bool], Callable[..., Any]] = {
+    (rounding, kept): partial(_backend, rounding=rounding)
+    for rounding in ("fp32", "eager")
+    for kept in (False, True)
+}
 
 
 def _refusal(code: str, title: str, *notes: str) -> Refusal:

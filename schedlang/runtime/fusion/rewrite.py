@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.language.patterns import COMMUTES, Const, Op, Pattern, Term, Var
+from schedlang.runtime.adapters.torch_compile import keeping
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.fusion.dataflow import (
     is_dropout,
@@ -44,7 +45,7 @@ def compiled(plain: Callable[..., Any], count: Callable[[], None], rounding: str
         from torch._inductor.compile_fx import compile_fx
 
         count()
-        with inductor.patch(emulate_precision_casts=rounding == "eager"):
+        with inductor.patch(emulate_precision_casts=rounding == "eager"), keeping():
             return compile_fx(graph, inputs)
 
     return torch.compile(plain, fullgraph=True, backend=backend)

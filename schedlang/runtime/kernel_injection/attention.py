@@ -6,7 +6,6 @@ import copy
 import inspect
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.flex_attention import Query, Rule, reference
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, rising
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.left import leave
+from schedlang.runtime.kernel_injection.blind_queries import (
+    hidden,
+    with_keys_of_blind,
+    without_blind,
+)
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rng.logical_dropout import draws_weights
 
 # -- positions, in the form that a module takes ----------------------------------------------------
 
@@ -53,13 +56,9 @@ def with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 # -- the fused kernel ------------------------------------------------------------------------------
 # Its modules look up their attention function by name in their config at each call: the one module
 # gets a config of its own, whose function takes masks as eager attention makes them.
-#
-# For a query that may see no key at all (padding on the left) torch's fused kernels give wrong
-# gradients when the mask is additive; calls with such rows are computed by plain products instead.
 
 
 _SDPA = "schedlang_sdpa"
-_BLIND = "a query has no key (padding on the left): torch's kernel returns wrong gradients there"
 _FIELD = "_attn_implementation_internal"
 
 
@@ -95,75 +94,27 @@ def _register() -> Callable[..., Any]:
             **more: Any,
         ) -> Any:
             mask = attention_mask  # some models give it by this name
-
-            def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-                # masks come in eager's form, complete: without one nothing is masked, also where
-                # the module calls itself causal
-                told = more | {"is_causal": False}
-                made: Tensor = sdpa_attention_forward(module, q, k, v, mask, **told)[0]
-                return made
-
-            def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-                return _plain_attention(q, k, v, mask, **more)
-
-            if mask is None or "softcap" in more or not _may_blind(mask):
-                return fused(q, k, v, mask), None
-            if torch.compiler.is_compiling():  # the graph holds both, and chooses when it runs
-                ways = _laid_alike(plain), _laid_alike(fused)
-                return torch.cond(_blind_rows(mask), *ways, (q, k, v, mask)), None
-            if _has_blind_rows(mask):
-                leave(module, "sdpa", _BLIND, mask=mask)
-                return plain(q, k, v, mask), None
-            return fused(q, k, v, mask), None
+            # masks come in eager's form, complete: without one nothing is masked, also where the
+            # module calls itself causal
+            more["is_causal"] = False
+            bias = more.get("position_bias")
+            if mask is None or not _adds(mask) or more.get("dropout") and draws_weights():
+                return sdpa_attention_forward(module, q, k, v, mask, **more)
+            if bias is not None:
+                mask, more["position_bias"] = bias + mask, None
+            found = hidden(mask)
+            seeing = without_blind(q, found)
+            out, _ = sdpa_attention_forward(module, seeing, k, v, found.mask, **more)
+            return with_keys_of_blind(out, (q, k, v), found, more.get("scaling")), None
 
         ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
     registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[_SDPA]
     return registered
 
 
-_last_mask: list[tuple[weakref.ref[Tensor], bool]] = []
-
-
-def _laid_alike(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A branch of `torch.cond`, whose gradients must lie as those of the other: contiguous."""
-
-    def branch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (x.flatten().view(x.shape) for x in (q, k, v))
-        return way(q, k, v, mask)
-
-    return branch
-
-
-def _may_blind(mask: Tensor) -> bool:
-    """Not where it needs a values; and fused kernels are right with masks of booleans."""
-    return type(mask) is Tensor and not mask.is_meta and mask.is_floating_point()
-
-
-def _blind_rows(mask: Tensor) -> Tensor:
-    """Tell whether some query sees no key: transformers masks with the type's lowest number."""
-    return (mask <= torch.finfo(mask.dtype).min / 2).all(-1).any()
-
-
-def _has_blind_rows(mask: Tensor) -> bool:
-    """The same as a flag; looked up once for a mask that all layers share."""
-    if not (_last_mask and _last_mask[0][0]() is mask):
-        _last_mask[:] = [(weakref.ref(mask), bool(_blind_rows(mask)))]
-    return _last_mask[0][1]
-
-
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Attention by products; [rows, heads, length, size] each, the result with heads third."""
-    query = Query(q, k, v, Rule(scaling), mask, position_bias, dropout=dropout)
-    return reference(query).transpose(1, 2).contiguous()
+def _adds(mask: Tensor) -> bool:
+    """Return whether it is added to scores: fused kernels are right with masks of booleans."""
+    return type(mask) is Tensor and mask.is_floating_point()
 
 
 def no_probe(module: nn.Module) -> Mismatch | None:
@@ -220,6 +171,10 @@ def _probe_attention(
     copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
     args, kwargs = random_call(module, call)
     kwargs = kwargs if call is not None else with_tables(copied, kwargs)
+    for name, value in kwargs.items():
+        if "mask" in name and isinstance(value, Tensor) and value.dim() == 4:
+            # a query of the last row sees no key, as tokens of padding on the left do
+            value[-1, :, :, 0] = torch.finfo(value.dtype).min
     plain = results(copied, args, kwargs)
     with _counted() as calls:
         for name in names:

@@ -369,7 +369,9 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
 
 def _leave() -> None:
     from schedlang.runtime.comm import agreement
+    from schedlang.runtime.launch import record
 
+    record.end()
     with contextlib.suppress(RuntimeError):
         agreement.leave()
     gc.collect()

@@ -25,7 +25,8 @@ from typing import Any
 from schedlang.runtime import device
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import own_store, until
-from schedlang.runtime.launch.job import Hang, cpu_seconds, queued_seconds, works
+from schedlang.runtime.launch import record
+from schedlang.runtime.launch.job import RECORD, Hang, cpu_seconds, queued_seconds, works
 
 HANG = 30.0  # seconds in which no rank got on
 ENDS = 3  # the exit code: it could not be checked, or done
@@ -157,6 +158,8 @@ class Heart:
             for rank, key in keys.items()
         }
         text = str(Hang(f"no rank got on for {self.hang_after:g} s", stacks))
+        if folder := os.environ.get(RECORD):
+            text += f"\nwho did not come to what: schedlang doctor {folder}"
         speaks = self.rank == 0 or not self.store.check([keys[0]])
         self.store.set(f"{self.key}/told", text)
         self.end(text if speaks else None)
@@ -190,9 +193,15 @@ def _debugged() -> bool:
 
 
 def _stored() -> int:
-    """Bytes from and to disks so far; 0 where the system does not count them."""
+    """Bytes from and to disks so far, but for the record's; 0 where the system counts none."""
+    made = record.here()
+    beside = _bytes_of(f"/proc/self/task/{made.thread}/io") if made is not None else 0
+    return _bytes_of("/proc/self/io") - beside
+
+
+def _bytes_of(path: str) -> int:
     with suppress(OSError, ValueError):
-        lines = Path("/proc/self/io").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
         found = dict(line.split(": ") for line in lines)
         return int(found["read_bytes"]) + int(found["write_bytes"])
     return 0

@@ -27,6 +27,7 @@ from schedlang.runtime.launch.forkserver import HEADER
 # for.
 
 
+RECORD = "SCHEDLANG_RECORD"  # the variable that names the folder of records, on every rank
 _PROC = Path("/proc")
 
 

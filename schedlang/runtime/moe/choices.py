@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedlang.runtime import scope
 from schedlang.runtime.comm import world
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import ATTRIBUTE, Carrying
 
 Where = tuple[int, str, str, int, int]  # step, site, operator, how manyth there, sample
 
@@ -20,11 +20,13 @@ CHOOSING: dict[Any, str] = {
 }
 
 
-class Choices(Ambient):
+class Choices(Carrying):
     """`found` holds the indices that were chosen, inside a scope; a recomputation chooses again.
 
     What is in `forced` is chosen as it says there.
     """
+
+    carried = True
 
     def __init__(self, forced: Mapping[Where, Tensor] | None = None) -> None:
         super().__init__()
@@ -35,12 +37,15 @@ class Choices(Ambient):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if type(func) is ATTRIBUTE:  # a third of all calls
+            return self.ask(func, types, args, kwargs or {})
         out = self.run(func, types, args, kwargs or {})
         # rounding tips no choice among whole numbers
         if func in CHOOSING and scope.current() is not None and of_floats(args, kwargs or {}):
-            right = self._note(CHOOSING[func], out)
-            if right is not None:
-                return as_chosen(CHOOSING[func], out, right, args, kwargs or {})
+            with self.beneath():
+                right = self._note(CHOOSING[func], out)
+                if right is not None:
+                    return as_chosen(CHOOSING[func], out, right, args, kwargs or {})
         return out
 
     def _note(self, name: str, out: Any) -> Tensor | None:

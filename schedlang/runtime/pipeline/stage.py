@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -122,15 +122,29 @@ class _Told:
     given_spec: Any
 
 
-class Stub:
-    """Knows the output of every unit for every shape of its arguments, by running it on meta."""
+# by unit, default dtype, training flag, signature of the arguments: leaves of the output, their
+# structure, draws by site, what hooks are told
+Outputs = Mapping[Any, tuple[list[Any], Any, Mapping[str, int], list[_Told]]]
 
-    def __init__(self, reference: nn.Module, cut: Cut) -> None:
+
+def _travels(made: tuple[list[Any], Any, Mapping[str, int], list[_Told]]) -> bool:
+    leaves, _, _, told = made
+    every = [*leaves, *(leaf for one in told for leaf in (*one.leaves, *one.given))]
+    return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in every)
+
+
+class Stub:
+    """Knows the output of every unit for every shape of its arguments, by running it on meta.
+
+    `known` is what another one of the same preparation has found.
+    """
+
+    def __init__(self, reference: nn.Module, cut: Cut, known: Outputs | None = None) -> None:
         self.names = cut.graph.labels
         self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
         named_sites(reference)
         self.leaves = cut.graph.leaves
-        self._known: dict[Any, Any] = {}
+        self._known = dict(known or {})
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     def __call__(
@@ -158,6 +172,27 @@ class Stub:
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
+
+    def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
+        """Find the outputs of all units before `last` for this part of a batch.
+
+        The model's own forward runs, its units do not: what lies between them makes their
+        arguments. `switch` stands before the units of `model`.
+        """
+        device = _device(batch)
+
+        def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+            if unit >= last:
+                raise StageEnd
+            return self(unit, args, kwargs, {}, device, switch.modules[unit])
+
+        with switch.using(handle), suppress(StageEnd):
+            called(model, batch)
+
+    @property
+    def found(self) -> Outputs:
+        """What was found and means the same in another process."""
+        return {key: made for key, made in self._known.items() if _travels(made)}
 
     def _tell(
         self, owner: nn.Module, unit: int, told: list[_Told], received: Mapping[Token, torch.Tensor]

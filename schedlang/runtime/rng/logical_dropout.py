@@ -33,7 +33,7 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.modes import ATTRIBUTE, Ambient, ambient
+from schedlang.runtime.modes import ATTRIBUTE, Ambient, Carrying, ambient, on
 from schedlang.runtime.rng.draws import LOGICAL, Draw, active, illogical, may_draw
 from schedlang.runtime.tracing.meta import model_line
 
@@ -103,7 +103,7 @@ def is_unbatched(known: Unbatched, site: str, call: int) -> bool:
     return known.get((site, call), False)
 
 
-class LogicalDropout(Ambient):
+class LogicalDropout(Carrying):
     """Draw dropout logically; refuse other randomness, which other ranks cannot reproduce.
 
     `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
@@ -113,6 +113,8 @@ class LogicalDropout(Ambient):
     all samples. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every
     draw by (step, site, call), and `begun`, likewise, how the stream of each sample began.
     """
+
+    carried = True
 
     def __init__(
         self, seed: int, slices: Slices | None = None, unbatched: Unbatched | None = None
@@ -128,7 +130,7 @@ class LogicalDropout(Ambient):
     ) -> Any:
         kwargs = kwargs or {}
         if type(func) is ATTRIBUTE:  # a third of all calls
-            return func(*args, **kwargs)
+            return self.ask(func, types, args, kwargs)
         if may_draw(func, kwargs) and scope.current() is not None:
             if illogical(func, args, kwargs):
                 raise without_form(name(func), scope.site())
@@ -137,7 +139,8 @@ class LogicalDropout(Ambient):
                 if any(hasattr(x, "placements") for x in args):
                     raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
                 kwargs.pop("generator", None)
-                return LOGICAL[func](self, func, *args, **kwargs)
+                with self.beneath():
+                    return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
 
     def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
@@ -271,6 +274,11 @@ def _shifted(state: Tensor, by: int) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def draws_weights() -> bool:
+    """Return whether attention that drops weights is written out here, weights and all."""
+    return scope.current() is not None and on(LogicalDropout)
 
 
 def without_form(name: str, site: str, line: str = "") -> Refusal:

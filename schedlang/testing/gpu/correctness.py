@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from schedlang.kernels import (
     check,
@@ -26,7 +29,13 @@ from schedlang.kernels import (
     rope,
 )
 from schedlang.kernels.check import Comparison
-from schedlang.kernels.device import INTERPRETED, triton
+from schedlang.kernels.device import INTERPRETED, note, triton
+from schedlang.kernels.flex_attention import Query, Rule, reference
+from schedlang.runtime.kernel_injection.blind_queries import (
+    hidden,
+    with_keys_of_blind,
+    without_blind,
+)
 from schedlang.testing.gpu import contests
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 
@@ -89,6 +98,53 @@ def _ragged(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
     yield rope.Case((3, 7, 3, 1, 24), dtype, 16)
     yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, cap=5.0)
     yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, held=True)
+    heads, length, size = sizes.heads, min(sizes.length, 500), sizes.size
+    yield Blind((2, heads[0], length, size), dtype, heads[1])
+    yield Blind((2, heads[0], length, size), dtype, heads[1], "row")
+
+
+@dataclass(frozen=True)
+class Blind(check.Case):
+    """Torch's attention under an additive mask that hides all keys from some queries.
+
+    shape   [rows, heads, length, size]; keys and values have `keys` heads
+    padded  "left": the first tokens of the last row are padding; "row": all of them are
+    """
+
+    kernel: ClassVar[str] = "sdpa"
+    dtype: str = "bfloat16"
+    keys: int = 2
+    padded: str = "left"
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        few = (self.shape[0], self.keys, *self.shape[2:])
+        return {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """Run torch's kernel as `replace_kernel(sdpa)` does, or attention written out."""
+        q, k, v = lines = given["query"], given["key"], given["value"]
+        mask = self._mask(q)
+        if not kernel:
+            return reference(Query(q, k, v, Rule(), mask))
+        note("torch")
+        found, groups = hidden(mask), q.shape[1] // k.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+        seeing = without_blind(q, found)
+        out = F.scaled_dot_product_attention(seeing, keys, values, found.mask)
+        laid = out.transpose(1, 2).contiguous()
+        return with_keys_of_blind(laid, lines, found, None).transpose(1, 2)
+
+    def _mask(self, like: Tensor) -> Tensor:
+        rows, _, length, _ = self.shape
+        seen = torch.ones(rows, 1, length, length, dtype=torch.bool, device=like.device)
+        if self.padded == "row":
+            seen[-1] = False
+        else:
+            seen = seen.tril()
+            seen[-1, :, :, : length // 3] = False
+        lowest = torch.finfo(like.dtype).min
+        return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, lowest)
 
 
 def _of_others(sizes: contests.Sizes) -> Iterator[Any]:

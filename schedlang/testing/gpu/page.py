@@ -126,8 +126,8 @@ and `--device sim` rehearse it on tiny shapes, with ten times the time: all but 
 what is compiled for GPUs.
 """
 _SHOWS = {
-    "kernels": "each kernel's results and gradients, in three types, for ragged shapes too: at most"
-    " twice eager's error against float64",
+    "kernels": "each kernel's results and gradients, in three types, for ragged shapes and for"
+    " queries that see no key too: at most twice eager's error against float64",
     "programs": "schedules of one rank in a world of NCCL, equal to the untouched model there",
     "ranks": "data, tensor, pipeline and context parallelism on one device, through gloo",
     "compiled": "regions that inductor compiles, in training, and that they were compiled",

@@ -1,0 +1,217 @@
+"""Both sides of a verdict: the original in this process, the program on its ranks, dropping alike.
+
+Places of dropout are found first: both sides run every batch with nothing dropped, and what a rank
+is about to drop from is looked up in what the original drops from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.passes.judge.choices import Choosing
+from schedlang.passes.judge.loaded import reloaded
+from schedlang.passes.judge.masks import Dropping, Drops, Finding, Met, Noting, Place, Placed
+from schedlang.passes.judge.program import Make
+from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.verify.observe import Batch, Condition, Observation, observe
+from schedlang.passes.verify.original import Sequential, rows
+from schedlang.passes.verify.sides import Case, twin
+from schedlang.passes.verify.spilled import unhoarded
+from schedlang.runtime.comm import world as comm
+from schedlang.runtime.float64 import Float64, as_float64
+from schedlang.runtime.float64 import widened as wide
+from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.modes import ambient
+
+Progress = Callable[..., None]
+Places = Mapping[str, Sequence[Place | None]]  # by a rank's module, in the order of its calls
+
+
+@dataclass(frozen=True)
+class Given:
+    """All that each rank is given.
+
+    drops  what the original drops from
+    wide   both sides run in float64, and choose as they will; else choices are noted
+    aside  what ranks print goes to the standard error
+    """
+
+    make: Make
+    original: nn.Module
+    told: tuple[Condition, ...]
+    drops: Drops
+    wide: bool
+    aside: bool = True
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """Modes that every step runs under, beside the one that drops."""
+        return (Float64(),) if self.wide else ()
+
+    @contextlib.contextmanager
+    def ready(self, kept: Kept) -> Iterator[tuple[Placed, Callable[[Condition], Judged]]]:
+        """Give a rank what drops there, and a function that makes the program for a condition."""
+        lines = contextlib.redirect_stdout(sys.stderr) if self.aside else contextlib.nullcontext()
+        # a compiled region does not ask for masks
+        stance = "force_eager" if self.drops.sites else "default"
+        with lines, torch.compiler.set_stance(stance):
+            places = self._places(kept) if self.drops.sites else {}
+            dropping = Placed(self.drops.seed, kept.met.off(self.drops))
+
+            def made(condition: Condition) -> Judged:
+                def begin(step: int) -> None:
+                    dropping.begin(places.get(self.drops.number(condition, step), {}))
+
+                return Judged(self.make, self.original, condition, kept, begin)
+
+            yield dropping, made
+
+    def _places(self, kept: Kept) -> dict[int, Places]:
+        """Run every batch once with nothing dropped, and find what this rank drops from."""
+        found: dict[int, Places] = {}
+        judged: Judged | None = None
+        others: set[str] = set()
+        for condition, step, batch in _steps(self.told):
+            number = self.drops.number(condition, step)
+            if number in found:
+                continue
+            finding = Finding(self.drops.of(number))
+            with ambient(*self.modes, finding):
+                judged = judged or Judged(self.make, self.original, condition, kept)
+                finding.asked = judged
+                judged.derive(batch)
+            found[number] = finding.found
+            others |= {site for site, _ in finding.others}
+        assert judged is not None
+        met, unknown = set(), {}
+        for every in found.values():
+            for site, places in every.items():
+                met |= {place[0] for place in places if place is not None}
+                if None in places:
+                    unknown[site] = judged.original_module(site) or "?"
+        sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
+        joined = {site: meant for one in each for site, meant in one.items()}
+        kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
+        return found
+
+
+def _steps(told: Sequence[Condition]) -> Iterator[tuple[Condition, int, Batch]]:
+    return ((one, step, batch) for one in told for step, batch in enumerate(one.batches))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A program and its original, and under which conditions both train.
+
+    case  the original as both sides begin with it, in float64 (`wide`) or in a low dtype
+    told  the conditions, as ranks know them
+    """
+
+    case: Case
+    make: Make
+    world: int
+    told: tuple[Condition, ...]
+    pool: Pool
+    wide: bool
+    aside: bool = False
+    drops: Drops = Drops("", 0, {})
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """Modes that the original runs under: it drops by masks that ranks have parts of."""
+        return (*((Float64(),) if self.wide else ()), Dropping(self.drops.seed, self.drops.off))
+
+    @property
+    def exact(self) -> Trial:
+        """The same in float64, from the weights of now."""
+        case = self.case.with_model(as_float64(self.case.plan.model.model))
+        told = [
+            replace(one, batches=tuple(wide(dict(b)) for b in one.batches)) for one in self.told
+        ]
+        return replace(self, case=case, told=tuple(told), wide=True)
+
+    def on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
+        """Call a function with what each rank is given, on all of them."""
+        module = self.case.plan.model.model
+        given = Given(self.make, module, self.told, self.drops, self.wide, self.aside)
+        found: list[Any] = self.pool.run(part, self.world, given, *more, **options)
+        return found
+
+    def ran(self, folder: str, progress: Progress) -> tuple[Trial, Observation, Kept]:
+        """Train on ranks, which drop where places are known; once more with no dropout at all
+        where they do not draw alike from step to step.
+
+        The trial that it returns knows what drops; large tensors lie in files of the folder.
+        """
+        known = replace(self, drops=self._noted(folder))
+        seen, kept = known._trained(progress)
+        if kept.stray:
+            known = replace(known, drops=replace(known.drops, off=frozenset(known.drops.sites)))
+            stray = dict.fromkeys(kept.stray, "?")
+            seen, kept = known._trained(progress)
+            kept.met = replace(kept.met, unknown={**kept.met.unknown, **stray})
+        off = kept.met.off(known.drops)
+        return replace(known, drops=replace(known.drops, off=off)), seen, kept
+
+    def _noted(self, folder: str) -> Drops:
+        """Keep what the original drops from in each of all batches, with nothing dropped."""
+        batches: list[Batch] = []
+        numbers: dict[tuple[str, int], int] = {}
+        sites: dict[str, None] = {}
+        others: dict[tuple[str, str], None] = {}
+        for condition, step, batch in _steps(self.told):
+            known = (k for k, one in enumerate(batches) if one is batch)
+            number = next(known, len(batches))
+            numbers[condition.name, step] = number
+            if number < len(batches):
+                continue
+            batches.append(batch)
+            noting = Noting()
+            with ambient(*self.modes[:-1], noting):
+                Sequential(twin(self.case), loss=self.case.loss).derive(batch, range(rows(batch)))
+            torch.save(noting.drops, f"{folder}/{number}")
+            sites |= dict.fromkeys(drop.site for drop in noting.drops)
+            others |= dict.fromkeys(sorted(noting.others))
+        return Drops(folder, self.case.seed, numbers, tuple(sites), tuple(others))
+
+    def _trained(self, progress: Progress) -> tuple[Observation, Kept]:
+        steps = sum(len(condition.batches) for condition in self.told)
+        done = itertools.count(1)
+        stage = f"{self.world} rank{'s' * (self.world > 1)}"
+
+        def heard(rank: int, message: object) -> None:
+            if rank == 0:
+                progress(stage, min(next(done), steps), steps)
+
+        progress(stage, 0, steps)
+        found: tuple[Observation, Kept] = self.on_ranks(_train, on_progress=heard)[0]
+        return found
+
+
+def _train(given: Given) -> tuple[Observation, Kept] | None:
+    """One rank's part; only rank 0 tells what it saw, and what all of them chose."""
+    unhoarded()
+    kept, choosing = Kept(folder=given.drops.folder), Choosing()
+    made: list[Judged] = []
+    with given.ready(kept) as (dropping, program), ambient(*given.modes, dropping):
+
+        def subject(condition: Condition) -> Judged:
+            made.clear()
+            made.append(program(condition))
+            return made[0]
+
+        with contextlib.nullcontext() if given.wide else ambient(choosing):
+            seen = observe(subject, given.told, keep=comm.rank() == 0, folder=given.drops.folder)
+        kept.chosen = choosing.everyone()
+        kept.loaded = reloaded(made[0], step=given.wide)
+    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
+    sys.stdout.flush()
+    return (seen, kept) if comm.rank() == 0 else None

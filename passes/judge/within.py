@@ -1,0 +1,139 @@
+"""Hold what modules give in a low dtype against the original's, by how far roundings move that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from schedlang.passes.judge.causes import NEAR
+from schedlang.passes.judge.masks import Whole, placed
+from schedlang.passes.judge.modules import At, Exact, Run
+from schedlang.passes.judge.nearest import windows
+from schedlang.passes.localize.diagnose import Pattern, diagnose, numbers
+from schedlang.passes.verify.conditioning import Bounds
+from schedlang.passes.verify.observe import Key, Observation
+
+ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
+APART = 4.0  # how much further off, in angle squared, any other place is
+ALIKE = 16.0  # roundings by which copies may differ
+SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, may be off
+
+
+class Likest(Whole):
+    """A tensor in which a part is looked up by its direction: a wrong scale hides no place."""
+
+    def window(self, part: Tensor) -> list[Tensor] | None:
+        """Return by dim the indices of the window that is most along a part, and by far."""
+        if part.dim() != self.values.dim():
+            return None
+        value = part.detach().double()
+        size = float(value.norm())
+        found = []
+        for some in windows(part.shape, self.values.shape) if size else ():
+            there = self.values[torch.meshgrid(*some, indexing="ij")] if some else self.values
+            cosine = float((there * value).sum()) / (size * float(there.norm()) or 1.0)
+            found.append((1.0 - cosine, some))
+        found.sort(key=lambda one: one[0])
+        if not found or found[0][0] > 1.0 - ALONG:
+            return None
+        alone = len(found) == 1 or found[1][0] > APART * found[0][0]
+        return list(found[0][1]) if alone else None
+
+
+class Within(Exact):
+    """Comparison in a low dtype: with the original's values in float64, by its runs in the dtype.
+
+    run  its k-th run in the dtype: as it stands for 0, each result off by a rounding for others
+    eps  of the dtype
+    """
+
+    apart = NEAR
+
+    def __init__(self, right: Run, run: Callable[[int], Run], eps: float) -> None:
+        super().__init__(right)
+        self.run, self.eps = cache(run), eps
+
+    def placed(self, at: At, value: Tensor) -> Tensor | None:
+        """Find the places of an output; None where it is further off than roundings move it."""
+        places = self._place(at, value)
+        right = places is not None and self.same(at, False, value, places)
+        return places if right else None
+
+    def _place(self, at: At, value: Tensor) -> Tensor | None:
+        want = self.right.of(at).double()
+        found = placed(value, Likest(want))
+        if found is None and value.shape == want.shape:
+            return torch.arange(want.numel()).reshape(want.shape)
+        return found
+
+    def known(self, at: At, value: Tensor) -> bool:
+        """Whether it has a place, and is wrong there."""
+        return self._place(at, value) is not None
+
+    def block(self, at: At, rank: int, value: Tensor) -> Tensor:
+        """The place of a wrong output."""
+        found = self._place(at, value)
+        return super().block(at, rank, value) if found is None else found
+
+    def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
+        """Whether roundings move it so far from what is right there, times a factor."""
+        return not self._share(at, back, value, places, factor) > 1.0
+
+    def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
+        """Whether a sum of what ranks have is right: its terms are rounded one by one."""
+        return not self._share(at, back, value, places, factor) > SUMMED
+
+    def _share(
+        self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0
+    ) -> float:
+        """The part of its bound that the error takes."""
+        key = Key("", "gradients" if back else "training outputs", 0, "value")
+
+        def seen(run: Run) -> Observation:
+            call = run.calls.get(at[0])
+            there = call is not None and (not back or at[1] in call.gradients)
+            return Observation({key: run.of(at, back).reshape(-1)[places] if there else None})
+
+        bounds = Bounds(seen(self.right), lambda draw: seen(self.run(draw)))
+        rows = bounds.rows(Observation({key: value.double() / factor}))
+        return rows[0].error if rows else 0.0
+
+    def factor(self, got: Tensor, want: Tensor) -> float:
+        """The factor of a gradient that is along the right one; a number, if it is near to one."""
+        x, r = got.double(), want.double()
+        along, size = float((x * r).sum()), float((r * r).sum())
+        if not abs(along) > ALONG * float(x.norm()) * math.sqrt(size):
+            return 1.0
+        found = along / size
+        near = (n for n in (1.0, *(n for _, n in numbers({}))) if abs(found - n) <= NEAR * abs(n))
+        return next(near, found)
+
+    def alike(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two copies are one, but for roundings."""
+        return float((a.double() - b.double()).norm()) <= ALIKE * self.eps * float(b.norm())
+
+    def pattern(
+        self,
+        at: At,
+        back: bool,
+        value: Tensor,
+        places: Tensor,
+        factor: float,
+        sizes: Mapping[str, int],
+    ) -> Pattern:
+        """Say by which factor it is wrong, if it is right without; or else how far off."""
+        want = factor * self.right.of(at, back).reshape(-1)[places].double()
+        if value.shape != want.shape or not bool(value.isfinite().all()) or not bool(value.any()):
+            return diagnose(value, want, sizes)
+        along, size = float((value.double() * want).sum()), float((want * want).sum())
+        found = along / size if size else 0.0
+        near = [(w, n) for w, n in numbers(sizes) if math.isclose(found, n, rel_tol=NEAR)]
+        for words, number in (*near[:1], (f"{found:.3g}", found)):
+            if number and self.same(at, back, value, places, factor * number):
+                return Pattern(f"{words} times the right value everywhere")
+        share = self._share(at, back, value, places, factor)
+        return Pattern(f"{share:.3g} times as far off as roundings may move it", how=False)

@@ -1,0 +1,218 @@
+"""The program of one rank as it would be built, without values and without the other ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.tables import size, table
+from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.elaborate.rows import folded, shape_of
+from schedlang.passes.simulate.played_step import Step, alone
+
+if TYPE_CHECKING:
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.runtime.initial.reads import Slice
+    from schedlang.runtime.program import Program
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or a buffer on a rank: its whole shape, and that of the part that lies there."""
+
+    name: str
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """All that a rank would make.
+
+    at       its place along each axis
+    modules  those with parameters or buffers of their own here, by path
+    groups   process groups that it is in, the job among them, by axes whose ranks differ
+    slices   of files, that it would read; None: no files were named
+    """
+
+    rank: int
+    world: int
+    at: Mapping[str, int]
+    parameters: tuple[Held, ...]
+    buffers: tuple[Held, ...]
+    modules: tuple[str, ...]
+    groups: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    slices: tuple[Slice, ...] | None = field(default=None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(one.bytes for one in (*self.parameters, *self.buffers))
+
+    def text(self) -> str:
+        """Return it as tables, with equal layers as one line."""
+        place = ", ".join(f"{axis}={at}" for axis, at in self.at.items())
+        count = f"{len(self.parameters)} parameters of {len(self.modules)} modules"
+        lines = [f"rank {self.rank} of {self.world}   {place}   {count}, {size(self.bytes)}", ""]
+        rows = [("parameters", "", "whole", "part", "dtype", "bytes")]
+        rows += [_row(those) for those in _alike((*self.parameters, *self.buffers))]
+        lines += table(rows)
+        lines += ["", "groups"]
+        for axes, ranks in self.groups:
+            lines.append(f"  {', '.join(axes) or '-'}   {len(ranks)} ranks: {_ranks(ranks)}")
+        if self.slices is not None:
+            lines += ["", *self._read()]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _read(self) -> list[str]:
+        assert self.slices is not None
+        by_file: dict[str, list[Slice]] = {}
+        for one in self.slices:
+            by_file.setdefault(one.file, []).append(one)
+        total = sum(one.bytes for one in self.slices)
+        lines = [f"reads   {len(self.slices)} slices of {len(by_file)} files, {size(total)}"]
+        for file, those in sorted(by_file.items()):
+            names = len({one.name for one in those})
+            held = size(sum(one.bytes for one in those))
+            lines.append(f"  {file}   {len(those)} slices of {names} tensors, {held}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "rank": self.rank,
+            "world": self.world,
+            "at": dict(self.at),
+            "bytes": self.bytes,
+            "parameters": [_plain(one) for one in self.parameters],
+            "buffers": [_plain(one) for one in self.buffers],
+            "modules": list(self.modules),
+            "groups": [{"axes": list(a), "ranks": list(ranks)} for a, ranks in self.groups],
+            "reads": None if self.slices is None else [_plain(one) for one in self.slices],
+        }
+
+
+def one_rank(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    rank: int,
+    loss: Loss | None = None,
+    weights: Path | None = None,
+) -> OneRank:
+    """Build the program of a rank on the meta device, as if all others were there.
+
+    `batch` is that of a whole step; `weights` files of safetensors for the values.  Raises Refusal
+    S109 for a rank that the mesh has not, S643 where the files cannot be taken.
+    """
+    from schedlang.runtime.batch import sample_of
+
+    if not 0 <= rank < plan.mesh.world:
+        title = f"the mesh has ranks 0 to {plan.mesh.world - 1}, not {rank}"
+        raise Refusal.of("S109", title, helps=("give one of them: `--rank 0`",))
+    sample = sample_of(batch, plan.shares, plan.micro)
+    step = Step(plan, prepare(plan, sample, loss), sample, loss)
+    with alone(step, rank) as (program, tap):
+        groups = {tuple(range(plan.mesh.world)), *(lane.ranks for lane in tap.lanes)}
+        return OneRank(
+            rank,
+            plan.mesh.world,
+            plan.mesh.coordinates(rank),
+            *_held(plan, program),
+            groups=tuple((_axes(plan, ranks), ranks) for ranks in sorted(groups, key=len)),
+            slices=None if weights is None else _slices(plan, program, weights),
+        )
+
+
+def _held(
+    plan: Plan, program: Program
+) -> tuple[tuple[Held, ...], tuple[Held, ...], tuple[str, ...]]:
+    """The parameters, the buffers, and the modules that own them."""
+    a, rank, mesh = program.assembly, program.assembly.ranks.rank, plan.mesh
+    parameters, buffers = [], []
+    for name, parameter in a.parameters.items():
+        part = a.holdings[name].local_shape(mesh, rank)
+        fact = plan.model.parameters[name]
+        parameters.append(_one(name, tuple(fact.shape), part, parameter))
+    for name, buffer in a.buffers.items():
+        buffers.append(_one(name, tuple(buffer.shape), tuple(buffer.shape), buffer))
+    owners = dict.fromkeys(one.name.rpartition(".")[0] for one in (*parameters, *buffers))
+    return tuple(parameters), tuple(buffers), tuple(owners)
+
+
+def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -> Held:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Held(name, whole, part, dtype, math.prod(part) * value.element_size())
+
+
+def _axes(plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
+    """The axes along which ranks differ."""
+    at = [plan.mesh.coordinates(rank) for rank in ranks]
+    return tuple(name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1)
+
+
+def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
+    """The slices of files for this rank's parts, before they are sliced by ZeRO, as `build`
+    reads them."""
+    from dataclasses import replace
+
+    import torch
+
+    from schedlang.runtime.initial.reads import reads
+    from schedlang.runtime.initial.weights import Room, files_of
+
+    model, mesh, rank = plan.model.base.model, plan.mesh, program.assembly.ranks.rank
+    rooms = []
+    for name, parameter in program.assembly.parameters.items():
+        if plan.model.drawn(name) is not None:
+            continue
+        holding = replace(program.assembly.holdings[name], sliced=())
+        shape = holding.local_shape(mesh, rank)
+        part = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        original = plan.model.unique[name]
+        whole = torch.empty(tuple(original.shape), dtype=parameter.dtype, device="meta")
+        rooms.append(Room(original.names, whole, part, holding.part(mesh, rank)))
+    return reads(files_of(weights, model), rooms)
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def _alike(held: Sequence[Held]) -> list[list[Held]]:
+    """Those of equal layers together."""
+    found: dict[object, list[Held]] = {}
+    for one in held:
+        found.setdefault((shape_of(one.name), one.whole, one.part, one.dtype), []).append(one)
+    return list(found.values())
+
+
+def _row(those: Sequence[Held]) -> tuple[str, str, str, str, str, str]:
+    first = those[0]
+    layers = [int(found[0]) for one in those if (found := re.findall(r"\d+", one.name))]
+    where = f"{layers[0]} to {layers[-1]}" if len(those) > 1 and layers else ""
+    name = folded([one.name for one in those])
+    total = size(sum(one.bytes for one in those))
+    return f"  {name}", where, str([*first.whole]), str([*first.part]), first.dtype, total
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a run with its step where they are one."""
+    steps = {b - a for a, b in zip(ranks, ranks[1:])}
+    if len(ranks) > 4 and len(steps) == 1:
+        (step,) = steps
+        return f"{ranks[0]} to {ranks[-1]}" + (f" by {step}" if step > 1 else "")
+    return ", ".join(map(str, ranks[:8])) + (" .." if len(ranks) > 8 else "")
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in vars(one).items()
+    }

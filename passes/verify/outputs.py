@@ -1,0 +1,106 @@
+"""Outputs of units of earlier stages, found once before there are ranks: for all shapes of a proof.
+
+A rank of a later stage runs units of earlier ones without values when a batch of a new shape comes.
+All ranks of a stage find the same then, and this process has looked at most of it already.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from schedlang.passes.analyze.prepare import Prepared
+from schedlang.passes.partition.staging import local_skeleton
+from schedlang.passes.verify.observe import Batch, Condition
+from schedlang.passes.verify.sides import Case
+from schedlang.runtime.batch import Part, split
+from schedlang.runtime.device import undrawn
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.pipeline.stage import Stub, signature
+from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.tracing.units import Switch
+from schedlang.runtime.training import Training
+
+Given = Sequence[Batch]
+Run = tuple[Case, Given, Given]  # what trains, and what is evaluated
+
+
+def with_outputs(
+    case: Case, working: Case | None, told: Sequence[Condition]
+) -> tuple[Case, Case | None, tuple[Condition, ...]]:
+    """The cases and conditions of a proof, which know the outputs that their ranks will ask for.
+
+    What cannot be found here is left to the ranks, which say why.
+    """
+    first = case.batches[:1]  # on which what was saved is evaluated
+    exact: list[Run] = []
+    for condition in told:
+        run, given = condition.case or case, condition.batches
+        trains: Given = () if condition.evaluate else given
+        evaluates: Given = given if condition.evaluate else given[:1]
+        exact.append((run, trains, (*evaluates, *first)))
+    rounded = [] if working is None else [(working, working.batches, working.batches[:1])]
+    made: dict[int, Prepared] = {}
+    for runs, modes in ((exact, (Float64(),)), (rounded, ())):
+        for run, trains, evaluates in runs:
+            assert run.prepared is not None
+            known = made.setdefault(id(run.prepared), run.prepared)
+            if not _shared(run):
+                continue
+            with suppress(Exception), ambient(*modes):  # what the model raises it raises on ranks
+                found = _met(run, trains, evaluates)
+                made[id(run.prepared)] = replace(known, outputs={**known.outputs, **found})
+
+    def knowing(one: Case) -> Case:
+        return replace(one, prepared=made.get(id(one.prepared), one.prepared))
+
+    return (
+        knowing(case),
+        working and knowing(working),
+        tuple(replace(one, case=one.case and knowing(one.case)) for one in told),
+    )
+
+
+def _shared(run: Case) -> bool:
+    """Whether several ranks ask alike: not where slices, their rank or casts around units decide.
+
+    Under autocast a unit gives another dtype for the same arguments, and what casts the model as a
+    whole stands around the ranks' own.
+    """
+    plan, prepared = run.plan, run.prepared
+    if prepared is None or prepared.staged.axis is None or plan.casts:
+        return False
+    alike = prepared.tokens is None and prepared.slicing is None
+    return alike and plan.mesh.world > plan.mesh.size(prepared.staged.axis)
+
+
+def _met(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
+    """Return what stand-ins find in a forward of each part of the batches."""
+    assert run.prepared is not None
+    plan, cut = run.plan, run.prepared.staged.cut
+    model = copy.deepcopy(plan.model.model)
+    stub = Stub(local_skeleton(plan, run.prepared.traced), cut)
+    training = Training(model)
+    switch, last = Switch(model, cut.graph.units), cut.units(cut.stages - 1).start
+
+    def parts(batches: Iterable[Batch]) -> Iterator[Part]:
+        """Return one part of each shape."""
+        shares = chain(*(split(batch, plan.shares, plan.micro) for batch in batches))
+        yield from {signature(part.inputs): part for part in chain(*shares)}.values()
+
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), undrawn()):
+            stack.enter_context(context)
+        for switched, batches in ((training.on, trains), (training.off, evaluates)):
+            switched()
+            for part in parts(batches):
+                with entered(Scope(0, 0, part.rows)):
+                    stub.meet(switch, model, part.inputs, last)
+    return stub.found

@@ -1,0 +1,259 @@
+"""Ranks that are waited for, slow ranks, and what links carry: judged from ledgers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from schedlang.verbs.ledgers import Job, Ledger, Op
+
+SILENT = 10.0  # seconds without a sign of a rank that writes each second
+STUCK = 30.0  # seconds in one operation, where none are given
+SLOWER = 1.2  # times the median rank's own time
+LAST = 32  # steps that are looked at
+LARGE = 1 << 16  # bytes from which a transfer tells of a link
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An operation in which ranks wait for so many seconds, and those that have not come to it."""
+
+    op: Op
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The first place where two ranks of a group do something else: one has left something out."""
+
+    lane: str
+    ranks: tuple[int, int]
+    ops: tuple[Op, Op]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The steps of a rank: seconds from end to end, and those of them in which it did not wait."""
+
+    rank: int
+    cycle: float
+    own: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """Transfers among some ranks: the median of bytes a second, each rank's share alone."""
+
+    ranks: tuple[int, ...]
+    op: str
+    count: int
+    size: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that is found in a job.
+
+    after    seconds in one operation from which a job counts as stuck
+    silent   ranks without a sign of life, in seconds; `over` those that have ended
+    causes   ranks for whom all others wait, directly or not; none in a circle
+    """
+
+    job: Job
+    after: float
+    never: tuple[int, ...]
+    silent: Mapping[int, float]
+    over: tuple[int, ...]
+    missing: tuple[Missing, ...]
+    differs: tuple[Differs, ...]
+    causes: tuple[int, ...]
+    paces: tuple[Pace, ...]
+    slow: tuple[Pace, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def stuck(self) -> bool:
+        """Whether somebody waits for too long."""
+        return any(one.seconds >= self.after for one in self.missing)
+
+    @property
+    def well(self) -> bool:
+        """Whether there is nothing to tell of."""
+        left = [rank for rank in self.over if len(self.over) < len(self.job.ledgers)]
+        failed = [one for one in self.job.ledgers.values() if one.error]
+        return not (self.never or self.silent or self.stuck or self.slow or left or failed)
+
+
+def diagnosed(job: Job, after: float = STUCK) -> Diagnosis:
+    """Look at all ledgers of a job."""
+    over = tuple(rank for rank, one in job.ledgers.items() if one.over)
+    silent = {
+        rank: job.now - one.written
+        for rank, one in job.ledgers.items()
+        if one.live and not one.over and job.now - one.written > SILENT
+    }
+    never = tuple(rank for rank in range(job.world) if rank not in job.ledgers)
+    missing = tuple(_missing(job))
+    stuck = any(one.seconds >= after for one in missing)
+    paces = tuple(_paces(job))
+    return Diagnosis(
+        *(job, after, never, silent, over, missing),
+        differs=tuple(_differing(job)) if stuck else (),
+        causes=_causes(job, missing),
+        paces=paces,
+        slow=tuple(_slow(paces)),
+        links=tuple(_links(job)),
+    )
+
+
+# -- who waits for whom ----------------------------------------------------------------------------
+
+
+def _missing(job: Job) -> Iterator[Missing]:
+    """Every operation in which somebody waits, by its first moment."""
+    found: dict[object, list[tuple[int, Op]]] = {}
+    for rank, one in sorted(job.ledgers.items()):
+        if one.waits is not None and not one.over:
+            op = one.waits
+            key = (op.lane, op.number, op.ends, op.op if op.ends is not None else "")
+            found.setdefault(key, []).append((rank, op))
+    for those in sorted(found.values(), key=lambda those: min(op.began for _, op in those)):
+        op, waiting = those[0][1], tuple(rank for rank, _ in those)
+        ranks = op.ends or next(
+            (job.ledgers[r].lanes[op.lane] for r in waiting if op.lane in job.ledgers[r].lanes), ()
+        )
+        absent = tuple(
+            rank for rank in ranks if rank not in waiting and rank >= 0 and not _came(job, rank, op)
+        )
+        seen = [job.ledgers[rank] for rank in waiting]
+        latest = max(min(job.now, one.written + SILENT) for one in seen)
+        yield Missing(op, tuple(ranks), waiting, absent, latest - min(o.began for _, o in those))
+
+
+_OTHER = {"send": "receive", "receive": "send"}
+
+
+def _came(job: Job, rank: int, op: Op) -> bool:
+    """Whether a rank has begun the same collective, or the other end of a message."""
+    one = job.ledgers.get(rank)
+    if one is None:
+        return False
+    if op.ends is None:
+        return one.counts.get((op.lane, "", None), 0) >= op.number
+    other = _OTHER.get(op.op, op.op)
+    if not one.live:  # a recorder counts the messages of a rank, not those of a pair
+        return one.waits is not None and (one.waits.op, one.waits.ends) == (other, op.ends)
+    return one.counts.get((op.lane, other, op.ends), 0) >= op.number
+
+
+def _causes(job: Job, missing: Sequence[Missing]) -> tuple[int, ...]:
+    """The ranks that others wait for, and that wait for nobody.
+
+    What all but some have left behind comes to its end there, too, or is what these are stuck in.
+    """
+    held = [one for one in missing if one.absent or {*one.waiting} == {*one.ranks}]
+    waiting = {rank for one in held for rank in one.waiting}
+    absent = {rank for one in missing for rank in one.absent}
+    return tuple(sorted(absent - waiting))
+
+
+def _differing(job: Job) -> Iterator[Differs]:
+    """Find in each group the first collective in which a rank does not do what the first does.
+
+    Only what both have kept is compared.  Shapes may differ, as of all-to-alls.
+    """
+    lanes: dict[str, tuple[int, ...]] = {}
+    for one in job.ledgers.values():
+        lanes.update(one.lanes)
+    for lane, ranks in lanes.items():
+        kept = {
+            rank: _collectives(job.ledgers[rank], lane) for rank in ranks if rank in job.ledgers
+        }
+        if not kept:
+            continue
+        first, *others = kept
+        for rank in others:
+            both = sorted(kept[first].keys() & kept[rank].keys())
+            pairs = ((kept[first][k], kept[rank][k]) for k in both)
+            other = next(((a, b) for a, b in pairs if (a.op, a.whose) != (b.op, b.whose)), None)
+            if other is not None:
+                yield Differs(lane, (first, rank), other)
+                break
+
+
+def _collectives(one: Ledger, lane: str) -> dict[int, Op]:
+    return {op.number: op for op in one.ops if op.lane == lane and op.ends is None}
+
+
+# -- pace ------------------------------------------------------------------------------------------
+
+
+def _paces(job: Job) -> Iterator[Pace]:
+    for rank, one in sorted(job.ledgers.items()):
+        if steps := one.steps[-LAST:]:
+            cycle = median(took for _, took, _ in steps)
+            yield Pace(rank, cycle, median(took - waited for _, took, waited in steps))
+
+
+def _slow(paces: Sequence[Pace]) -> Iterator[Pace]:
+    """Ranks whose own time is longer than that of the others, by more than a tenth of a step."""
+    for one in paces:
+        others = [other.own for other in paces if other is not one]
+        if (
+            others
+            and one.own > SLOWER * median(others)
+            and one.own - median(others) > one.cycle / 10
+        ):
+            yield one
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+# the part of the whole tensor that each of n ranks sends, at least: the bus bandwidth of NCCL's
+# tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)
+_SHARES: Mapping[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+
+def _links(job: Job) -> Iterator[Link]:
+    """Measure what each group carried: the time of whoever came last, who waited for none.
+
+    Only where the host waits for transfers, or their times are in a dump.
+    """
+    found: dict[tuple[tuple[int, ...], str], list[tuple[int, float]]] = {}
+    for (ranks, op, size), times in _timed(job).items():
+        for took in times:
+            found.setdefault((ranks, op), []).append((size, took))
+    for (ranks, op), transfers in sorted(found.items()):
+        share = _SHARES[op](len(ranks)) if op in _SHARES else 1.0
+        rate = median(size * share / took for size, took in transfers)
+        yield Link(ranks, op, len(transfers), int(median(size for size, _ in transfers)), rate)
+
+
+def _timed(job: Job) -> dict[tuple[tuple[int, ...], str, int], list[float]]:
+    met: dict[object, dict[int, Op]] = {}
+    for rank, ledger in job.ledgers.items():
+        if ledger.device != "cpu" and ledger.live:
+            continue
+        for op in ledger.ops:
+            if op.size >= LARGE and op.ended > op.began and (op.ends or op.op in _SHARES):
+                met.setdefault((op.lane, op.number, op.ends), {})[rank] = op
+    found: dict[tuple[tuple[int, ...], str, int], list[float]] = {}
+    for members in met.values():
+        rank, one = next(iter(members.items()))
+        ranks = one.ends or job.ledgers[rank].lanes.get(one.lane, ())
+        if set(ranks) == members.keys():
+            took = min(op.ended - op.began for op in members.values())
+            kind = one.op if one.ends is None else "message"
+            found.setdefault((tuple(ranks), kind, one.size), []).append(took)
+    return found

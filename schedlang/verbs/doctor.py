@@ -1,0 +1,250 @@
+"""doctor: why a job is slow or stuck, from what its ranks wrote down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedlang.diagnostics.tables import size
+from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.options import AsJson, verb
+
+if TYPE_CHECKING:
+    from schedlang.verbs.diagnosed import Diagnosis, Missing
+    from schedlang.verbs.ledgers import Ledger, Op
+
+_CALLS = 6  # of a rank that did not come
+
+
+@verb
+def doctor(
+    folder: Annotated[
+        Path, typer.Argument(help="Records of ranks, or a flight recorder's.", metavar="FOLDER")
+    ],
+    *,
+    stuck_after: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="In one operation, from which a job is stuck."
+        ),
+    ] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say which rank a job waits for, and in what; which is slow, and what the links carry.
+
+    Ranks write records into a folder where the variable SCHEDLANG_RECORD names one, while they run:
+    look at it meanwhile, or after a hang.  Dumps of torch's flight recorder are read, too.
+
+    Exit 1: a rank is slow, stuck or gone.
+    """
+    from schedlang.verbs.diagnosed import diagnosed
+    from schedlang.verbs.ledgers import read
+
+    found = diagnosed(read(folder), stuck_after)
+    code = 0 if found.well else FAILS
+    if as_json:
+        show_json({"exit": code, **_facts(found)})
+    else:
+        print("\n".join(_told(folder, found)))
+    if code:
+        raise typer.Exit(code)
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def _told(folder: Path, found: Diagnosis) -> list[str]:
+    job = found.job
+    lines = [_head(folder, found), *_gone(found)]
+    for rank in found.causes:
+        if found.stuck:
+            lines += ["", *_cause(found, rank)]
+    if found.stuck and not found.causes:
+        lines += ["", *_circle(found)]
+    lines += [line for one in found.differs for line in ("", *_differs(one.ranks, one.ops))]
+    if found.missing:
+        lines += ["", "pending"]
+        lines += [f"  {_waits(one)}" for one in found.missing]
+    if found.paces:
+        lines += ["", "steps  median of the last, in seconds: from end to end, without waiting"]
+        slow = {one.rank for one in found.slow}
+        for pace in found.paces:
+            mark = "  slow" if pace.rank in slow else ""
+            lines.append(f"  rank {pace.rank:<5} {pace.cycle:9.3f} {pace.own:9.3f}{mark}")
+        lines += [line for pace in found.slow for line in _where(job.ledgers[pace.rank])]
+    if found.links:
+        lines += ["", "links  bytes a second of each rank, median"]
+        for link in found.links:
+            what = f"{link.op}, {link.count} of {size(link.size)}"
+            lines.append(f"  ranks {_some(link.ranks):<16} {size(int(link.rate))}/s   {what}")
+    return lines
+
+
+def _head(folder: Path, found: Diagnosis) -> str:
+    job = found.job
+    steps = [one.step for one in job.ledgers.values() if one.step >= 0]
+    at = f", step {min(steps)}" if steps else ""
+    at += f" to {max(steps)}" if steps and min(steps) != max(steps) else ""
+    state = "stuck" if found.stuck else "slow" if found.slow else "well" if found.well else "failed"
+    if len(found.over) == len(job.ledgers):
+        state = f"ended, {state}"
+    return f"{folder.name}   {len(job.ledgers)} of {job.world} ranks{at}   {state}"
+
+
+def _gone(found: Diagnosis) -> list[str]:
+    lines = [f"  rank {rank} has written nothing" for rank in found.never]
+    if found.silent.keys() == found.job.ledgers.keys():
+        return [*lines, f"  no rank gave a sign for {min(found.silent.values()):.0f} s"]
+    for rank, seconds in found.silent.items():
+        how = "its process has ended without a word, or is stopped"
+        host = found.job.ledgers[rank].host
+        lines.append(f"  rank {rank} ({host}) gave no sign for {seconds:.0f} s: {how}")
+    for rank, one in found.job.ledgers.items():
+        if one.error:
+            lines.append(f"  rank {rank} ended by {one.error}")
+        elif one.over and len(found.over) < len(found.job.ledgers):
+            lines.append(f"  rank {rank} has ended in order")
+    return lines
+
+
+def _cause(found: Diagnosis, rank: int) -> list[str]:
+    """A rank for which others wait, and where it is instead."""
+    lines = []
+    for one in found.missing:
+        if rank in one.absent:
+            lines.append(f"rank {rank} has not come to {_named(one.op, one.ranks)}")
+            lines += [f"  row {one.op.row}"] * bool(one.op.row)
+            lines.append(f"  {_who(one.waiting)} in it for {one.seconds:.0f} s")
+    ledger = found.job.ledgers.get(rank)
+    if ledger is not None and not ledger.over:
+        lines.append("  it stands in")
+        lines += [f"    {call}" for call in _users(ledger)]
+    return lines
+
+
+def _users(ledger: Ledger) -> list[str]:
+    """The innermost call, and those of the user's files."""
+    first, *rest = ledger.stack or ("an unknown place",)
+    others = ("site-packages", "/lib/python", "schedlang/", "<")
+    own = [call for call in rest if not any(part in call for part in others)]
+    return [first, *own][:_CALLS]
+
+
+def _circle(found: Diagnosis) -> list[str]:
+    """Ranks that wait for each other, or an operation to which all have come."""
+    lines = []
+    for one in found.missing:
+        for rank in one.absent:
+            lines.append(f"rank {rank} has not come to {_named(one.op, one.ranks)}: it waits, too")
+    return lines or ["all have come to what they wait for: the network does not carry it"]
+
+
+def _differs(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
+    one, other = ops
+    lines = [f"ranks {ranks[0]} and {ranks[1]} differ from collective {one.number} of a group on"]
+    for rank, op in zip(ranks, ops):
+        lines.append(f"  rank {rank}: {_what(op)}")
+        lines += [f"    row {op.row}"] * bool(op.row)
+    return [*lines, "  what only one of them does has been left out by the other"]
+
+
+def _waits(one: Missing) -> str:
+    said = f"{_who(one.waiting)} for {one.seconds:.1f} s in {_named(one.op, one.ranks)}"
+    return said + (f", for {_plural(one.absent)}" if one.absent else "")
+
+
+def _who(ranks: tuple[int, ...]) -> str:
+    return _plural(ranks) + (" wait" if len(ranks) > 1 else " waits")
+
+
+def _plural(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)}"
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _named(op: Op, ranks: tuple[int, ...]) -> str:
+    if op.ends is not None:
+        return f"message {op.number} from rank {op.ends[0]} to rank {op.ends[1]}{_of(op)}"
+    return f"{op.op} {op.number} of ranks {_some(ranks)}{_of(op)}"
+
+
+def _what(op: Op) -> str:
+    return f"{op.op}{_of(op)}"
+
+
+def _of(op: Op) -> str:
+    whose = f" for `{op.whose}`" if op.whose else ""
+    held = f", {size(op.size)}" if op.size else ""
+    return whose + (" in backward" if op.backward else "") + held
+
+
+def _where(ledger: Ledger) -> list[str]:
+    """The place at which a slow rank was found at work most often."""
+    looks = sum(n for *_, n in ledger.where)
+    lines = []
+    for module, line, row, n in ledger.where[:1]:
+        what = f"`{module}`, " if module else ""
+        lines.append(
+            f"  rank {ledger.rank} was found at work in {what}{line} ({n} of {looks} looks)"
+        )
+        lines += [f"    row {row}"] * bool(row)
+    return lines
+
+
+# -- for machines ----------------------------------------------------------------------------------
+
+
+def _facts(found: Diagnosis) -> dict[str, Any]:
+    job = found.job
+    return {
+        "world": job.world,
+        "ranks": sorted(job.ledgers),
+        "stuck": found.stuck,
+        "never": list(found.never),
+        "silent": {str(rank): seconds for rank, seconds in found.silent.items()},
+        "over": list(found.over),
+        "errors": {str(rank): one.error for rank, one in job.ledgers.items() if one.error},
+        "causes": list(found.causes),
+        "pending": [
+            {
+                **_op(one.op),
+                "ranks": list(one.ranks),
+                "waiting": list(one.waiting),
+                "absent": list(one.absent),
+                "seconds": one.seconds,
+            }
+            for one in found.missing
+        ],
+        "differs": [
+            {"ranks": list(one.ranks), "ops": [_op(op) for op in one.ops]} for one in found.differs
+        ],
+        "steps": [vars(one) for one in found.paces],
+        "slow": [one.rank for one in found.slow],
+        "where": {
+            str(one.rank): [
+                dict(zip(("module", "line", "row", "looks"), each))
+                for each in job.ledgers[one.rank].where
+            ]
+            for one in found.slow
+        },
+        "links": [{**vars(one), "ranks": list(one.ranks)} for one in found.links],
+        "stacks": {str(rank): list(one.stack) for rank, one in job.ledgers.items()},
+    }
+
+
+def _op(op: Op) -> dict[str, Any]:
+    return {
+        "op": op.op,
+        "number": op.number,
+        "module": op.whose,
+        "row": op.row,
+        "bytes": op.size,
+        "backward": op.backward,
+        "ends": list(op.ends) if op.ends is not None else None,
+    }

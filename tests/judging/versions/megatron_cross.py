@@ -1,0 +1,107 @@
+"""https://github.com/NVIDIA/Megatron-LM/issues/7452 (6): cross-attention and process groups.
+
+`CrossAttention` is given the groups that it is split over, and gives them to its core and to its
+last projection; those of queries, keys and values take the global group of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.versions.megatron import PACKAGE, Square
+
+WITH, WITHOUT = ("0.16.1",), ()
+NAMED = r"the gradient of the output of `embed`: .*right before it: `inner\.linear_q`"
+RANKS, HEADS, SPLIT = 4, 4, 2
+
+__all__ = ["PACKAGE", "batch", "loss"]
+
+
+class Cross(nn.Module):
+    """Causal attention whose keys and values are one projection, head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear_kv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.linear_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All heads."""
+        query = self.linear_q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        both = self.linear_kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key, value = both.chunk(2, -1)
+        scores = query @ key.mT / (WIDTH // HEADS) ** 0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        share = scores.masked_fill(later, -1e4).softmax(-1)
+        return self.linear_proj((share @ value).transpose(1, 2).flatten(2))
+
+
+class Laid(nn.Module):
+    """Megatron's layer, which has words before rows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention of words to themselves."""
+        words = x.transpose(0, 1).contiguous()
+        later = torch.ones(len(words), len(words), dtype=torch.bool).triu(1)[None, None]
+        return self.layer(words, later, key_value_states=words)[0].transpose(0, 1)
+
+
+def model() -> nn.Module:
+    """All heads on one rank."""
+    return Words(Cross())
+
+
+def program(model: Any, mended: bool = False) -> TrainingProgram:
+    """Two by two ranks: heads over every other rank, rows over neighbours."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    square, inner = Square.made(), model.inner
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        tensor_model_parallel_size=SPLIT,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=inner.linear_q.weight.dtype,
+        use_cpu_initialization=True,
+    )
+    parts = CrossAttentionSubmodules(
+        linear_q=ColumnParallelLinear,
+        linear_kv=ColumnParallelLinear,
+        core_attention=DotProductAttention,
+        linear_proj=RowParallelLinear,
+    )
+    given = ProcessGroupCollection(tp=square.split, cp=square.alone)
+    layer = CrossAttention(config, parts, 1, AttnMaskType.causal, pg_collection=given)
+    if mended:
+        layer.linear_q.tp_group = layer.linear_kv.tp_group = square.split
+    with torch.no_grad():
+        for name, dim in (("linear_q", 0), ("linear_kv", 0), ("linear_proj", 1)):
+            whole = getattr(inner, name).weight.chunk(SPLIT, dim)
+            getattr(layer, name).weight.copy_(whole[dist.get_rank(square.split)])
+    model.inner = Laid(layer)
+    return TrainingProgram(model, lambda batch: square.step(model, batch, loss))
+
+
+def mended(model: Any) -> TrainingProgram:
+    """The same with the layer's own groups."""
+    return program(model, mended=True)

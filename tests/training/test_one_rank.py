@@ -1,0 +1,163 @@
+"""Tests of `plan --rank`: one rank's program without the others is the one that is built there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import save_model
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+
+import schedlang
+from schedlang.cli import app
+from schedlang.runtime.initial.stored import Box, Leaf
+from schedlang.runtime.launch.pool import Pool
+from tests import models
+
+ROOT = Path(__file__).parents[2]
+BLOCK = """
+  at model.layers.* {
+    self_attn.{q_proj,k_proj,v_proj}, mlp.{gate_proj,up_proj}  shard(col, over=tp)
+    self_attn.o_proj, mlp.down_proj                            shard(row, over=tp)
+  }
+"""
+ROWS = {
+    "tp x zero3": f'mesh(dp=2, tp=2)\n\nstep "all" {{{BLOCK}  zero(stage=3, over=dp)\n}}\n',
+    "pp x tp": f'mesh(pp=2, tp=2)\n\nstep "all" {{{BLOCK}'
+    '  model.layers  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)\n}\n',
+}
+MODEL = """from tests import models
+
+
+def model():
+    return models.llama(4)
+
+
+def batch(seed):
+    return models.tokens(4, 8, seed=seed)
+"""
+
+
+def _built(file: str, weights: str) -> dict[str, Any]:
+    """What a rank of a real job has built, its groups, and what it has read of files."""
+    asked: list[Any] = []
+    plain = Leaf.read
+
+    def read(self: Leaf, box: Box) -> Any:
+        made = plain(self, box)
+        asked.append([self.file.name, self.name, [list(span) for span in box], made.nbytes])
+        return made
+
+    Leaf.read = read  # type: ignore[method-assign]
+    try:
+        sch = schedlang.load(file, schedlang.deferred_init(models.llama, 4))
+        program: Any = sch.build(batch=models.tokens(4, 8), weights=weights)
+    finally:
+        Leaf.read = plain  # type: ignore[method-assign]
+    held = {}
+    for name, one in program.assembly.parameters.items():
+        part = one.to_local() if isinstance(one, DTensor) else one
+        held[name] = [*part.shape], part.nbytes
+    groups = [dist.get_process_group_ranks(one) for one in dist.distributed_c10d._world.pg_map]
+    return {"held": held, "asked": sorted(asked), "groups": groups}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rank_that_is_built(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Parts, their bytes, slices of files and groups of each rank are those of a real job."""
+    (tmp_path / "model.py").write_text(MODEL)
+    file = tmp_path / "x.sched"
+    file.write_text(f"schedule 1 for LlamaForCausalLM\n\n{ROWS[name]}")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_model(models.llama(4), str(weights / "model.safetensors"))
+    real = pool.run(_built, 4, str(file), str(weights))
+    for rank, there in enumerate(real):
+        words = ["plan", str(file), "--rank", str(rank), "--weights", str(weights), "--json"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)
+        assert {one["name"]: (one["part"], one["bytes"]) for one in told["parameters"]} == {
+            name: tuple(value) for name, value in there["held"].items()
+        }
+        reads = [[one["file"], one["name"], one["box"], one["bytes"]] for one in told["reads"]]
+        assert sorted(reads) == there["asked"] and reads
+        used = [one["ranks"] for one in told["groups"]]
+        assert used and all(ranks in there["groups"] and rank in ranks for ranks in used)
+    text = CliRunner().invoke(app, ["plan", str(file), "--rank", "3"]).stdout
+    assert "rank 3 of 4" in text and "model.layers.*.mlp.up_proj.weight" in text
+
+
+def test_ranks_and_files_that_are_not_there(tmp_path: Path) -> None:
+    """S109 for a rank that the mesh has not, or weights without a rank; S643 for other files."""
+    (tmp_path / "model.py").write_text(MODEL)
+    file = tmp_path / "x.sched"
+    file.write_text(f"schedule 1 for LlamaForCausalLM\n\n{ROWS['tp x zero3']}")
+    for words, code in (
+        (["--rank", "4"], "S109"),
+        (["--weights", str(tmp_path)], "S109"),
+        (["--rank", "0", "--weights", str(tmp_path)], "S643"),
+    ):
+        done = CliRunner().invoke(app, ["plan", str(file), *words])
+        assert done.exit_code == 2 and code in done.stderr, done.output
+
+
+LLAMA_405B = """import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def model():
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=16384,
+            intermediate_size=53248,
+            num_hidden_layers=126,
+            num_attention_heads=128,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+            use_cache=False,
+        )
+    )
+
+
+def batch(seed):
+    ids = torch.zeros(2048, 8192, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("words", [[], ["--rank", "5000"]], ids=["plan", "rank"])
+def test_405_billion_parameters_from_their_configuration(tmp_path: Path, words: list[str]) -> None:
+    """On 16,384 ranks, within 2 GiB: what each rank holds, and what one of them would build."""
+    (tmp_path / "model.py").write_text(LLAMA_405B)
+    rows = f'mesh(dp=128, pp=16, tp=8)\n\nstep "all" {{{BLOCK}'
+    rows += "  model.layers  pipeline_split(over=pp, balance=params)\n  zero(stage=1, over=dp)\n"
+    rows += '  pipeline(order="1F1B", micro=16)\n}\n'
+    (tmp_path / "x.sched").write_text(f"schedule 1 for LlamaForCausalLM\n\n{rows}")
+    command = [sys.executable, "-m", "schedlang", "plan", "x.sched", *words, "--json"]
+    limit = 2 << 30
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    if words:
+        shapes = {one["name"]: one["part"] for one in told["parameters"]}
+        assert shapes["model.layers.7.mlp.up_proj.weight"] == [53248 // 8 // 128, 16384]
+        assert told["at"] == {"dp": 39, "pp": 1, "tp": 0}
+        assert [len(one["ranks"]) for one in told["groups"]] == [8, 16, 128, 16384]
