@@ -186,7 +186,7 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
 
 
 def _alike(held: Sequence[Held]) -> list[list[Held]]:
-    """Those of equal layers together."""
+    """Put those of equal layers together."""
     found: dict[object, list[Held]] = {}
     for one in held:
         found.setdefault((shape_of(one.name), one.whole, one.part, one.dtype), []).append(one)
