@@ -435,7 +435,7 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     from schedlang.runtime.checkpointing.holding import take
     from schedlang.runtime.initial.sources import source_of
     from schedlang.runtime.initial.weights import Room
-    from schedlang.runtime.redistribution.spread import whole
+    from schedlang.runtime.redistribution.sharding import whole
     from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 
     _check_state(plan)

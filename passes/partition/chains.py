@@ -165,7 +165,7 @@ def running(
 ) -> Iterator[tuple[Any, Any]]:
     """The local model after a forward on the meta device, and where its backward begins."""
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.context import seated
+    from schedlang.passes.propagate.context import on_its_tokens
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.propagation.stand_ins import Fused
@@ -174,8 +174,8 @@ def running(
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
     change(model)
-    batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
-    with sitting, ambient(Fused()), without_values(batch) as (inputs, _), watch(model):
+    batch, within_shard = on_its_tokens(counting.plan, model, counting.tokens, counting.sample)
+    with within_shard, ambient(Fused()), without_values(batch) as (inputs, _), watch(model):
         yield model, backward_root(model, inputs, counting.loss)
 
 

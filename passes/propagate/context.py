@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.comm.collectives import Group, Ranks
-    from schedlang.runtime.context_parallel.local_tokens import How, Tokens
+    from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
     from schedlang.runtime.sequence_pipelining.trial import Trial
 
@@ -222,13 +222,13 @@ def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks)
         install(module, tokens, {site: _how(site, rows, ranks.group) for site, rows in contexts})
 
 
-def seated(
+def on_its_tokens(
     plan: Plan, model: nn.Module, tokens: Tokens | None, batch: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
     """The first rank's part of a microbatch for a model without ranks, and where it runs."""
     from schedlang.runtime.batch import Part
     from schedlang.runtime.comm.collectives import Group
-    from schedlang.runtime.context_parallel.install import At, Unseen, install
+    from schedlang.runtime.context_parallel.install import InShard, WithoutValues, install
 
     if tokens is None:
         return batch, nullcontext()
@@ -239,13 +239,13 @@ def seated(
 
     hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
     install(model, tokens, hows)
-    part = tokens.part(Part(dict(batch), ()), 0, Unseen())
-    return part.inputs, At(tokens).sitting(part.seat, nullcontext())
+    part = tokens.part(Part(dict(batch), ()), 0, WithoutValues())
+    return part.inputs, InShard(tokens).within(part.shard, nullcontext())
 
 
-def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> How:
+def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> AttentionMethod:
     """The method of a module and its groups, outermost first."""
-    from schedlang.runtime.context_parallel.local_tokens import How
+    from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
 
     outer = sorted(rows, key=lambda one: one.method == "ulysses")
     axes = [axis for one in outer for axis in _levels(one)]
@@ -253,11 +253,11 @@ def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) ->
     groups = [replace(group(axis), label=site) for axis in axes]
     real = [k for k, group in enumerate(groups) if group.size > 1]
     if len(rows) == 1 and len(real) == len(groups):
-        return How(METHODS.get(methods[0], methods[0]), tuple(groups))
+        return AttentionMethod(METHODS.get(methods[0], methods[0]), tuple(groups))
     if len(real) == 2:
-        return How("usp", tuple(groups))
+        return AttentionMethod("usp", tuple(groups))
     (k,) = real
-    return How(_alone(methods[k], k), (groups[k],))
+    return AttentionMethod(_alone(methods[k], k), (groups[k],))
 
 
 METHODS = {"double_ring": "double ring"}

@@ -246,7 +246,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
     """Record what a microbatch sends: the sharded model on meta, with its recomputation."""
     from schedlang.passes.partition.staging import local_skeleton
-    from schedlang.passes.propagate.context import about_its_row, seated
+    from schedlang.passes.propagate.context import about_its_row, on_its_tokens
     from schedlang.runtime.comm.collectives import Group, listening
     from schedlang.runtime.tracing.meta import without_values
 
@@ -260,9 +260,9 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append(Exchange(kind, group.axes, size, group.label, backward))
 
-    batch, sitting = seated(plan, model, context.prepared.tokens, batch)
+    batch, within_shard = on_its_tokens(plan, model, context.prepared.tokens, batch)
     # a model may ask for values of masks, and what is indexed by one has a backward that does
-    with about_its_row(plan), listening(listen), sitting, without_values(batch) as (inputs, _):
+    with about_its_row(plan), listening(listen), within_shard, without_values(batch) as (inputs, _):
         value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:

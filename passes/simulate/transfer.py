@@ -12,7 +12,7 @@ from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.redistribution.route import Lying, Route
+    from schedlang.runtime.redistribution.route import Route, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def _figures(found: Route, apart: bool) -> Transfer:
 
 def _lying(
     plan: Plan, batch: Mapping[str, Any] | None, loss: Any, ranks: range, world: int
-) -> dict[str, Lying]:
+) -> dict[str, TensorLayout]:
     """Return where the parameters of a plan's program lie in a job."""
-    from schedlang.runtime.redistribution.route import Lying
+    from schedlang.runtime.redistribution.route import TensorLayout
 
     facts = plan.model.unique
     return {
-        name: Lying(one.spread(plan.mesh, ranks, world), facts[name].itemsize)
+        name: TensorLayout(one.sharding(plan.mesh, ranks, world), facts[name].itemsize)
         for name, one in _holdings(plan, batch, loss).items()
     }
 

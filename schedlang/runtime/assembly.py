@@ -15,7 +15,7 @@ from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.checkpointing.holding import Holding, Ways
 from schedlang.runtime.comm.collectives import Ranks
-from schedlang.runtime.context_parallel.install import Exchanging
+from schedlang.runtime.context_parallel.install import ExchangeKeys
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor
 from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum, held_of
@@ -128,7 +128,7 @@ class Assembly:
         """Microbatches of the same rows as each rank that splits their sequences has them."""
         if self.tokens is None:
             return [list(parts)]
-        meet = Exchanging(self.dropout)
+        meet = ExchangeKeys(self.dropout)
         return [
             [self.tokens.part(part, place, meet) for part in parts]
             for place in range(self.tokens.ranks)

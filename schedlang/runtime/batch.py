@@ -70,7 +70,7 @@ class Part:
 
     inputs: dict[str, Any]
     rows: tuple[int, ...]
-    seat: Any = None  # where its tokens stand, if ranks split sequences
+    shard: Any = None  # where its tokens stand, if ranks split sequences
     weighed: dict[str, Any] | None = None  # what its weight is taken from; None: its inputs
 
 

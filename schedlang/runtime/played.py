@@ -171,9 +171,9 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
         vars(pipeline.parking)["told"] = lambda source: ()  # nobody is there to tell
     _overhear(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
-    seat, split = parts[0].seat, assembly.tokens
+    shard, split = parts[0].shard, assembly.tokens
     whole: Callable[[Any], tuple[int, ...]] = (
-        tuple if split is None else split.sizes(batch, seat.place)
+        tuple if split is None else split.sizes(batch, shard.place)
     )
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]

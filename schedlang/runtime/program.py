@@ -29,7 +29,7 @@ from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
-from schedlang.runtime.context_parallel.install import At
+from schedlang.runtime.context_parallel.install import InShard
 from schedlang.runtime.device import numbers, on_accelerator
 from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
@@ -99,7 +99,7 @@ class Program:
         if self.offloaded is not None:
             self.offloaded.check_whole(self.whole)
         a = self.assembly
-        self._at = At(a.tokens) if a.tokens is not None else None
+        self._at = InShard(a.tokens) if a.tokens is not None else None
 
     def __repr__(self) -> str:
         facts = self._facts()
@@ -311,7 +311,7 @@ class Program:
     ) -> Any:
         weights = numbers(weights)
         made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
-        layout = parts[0].seat.layout if parts[0].seat is not None else None
+        layout = parts[0].shard.layout if parts[0].shard is not None else None
         output, self.left_out = whole_output(self.assembly, made, layout)
         return output
 
@@ -357,10 +357,10 @@ class Program:
         ]
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
-            seat = parts[op.microbatch].seat
+            shard = parts[op.microbatch].shard
             scope: contextlib.AbstractContextManager[Any] = entered(scopes[op.microbatch])
-            if seat is not None and self._at is not None:
-                scope = self._at.sitting(seat, scope)
+            if shard is not None and self._at is not None:
+                scope = self._at.within(shard, scope)
             if scale is not None:
                 scope = weighing(scale[op.microbatch], scope)
             return scope if self.watch is None else self.watch.around(op, scope)

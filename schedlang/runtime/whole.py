@@ -326,7 +326,7 @@ def input_gradients(
     everyone = world.all_gather_object(mine)
     places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
-    layout = parts[0].seat.layout if parts and parts[0].seat is not None else None
+    layout = parts[0].shard.layout if parts and parts[0].shard is not None else None
     return {n: _joined([_rows(a, everyone, place, n, layout) for place in places]) for n in names}
 
 

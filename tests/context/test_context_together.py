@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from schedlang.runtime.context_parallel.probe import Together
+from schedlang.runtime.context_parallel.probe import Lockstep
 from schedlang.runtime.float64 import Float64
 
 
 def test_the_default_dtype_is_each_functions_own() -> None:
     """A function in float64 beside a plain one; whichever ends first, both see what they set."""
-    together = Together(2)
+    together = Lockstep(2)
 
     def wide() -> list[torch.dtype]:
         with Float64():
@@ -28,7 +28,7 @@ def test_the_default_dtype_is_each_functions_own() -> None:
 
 def test_two_in_float64_leave_nothing() -> None:
     """Both enter before either leaves."""
-    together = Together(2)
+    together = Lockstep(2)
 
     def wide(place: int) -> torch.dtype:
         with Float64():

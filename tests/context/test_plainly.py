@@ -54,9 +54,11 @@ def other_labels(patch: Patch) -> None:
 
 def other_positions(patch: Patch) -> None:
     """Every part begins at the first position."""
-    real = splitting.Seat.positions
+    real = splitting.SequenceShard.positions
     patch.setattr(
-        splitting.Seat, "positions", lambda self, *args: real(self, *args) - real(self, *args).min()
+        splitting.SequenceShard,
+        "positions",
+        lambda self, *args: real(self, *args) - real(self, *args).min(),
     )
 
 

@@ -17,8 +17,8 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import follow
 from schedlang.runtime.redistribution.doubling import rounds, rounds_of
-from schedlang.runtime.redistribution.route import Lying, kinds_of, route
-from schedlang.runtime.redistribution.spread import everywhere
+from schedlang.runtime.redistribution.route import TensorLayout, kinds_of, route
+from schedlang.runtime.redistribution.sharding import everywhere
 from tests.engine import Threads
 from tests.transfers.test_route import SHAPES, Side, dtype_of, fewest, sides, value
 
@@ -38,7 +38,7 @@ def gathered(side: Side, bucket: int) -> Any:
         if one.held(side.mesh, rank):
             put(take(known, one, side.mesh, rank), made[one.name], one, side.mesh, rank)
     source = {
-        one.name: Lying(one.spread(side.mesh), dtype_of(k).itemsize)
+        one.name: TensorLayout(one.sharding(side.mesh), dtype_of(k).itemsize)
         for k, one in enumerate(side.holdings)
     }
     sizes = tuple(side.mesh.sizes.values())
@@ -62,10 +62,12 @@ def test_all_of_drawn_layouts(side: Side, threads: Threads) -> None:
     assert sum(sent for _, sent, _ in found) == sum(got for *_, got in found) == bound
 
 
-def lying(mesh: Mesh, layout: Layout, sliced: tuple[str, ...], stages: int | None) -> Lying:
+def lying(mesh: Mesh, layout: Layout, sliced: tuple[str, ...], stages: int | None) -> TensorLayout:
     """A tensor of a model on a mesh."""
     some = frozenset([stages]) if stages is not None else None
-    return Lying(Holding("t", layout, sliced, "pp" if some else None, some).spread(mesh), 4)
+    return TensorLayout(
+        Holding("t", layout, sliced, "pp" if some else None, some).sharding(mesh), 4
+    )
 
 
 MANY = Mesh((("pp", 8), ("dp", 16), ("tp", 8)))
@@ -94,14 +96,16 @@ def test_messages_of_many_ranks(name: str, stage: int | None) -> None:
     if stage is not None and "pp" in sliced:
         pytest.skip("slices over stages are of one stage each")
     one, world = lying(MANY, layout, sliced, stage), MANY.world
-    steps = rounds(one.spread, tuple(MANY.sizes.values()), {})
+    steps = rounds(one.sharding, tuple(MANY.sizes.values()), {})
     assert len(steps) == 12 and len({id(step) for step in steps}) <= 11
     every = everywhere(layout.shape, range(world), world)
-    direct = route(kinds_of({"t": one}, {"t": Lying(every, 4)}), world)
+    direct = route(kinds_of({"t": one}, {"t": TensorLayout(every, 4)}), world)
     received, messages = np.zeros(world, np.int64), np.zeros(world, np.int64)
     for before, after in zip(steps, steps[1:]):
         if before is not after:
-            found = route(kinds_of({"t": Lying(before, 4)}, {"t": Lying(after, 4)}), world, True)
+            found = route(
+                kinds_of({"t": TensorLayout(before, 4)}, {"t": TensorLayout(after, 4)}), world, True
+            )
             received += found.received
             messages += np.bincount(found.pairs[0], minlength=world)
     assert (received == direct.bound).all() and (direct.received == direct.bound).all()

@@ -20,8 +20,8 @@ from schedlang.runtime.checkpointing.holding import Holding, take
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import AT_ONCE, carry
-from schedlang.runtime.redistribution.route import Kind, Lying, Unmet, kinds_of, route
-from schedlang.runtime.redistribution.spread import (
+from schedlang.runtime.redistribution.route import Kind, TensorLayout, Uncovered, kinds_of, route
+from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Parts,
     box_part,
@@ -103,7 +103,7 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side]:
 def test_where_parts_lie(side: Side) -> None:
     """Of all ranks at once what each finds for itself; each part once, and its boxes as boxes."""
     (one,) = side.holdings
-    found = one.spread(side.mesh)
+    found = one.sharding(side.mesh)
     for rank in range(side.mesh.world):
         held = one.held(side.mesh, rank)
         assert (found.of[rank] != NOWHERE) == held
@@ -128,10 +128,10 @@ def dtype_of(number: int) -> torch.dtype:
     return DTYPES[number % len(DTYPES)]
 
 
-def lying(side: Side, world: int) -> dict[str, Lying]:
+def lying(side: Side, world: int) -> dict[str, TensorLayout]:
     """Where the tensors of a side lie."""
     return {
-        one.name: Lying(one.spread(side.mesh, side.ranks(), world), dtype_of(k).itemsize)
+        one.name: TensorLayout(one.sharding(side.mesh, side.ranks(), world), dtype_of(k).itemsize)
         for k, one in enumerate(side.holdings)
     }
 
@@ -217,7 +217,7 @@ def test_copies_share_the_sending(case: tuple[Side, Side]) -> None:
     source, target = lying(a, world), lying(b, world)
     for name, one in source.items():
         found = route(kinds_of({name: one}, {name: target[name]}), world)
-        for holders in one.spread.holders:
+        for holders in one.sharding.holders:
             sent = found.sent[holders] // one.itemsize
             assert len(sent) == 0 or sent.max() - sent.min() <= 1
 
@@ -241,10 +241,11 @@ def test_alike_tensors_are_one_kind() -> None:
     """Rows of a route do not grow with layers."""
     mesh, world = Mesh((("dp", 4), ("tp", 2))), 8
 
-    def side(layers: int, sliced: tuple[str, ...]) -> dict[str, Lying]:
+    def side(layers: int, sliced: tuple[str, ...]) -> dict[str, TensorLayout]:
         layout = Layout.whole((8, 8)).split("tp", 0)
         return {
-            f"{k}": Lying(Holding(f"{k}", layout, sliced).spread(mesh), 4) for k in range(layers)
+            f"{k}": TensorLayout(Holding(f"{k}", layout, sliced).sharding(mesh), 4)
+            for k in range(layers)
         }
 
     rows = [len(route(kinds_of(side(n, ("dp",)), side(n, ())), world).kind) for n in (1, 10, 100)]
@@ -254,13 +255,13 @@ def test_alike_tensors_are_one_kind() -> None:
 def test_parts_that_nobody_holds() -> None:
     """Half of a tensor on no rank is no layout; nor are parts that overlap."""
     mesh = Mesh((("tp", 2),))
-    split = Holding("t", Layout.whole((8,)).split("tp", 0)).spread(mesh)
+    split = Holding("t", Layout.whole((8,)).split("tp", 0)).sharding(mesh)
     target = everywhere((8,), [0, 1, 2], 3)
     for of, gone in ((np.array([0, -1, -1]), True), (np.array([0, 1, 2]), False)):
         parts = Parts.of((*split.parts, (((0, 2, 4),),)), 1)
-        spread = type(split)((8,), parts, of)
-        with pytest.raises(Unmet) as caught:
-            route([Kind(("t",), spread, target, 4)], 3)
+        sharding = type(split)((8,), parts, of)
+        with pytest.raises(Uncovered) as caught:
+            route([Kind(("t",), sharding, target, 4)], 3)
         assert caught.value.missing == gone
 
 
@@ -269,5 +270,5 @@ def test_a_rank_alone_sends_nothing() -> None:
     for mesh, sliced in itertools.product(map(Mesh, MESHES), ((), ("dp",))):
         if sliced and "dp" not in mesh.sizes:
             continue
-        one = Lying(Holding("t", Layout.whole((9, 4)), sliced).spread(mesh), 8)
+        one = TensorLayout(Holding("t", Layout.whole((9, 4)), sliced).sharding(mesh), 8)
         assert route(kinds_of({"t": one}, {"t": one}), mesh.world).bytes.sum() == 0

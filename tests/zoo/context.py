@@ -13,7 +13,7 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.context_parallel import attention_products, install, local_tokens, ring
 from schedlang.runtime.context_parallel.described_attention import Mask
 from schedlang.runtime.context_parallel.local_attention import Forward
-from schedlang.runtime.context_parallel.local_tokens import Seat, Tokens
+from schedlang.runtime.context_parallel.local_tokens import SequenceShard, Tokens
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 CP, ROW = "context_parallel", "context_parallel"
@@ -31,10 +31,10 @@ def sections_cut_elsewhere(patch: Patch, site: Site) -> None:
     """Positions of shape [3, batch, seq] are cut along another dim."""
     plain = Tokens._cut
 
-    def cut(self: Any, batch: Any, seat: Any) -> Any:
-        made = plain(self, batch, seat)
+    def cut(self: Any, batch: Any, shard: Any) -> Any:
+        made = plain(self, batch, shard)
         whole = batch["position_ids"]  # the first tokens, instead of those of this rank
-        return made | {"position_ids": whole[..., : seat.length].contiguous()}
+        return made | {"position_ids": whole[..., : shard.length].contiguous()}
 
     patch.setattr(Tokens, "_cut", cut)
 
@@ -46,7 +46,7 @@ def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
 
     def part(self: Any, whole: Any, *args: Any, **kwargs: Any) -> Any:
         made = plain(self, whole, *args, **kwargs)
-        labels = made.seat.layout.take(whole.inputs["labels"], 1, made.seat.place)
+        labels = made.shard.layout.take(whole.inputs["labels"], 1, made.shard.place)
         own = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), self.ignore)], 1)
         wrong = made.inputs | {"shift_labels": own}
         return replace(made, inputs=wrong)
@@ -86,17 +86,17 @@ def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
 def positions_in_another_order(patch: Patch, site: Site) -> None:
     """Data, positions and labels are ordered differently."""
 
-    def positions(self: Seat, device: Any = "cpu") -> Tensor:
+    def positions(self: SequenceShard, device: Any = "cpu") -> Tensor:
         first = sum(self.layout.counts[: self.place])
         return torch.arange(first, first + self.length, device=device)
 
-    patch.setattr(Seat, "positions", positions)
+    patch.setattr(SequenceShard, "positions", positions)
 
 
 @bug("X09", CP, Operator.FREEZE, "cp, rotary", row=ROW)
 def positions_begin_anew(patch: Patch, site: Site) -> None:
     """Positions are counted from zero on every rank."""
-    patch.setattr(Seat, "positions", lambda self, device="cpu": torch.arange(self.length))
+    patch.setattr(SequenceShard, "positions", lambda self, device="cpu": torch.arange(self.length))
 
 
 @bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
@@ -104,10 +104,10 @@ def biases_of_own_keys(patch: Patch, site: Site) -> None:
     """Biases of a rank's own keys stand at the keys of all ranks."""
     plain = attention_products.by_keys
 
-    def own(seat: Any, given: Tensor) -> Tensor | None:
-        found = plain(seat, given)
+    def own(shard: Any, given: Tensor) -> Tensor | None:
+        found = plain(shard, given)
         assert found is not None
-        return found[..., torch.arange(seat.layout.total) % seat.length]
+        return found[..., torch.arange(shard.layout.total) % shard.length]
 
     patch.setattr(attention_products, "by_keys", own)
 
@@ -120,8 +120,8 @@ def sums_begin_anew(patch: Patch, site: Site) -> None:
     def moved(case: Any) -> Any:
         made = plain(case)
         begun = made.whole.clone()
-        begun[..., case.seat.length :] -= begun[..., case.seat.length - 1, None]
-        return local_tokens.known(case.seat, begun, made.at)
+        begun[..., case.shard.length :] -= begun[..., case.shard.length - 1, None]
+        return local_tokens.known(case.shard, begun, made.at)
 
     patch.setitem(local_tokens.RULES, Tensor.cumsum, moved)
 
@@ -153,4 +153,4 @@ def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
 @bug("X11", CP, Operator.ARGUMENT, "cp, sections", row=ROW)
 def not_causal_across_ranks(patch: Patch, site: Site) -> None:
     """Queries see the keys of all other ranks, whichever came first."""
-    patch.setattr(install, "_rule", lambda seat, mask, causal: Mask())
+    patch.setattr(install, "_rule", lambda shard, mask, causal: Mask())

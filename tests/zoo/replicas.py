@@ -153,7 +153,7 @@ def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
 @bug("D08", "zero", Operator.SKIP, "odd", row="zero(stage=1")
 def tail_lost(patch: Patch, site: Site) -> None:
     """The last element of a slice is forgotten when parts become a whole."""
-    plain = holding.Holding.spread
+    plain = holding.Holding.sharding
 
     def shorter(part: Any, rows: int) -> Any:
         *some, (at, start, length) = part[0] or ((0, 0, 0),)
@@ -161,14 +161,14 @@ def tail_lost(patch: Patch, site: Site) -> None:
             return part
         return (*some, (at, start, length - 1)), *part[1:]
 
-    def spread(self: Any, *given: Any) -> Any:
+    def sharding(self: Any, *given: Any) -> Any:
         found = plain(self, *given)
         if not found.shape:
             return found
         parts = tuple(shorter(part, found.shape[0]) for part in found.parts)
-        return holding.Spread(found.shape, holding.Parts.of(parts, len(found.shape)), found.of)
+        return holding.Sharding(found.shape, holding.Parts.of(parts, len(found.shape)), found.of)
 
-    patch.setattr(holding.Holding, "spread", spread)
+    patch.setattr(holding.Holding, "sharding", sharding)
 
 
 @bug("D08b", "zero", Operator.SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")

@@ -407,8 +407,8 @@ def _read(
     _check(program, contents, optim)
     model, moments, sums = reading(lambda: _blank(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
-    lies = {name: one.spread(mesh) for name, one in program.assembly.holdings.items()}
-    keyed = {f"model.{name}": spread for name, spread in lies.items()}
+    lies = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
+    keyed = {f"model.{name}": sharding for name, sharding in lies.items()}
     for name in filter(lies.__contains__, optim.parts):  # in one order on all ranks
         keyed |= {f"optim.state.{name}.{key}": lies[name] for key in optim.parts[name]}
     tensors = [*_boxed(program, model, moments), *sums]

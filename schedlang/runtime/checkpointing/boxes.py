@@ -48,13 +48,13 @@ from schedlang.runtime.checkpointing.index import (
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import move
-from schedlang.runtime.redistribution.route import Lying
-from schedlang.runtime.redistribution.spread import (
+from schedlang.runtime.redistribution.route import TensorLayout
+from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Array,
     Part,
     Parts,
-    Spread,
+    Sharding,
     copied,
     count,
     overlaps,
@@ -335,7 +335,7 @@ def read_together(
     folder: Path,
     index: Index,
     tensors: Sequence[Boxed],
-    lies: Mapping[str, Spread],
+    lies: Mapping[str, Sharding],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
     """Read the parts of all ranks, who share it: of each file as few bytes as they hold.
@@ -367,8 +367,8 @@ def read_together(
         mine = together(lambda: _mine(folder, index, turn), diagnose, (Exception,))  # noqa: B023
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
         move(
-            {name: Lying(spread, item[name]) for name, (spread, _) in turn.items()},
-            {name: Lying(there[name[0]], item[name]) for name in turn},
+            {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in turn.items()},
+            {name: TensorLayout(there[name[0]], item[name]) for name in turn},
             mine.__getitem__,
             lambda name: local[name[0]],
             ALIVE // 4,
@@ -378,25 +378,25 @@ def read_together(
 
 
 # by tensor, and which of the boxes that the same rank reads: who reads which boxes
-_Turn = dict[tuple[str, int], tuple[Spread, list[int]]]
+_Turn = dict[tuple[str, int], tuple[Sharding, list[int]]]
 
 
-def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
+def _turns(index: Index, lies: Mapping[str, Sharding], size: int) -> list[_Turn]:
     """The boxes that are cut between ranks, and who reads them: alike on all ranks, and level."""
     known: dict[Any, Array] = {}
     turns: list[_Turn] = []
     loads, alive = np.zeros(size, np.int64), np.full(size, ALIVE)
-    for key, spread in lies.items():
+    for key, sharding in lies.items():
         entry = index.tensors.get(key)
-        if entry is None or entry.shape != spread.shape:
+        if entry is None or entry.shape != sharding.shape:
             continue  # who holds a part refuses it
-        kind = entry.parts, spread.parts
+        kind = entry.parts, sharding.parts
         if (found := known.get(kind)) is None:
             found = known[kind] = volumes(*kind)
-        common = found * (spread.copies > 0)
+        common = found * (sharding.copies > 0)
         readers: dict[int, list[int]] = defaultdict(list)
         for k in np.flatnonzero(((common > 0) & (common < entry.parts.sizes[:, None])).any(1)):
-            ranks = np.concatenate([spread.holders[part] for part in np.flatnonzero(common[k])])
+            ranks = np.concatenate([sharding.holders[part] for part in np.flatnonzero(common[k])])
             reader = int(ranks[loads[ranks].argmin()])
             readers[reader].append(int(k))
             loads[reader] += int(entry.sizes[k])
@@ -410,7 +410,7 @@ def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
                 turns.append({})
                 alive[:] = 0
             alive[list(some)] += bytes_
-            source = Spread(entry.shape, entry.parts.some(boxes), of)
+            source = Sharding(entry.shape, entry.parts.some(boxes), of)
             turns[-1][key, turn] = source, boxes
     return turns
 
@@ -418,10 +418,10 @@ def _turns(index: Index, lies: Mapping[str, Spread], size: int) -> list[_Turn]:
 def _mine(folder: Path, index: Index, turn: _Turn) -> dict[tuple[str, int], Tensor]:
     """Read the boxes that this rank hands on."""
     found, rank = {}, world.rank()
-    for name, (spread, boxes) in turn.items():
-        if spread.of[rank] != NOWHERE:
+    for name, (sharding, boxes) in turn.items():
+        if sharding.of[rank] != NOWHERE:
             entry = index.tensors[name[0]]
-            box = entry.box(boxes[spread.of[rank]])
+            box = entry.box(boxes[sharding.of[rank]])
             with _opened(folder, index, box.place.file) as file:
                 found[name] = _box(file, index, entry, box)
     return found

@@ -17,14 +17,14 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.redistribution.carry import follow, wire
 from schedlang.runtime.redistribution.doubling import rounds_of
-from schedlang.runtime.redistribution.route import Lying, Route, kinds_of, route
-from schedlang.runtime.redistribution.spread import (
+from schedlang.runtime.redistribution.route import Route, TensorLayout, kinds_of, route
+from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Array,
     Cell,
     Part,
     Parts,
-    Spread,
+    Sharding,
     copied,
     distinct,
     everywhere,
@@ -80,9 +80,9 @@ class Holding:
         segments = self.segments(mesh, rank)
         return tuple(tuple(cells(runs, n)) for runs, n in zip(segments, self.layout.shape))
 
-    def spread(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Spread:
+    def sharding(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Sharding:
         """Return where parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
-        parts, of = _spread(self.layout, self.sliced, mesh)
+        parts, of = _sharding(self.layout, self.sliced, mesh)
         if self.stages is not None and self.axis is not None:
             place = mesh.index_at(_all_coordinates(mesh), self.axis)
             of = np.where(np.isin(place, list(self.stages)), of, NOWHERE)
@@ -90,7 +90,7 @@ class Holding:
             everyone = np.full(world, NOWHERE, of.dtype)
             everyone[list(ranks)] = of
             of = everyone
-        return Spread(self.layout.shape, parts, of)
+        return Sharding(self.layout.shape, parts, of)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of this rank's part."""
@@ -115,7 +115,7 @@ def _segments(
 
 
 @lru_cache(maxsize=1 << 8)
-def _spread(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts, Array]:
+def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts, Array]:
     """The distinct parts, and which of them each rank of the mesh holds: found dim by dim."""
     coordinates = _all_coordinates(mesh)
     cells, of = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
@@ -203,7 +203,7 @@ class Way:
 
 
 Having = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
-To = Callable[[Spread], Sequence[int]]
+To = Callable[[Sharding], Sequence[int]]
 Ways = dict[Any, Way]  # those of one program, whose holdings never change
 _SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
 
@@ -232,9 +232,11 @@ def copies(
     def made() -> Way:
         source, target = {}, {}
         for name, one in holdings.items():
-            lies = one.spread(mesh)
+            lies = one.sharding(mesh)
             speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
-            source[name], target[name] = (Lying(s, sizes[name]) for s in (lies.on(speak), lies))
+            source[name], target[name] = (
+                TensorLayout(s, sizes[name]) for s in (lies.on(speak), lies)
+            )
         return Way((route(kinds_of(source, target), world.size()),))
 
     return _kept(ways, ("copies", tuple(sizes.items())), made)
@@ -261,7 +263,7 @@ def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     return made
 
 
-def first_rank(_: Spread) -> Sequence[int]:
+def first_rank(_: Sharding) -> Sequence[int]:
     """Whole tensors for rank 0 alone, which is the one that writes, or compares."""
     return (0,)
 
@@ -303,11 +305,13 @@ def _way(holdings: Mapping[Any, Holding], having: Having, mesh: Mesh, to: To | N
     dtypes = {name: dtype for found, _ in having for name, dtype in found.items()}
     source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
-        lies, dtype = holdings[name].spread(mesh), dtypes[name]
+        lies, dtype = holdings[name].sharding(mesh), dtypes[name]
         there = [rank for found, some in having if name in found for rank in some]
         wanted[name] = to(lies) if to is not None else range(mesh.world)
-        source[name] = Lying(lies.on(there), dtype.itemsize)
-        target[name] = Lying(everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize)
+        source[name] = TensorLayout(lies.on(there), dtype.itemsize)
+        target[name] = TensorLayout(
+            everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize
+        )
         shapes[name] = lies.shape, dtype
     if to is None:
         return Way(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)

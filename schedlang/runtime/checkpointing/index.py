@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from schedlang.runtime.redistribution.spread import Array, Part, Parts, box_part
+from schedlang.runtime.redistribution.sharding import Array, Part, Parts, box_part
 
 # ---- The checksum of a stored box.
 # The CRC-32 of sums of its words, as quick as memory is read.

@@ -18,12 +18,17 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.context_parallel.described_attention import (
-    Described,
+    MaskRule,
     is_causal,
     of_few_tokens,
     unknown,
 )
-from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, by_keys
+from schedlang.runtime.context_parallel.local_tokens import (
+    AttentionMethod,
+    Call,
+    SequenceShard,
+    over_all_keys,
+)
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, caller
@@ -42,8 +47,8 @@ class State:
     weights whether the softmax has been taken
     """
 
-    seat: Seat
-    how: How
+    shard: SequenceShard
+    how: AttentionMethod
     query: Tensor
     key: Tensor
     lead: tuple[int, ...]
@@ -59,7 +64,7 @@ class State:
 def rows_of(state: State, given: Tensor) -> Tensor:
     """Numbers that are added to scores: for the queries here, and all keys; in `inner`'s dims."""
     dims = len(state.lead) + 2
-    value = by_keys(state.seat, given if given.dim() > 1 else given[None])
+    value = over_all_keys(state.shard, given if given.dim() > 1 else given[None])
     if value is None:
         raise of_few_tokens()
     if value.dim() > dims:
@@ -80,7 +85,7 @@ def plus(state: State, rows: Tensor) -> State:
 
 def _add(state: State, other: Any, alpha: float = 1) -> State:
     _before(state)
-    if isinstance(other, Described):
+    if isinstance(other, MaskRule):
         return _under(state, other)
     if isinstance(other, Tensor) and other.dim():
         return plus(state, rows_of(state, other) * alpha if alpha != 1 else rows_of(state, other))
@@ -90,7 +95,7 @@ def _add(state: State, other: Any, alpha: float = 1) -> State:
 
 
 def _sub(state: State, other: Any, alpha: float = 1) -> State:
-    if isinstance(other, Described):
+    if isinstance(other, MaskRule):
         raise unknown("it subtracts a mask from its scores")
     return _add(state, other, alpha=-alpha)
 
@@ -108,7 +113,7 @@ def _div(state: State, by: Any) -> State:
     return _mul(state, 1 / by)
 
 
-def _under(state: State, given: Described) -> State:
+def _under(state: State, given: MaskRule) -> State:
     if state.mask is not None:
         raise unknown("it applies two masks to its scores")
     return replace(state, mask=given.mask)
@@ -119,12 +124,12 @@ def _fill(state: State, hidden: Any, value: Any) -> State:
     _before(state)
     if float(value) > LOW:
         raise unknown(f"it sets some of its scores to {float(value):g}")
-    if isinstance(hidden, Described):
+    if isinstance(hidden, MaskRule):
         return _under(state, hidden)
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
         raise unknown("it masks keys by something other than booleans")
     gone = rows_of(state, hidden)
-    if state.mask is None and is_causal(state.seat, ~gone):
+    if state.mask is None and is_causal(state.shard, ~gone):
         return replace(state, mask=Mask(causal=True))  # a ring leaves out what positions hide
     zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
     return plus(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
@@ -138,7 +143,7 @@ def _where(state: State, *given: Any) -> State:
 
 def _view(state: State, *sizes: Any, **_: Any) -> State:
     given = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    length, lead = state.seat.length, given[:-2]
+    length, lead = state.shard.length, given[:-2]
     if len(given) < 3 or given[-1] not in (length, -1) or given[-2] not in (length, -1):
         raise unknown("it changes the shape of its scores")
     count = math.prod(state.lead)
@@ -169,7 +174,7 @@ def _dropout(state: State, p: float = 0.5, training: bool = True, *_: Any, **__:
     if not training or not p:
         return state
     rows, heads = _heads(state)
-    return replace(state, drawn=state.seat.draw(p, rows, heads))
+    return replace(state, drawn=state.shard.draw(p, rows, heads))
 
 
 def _same(state: State, *_: Any, **__: Any) -> State:
@@ -195,7 +200,7 @@ def _values(state: State, value: Tensor) -> Tensor:
     parts = [_four(x, state, rows) for x in (state.query, state.key, value)]
     blind: Any = "mean" if state.hides or mask.present is not None else "zero"
     call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind=blind, drawn=state.drawn)
-    out = state.seat.attend(state.how, call)
+    out = state.shard.attend(state.how, call)
     return out.reshape(*state.lead, *out.shape[-2:])
 
 
@@ -296,7 +301,7 @@ class Scores:
     @property
     def shape(self) -> torch.Size:
         """The shape as the model sees it."""
-        length = self.state.seat.length
+        length = self.state.shard.length
         return torch.Size((*self.state.lead, length, length))
 
     @property
@@ -337,14 +342,16 @@ for _name in (
     setattr(Scores, f"__{_name}__", _operated(f"__{_name}__"))
 
 
-def begin(seat: Seat, how: How, func: Any, args: Any, kwargs: dict[str, Any]) -> Scores | None:
+def begin(
+    shard: SequenceShard, how: AttentionMethod, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Scores | None:
     """The scores of a product, if it is one of queries and keys."""
     found = factors(func, args, kwargs)
-    if not scored(found, seat.length):
+    if not scored(found, shard.length):
         return None
     query, key = found[0], found[1].mT
     lead = _lead(query.shape[:-2], key.shape[:-2])
-    state = State(seat, how, query, key, lead, lead)
+    state = State(shard, how, query, key, lead, lead)
     if func not in ADDED:
         return Scores(state)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.context_parallel.local_tokens import (
     UNSPLIT,
+    AttentionMethod,
     Call,
-    How,
-    Seat,
-    by_keys,
+    SequenceShard,
+    current_shard,
+    over_all_keys,
     plain,
-    seated,
 )
 from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.kernel_injection.attention import implementation, switch
@@ -42,13 +42,13 @@ KNOWN = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
-    """The mask that a model hands to its attentions as a rule in place of a tensor; for `seat`
+class MaskRule:
+    """The mask that a model hands to its attentions as a rule in place of a tensor; for `shard`
     alone."""
 
     mask: Mask
 
-    def to(self, *_: Any, **__: Any) -> Described:
+    def to(self, *_: Any, **__: Any) -> MaskRule:
         """Return the mask itself, as for any dtype: it says the same."""
         return self
 
@@ -56,12 +56,12 @@ class Described:
         """Refuse attributes of tensors: a rule has none (AttributeError)."""
         raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
-    def __getitem__(self, _: Any) -> Described:
+    def __getitem__(self, _: Any) -> MaskRule:
         """Return the mask itself, as if cut to the keys there are: a rule has no key too much."""
         return self
 
 
-def use(model: nn.Module) -> bool:
+def register(model: nn.Module) -> bool:
     """Let every module of transformers make masks, and attend, by our functions; is there one?"""
     found = [module for module in model.modules() if implementation(module) is not None]
     if found:
@@ -82,10 +82,10 @@ def _register() -> None:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return sdpa_mask(*args, **kwargs) if seated() is None else _mask(*args, **kwargs)
+        return sdpa_mask(*args, **kwargs) if current_shard() is None else _mask(*args, **kwargs)
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        if seated() is None:
+        if current_shard() is None:
             return sdpa(module, q, k, v, mask, **more)
         return _attend(module, q, k, v, mask, **more)
 
@@ -105,14 +105,14 @@ def _mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     **_: Any,
-) -> Described:
+) -> MaskRule:
     """Make the rule that stands for a mask of transformers: positions, and tokens here."""
-    seat = seated()
-    assert seat is not None
-    if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
+    shard = current_shard()
+    assert shard is not None
+    if q_length != shard.length or kv_length != shard.length or q_offset or kv_offset:
         raise unknown("its masks have more keys than queries")
     found = described(mask_function)
-    return Described(replace(found, documents=seat.documents, present=plain(attention_mask)))
+    return MaskRule(replace(found, documents=shard.documents, present=plain(attention_mask)))
 
 
 def described(function: Any) -> Mask:
@@ -133,7 +133,7 @@ def described(function: Any) -> Mask:
         case "chunked_overlay":
             return Mask(chunk=int(cells["chunk_size"]))
         case "packed_sequence_mask_function":
-            return Mask()  # of tokens here only; the seat has the documents of the whole
+            return Mask()  # of tokens here only; the shard has the documents of the whole
         case "remap_positions_for_packed_sequence":
             return described(cells["mask_function"])  # by differences within one document
     raise unknown(f"its masks are made by `{name}`, which is not supported")
@@ -176,8 +176,8 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend, in place of an attention function of transformers."""
-    seat, how = seated(), vars(module).get(SLOT)
-    assert seat is not None
+    shard, how = current_shard(), vars(module).get(SLOT)
+    assert shard is not None
     if how is None:
         raise unnamed(type(module).__name__)
     sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
@@ -185,7 +185,7 @@ def _attend(
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other:
         raise unknown(f"its attention gets `{other[0]}`, which cannot be split by tokens")
-    if key.shape[-2] != seat.length or query.shape[-2] != seat.length:
+    if key.shape[-2] != shard.length or query.shape[-2] != shard.length:
         raise unknown("it attends to more than the tokens of the batch")
     rule = _rule(module, mask, is_causal)
     if more.get("softcap") is not None:
@@ -193,16 +193,16 @@ def _attend(
     if sinks is not None:
         rule = replace(rule, sinks=sinks)
     if bias is not None:
-        rule = replace(rule, rows=by_keys(seat, bias))
+        rule = replace(rule, rows=over_all_keys(shard, bias))
         if rule.rows is None:
             raise of_few_tokens()
     blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
-    return seat.attend(how, call).transpose(1, 2).contiguous(), None
+    return shard.attend(how, call).transpose(1, 2).contiguous(), None
 
 
 def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
-    if isinstance(mask, Described):
+    if isinstance(mask, MaskRule):
         return mask.mask
     if mask is not None:
         raise unknown("it makes its masks itself, as tensors of [queries, keys]")
@@ -210,12 +210,12 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
     return Mask(causal=bool(causal))
 
 
-def is_causal(seat: Seat, seen: Tensor) -> bool:
+def is_causal(shard: SequenceShard, seen: Tensor) -> bool:
     """Return whether booleans, of the queries here and all keys, say that none sees a later one."""
-    if seen.is_meta or seen.shape[-2] != seat.length:
+    if seen.is_meta or seen.shape[-2] != shard.length:
         return False
-    at = seat.positions(seen.device)[:, None]
-    keys = torch.arange(seat.layout.total, device=seen.device)
+    at = shard.positions(seen.device)[:, None]
+    keys = torch.arange(shard.layout.total, device=seen.device)
     return bool((seen == (keys <= at)).all())
 
 
@@ -249,7 +249,7 @@ def of_few_tokens() -> Refusal:
     )
 
 
-def mark(module: nn.Module, how: How) -> None:
+def set_method(module: nn.Module, how: AttentionMethod) -> None:
     """Say how attentions in a module meet the keys of other ranks."""
     for part in module.modules():
         vars(part)[SLOT] = how

@@ -30,13 +30,13 @@ from schedlang.runtime.context_parallel.described_attention import (
 )
 from schedlang.runtime.context_parallel.local_tokens import (
     UNSPLIT,
+    AttentionMethod,
     Call,
-    How,
-    Seat,
+    SequenceShard,
     Tokens,
+    current_shard,
     followed,
     known,
-    seated,
 )
 from schedlang.runtime.context_parallel.token_layout import Dropout, Mask
 from schedlang.runtime.forward import wrap
@@ -60,7 +60,7 @@ class Attention(Ambient):
 
     eager = "ranks exchange keys and values in it"
 
-    def __init__(self, how: How, products: Collection[Place] = ()) -> None:
+    def __init__(self, how: AttentionMethod, products: Collection[Place] = ()) -> None:
         super().__init__()
         self.how, self.products = how, frozenset(products)
 
@@ -68,22 +68,22 @@ class Attention(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        seat = seated()
-        if seat is not None and func is F.scaled_dot_product_attention:
+        shard = current_shard()
+        if shard is not None and func is F.scaled_dot_product_attention:
             given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
             query, key = given["query"], given["key"]
-            if query.shape[-2] == key.shape[-2] == seat.length:
-                return _attend(seat, self.how, given)
-        if seat is not None and any(type(value) is Scores for value in args):
+            if query.shape[-2] == key.shape[-2] == shard.length:
+                return _attend(shard, self.how, given)
+        if shard is not None and any(type(value) is Scores for value in args):
             return follow(func, args, kwargs)
-        if seat is not None and func in PRODUCTS | ADDED and caller() in self.products:
-            scores = begin(seat, self.how, func, args, kwargs)
+        if shard is not None and func in PRODUCTS | ADDED and caller() in self.products:
+            scores = begin(shard, self.how, func, args, kwargs)
             if scores is not None:
                 return scores
         return self.run(func, types, args, kwargs)
 
 
-def distribute_attention(module: nn.Module, how: How, tokens: Tokens) -> None:
+def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: Tokens) -> None:
     """Let a module's own calls of torch's attention meet the keys of other ranks.
 
     What cannot be split after all, in a batch that does other things than the one of the build, is
@@ -91,7 +91,7 @@ def distribute_attention(module: nn.Module, how: How, tokens: Tokens) -> None:
     """
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seated() is None:
+        if current_shard() is None:
             return inner(*args, **kwargs)
         try:
             with ambient(Attention(how, tokens.products)):
@@ -104,28 +104,28 @@ def distribute_attention(module: nn.Module, how: How, tokens: Tokens) -> None:
     wrap(module, "context", layer)
 
 
-def _attend(seat: Seat, how: How, given: dict[str, Any]) -> Tensor:
+def _attend(shard: SequenceShard, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
     query, key, value = given["query"], given["key"], given["value"]
     flat = query.dim() == 3  # one head
     if flat:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
     if query.dim() != 4:
         raise unknown(f"its queries have {query.dim()} dims")
-    rule = _rule(seat, given.get("attn_mask"), bool(given.get("is_causal")))
+    rule = _rule(shard, given.get("attn_mask"), bool(given.get("is_causal")))
     call = Call(query, key, value, rule, given.get("scale"), given.get("dropout_p", 0.0))
-    out = seat.attend(how, call)
+    out = shard.attend(how, call)
     return out.squeeze(1) if flat else out
 
 
-def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
+def _rule(shard: SequenceShard, mask: Tensor | None, causal: bool) -> Mask:
     """The mask of a call as a rule."""
     if mask is None:
         return Mask(causal=causal)
-    if mask.shape[-1] == seat.length and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+    if mask.shape[-1] == shard.length and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         return Mask(causal=causal, present=_present(mask[:, 0, 0]))
-    if mask.shape[-2:] == (seat.length, seat.layout.total) and mask.dim() <= 4:
+    if mask.shape[-2:] == (shard.length, shard.layout.total) and mask.dim() <= 4:
         rows = mask[(None,) * (4 - mask.dim())]
-        if rows.dtype == torch.bool and is_causal(seat, rows):
+        if rows.dtype == torch.bool and is_causal(shard, rows):
             return Mask(causal=True)  # a ring leaves out what positions hide
         return Mask(causal=causal, rows=rows)
     raise unknown("its mask covers only the tokens of one rank, not all")
@@ -145,7 +145,7 @@ def _present(mask: Tensor) -> Tensor:
 
 
 class Positions(Ambient):
-    """Lines that count positions by the length of what they are given count those of the seat.
+    """Lines that count positions by the length of what they are given count those of the shard.
 
     `follow`: and what is made of positions, and of integers of the batch, is made for the whole
     sequence.
@@ -161,51 +161,53 @@ class Positions(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        seat = seated()
-        if seat is not None and func in _COUNTED and caller() in self.places:
-            found = _COUNTED[func](seat, args, kwargs, self.follow)
+        shard = current_shard()
+        if shard is not None and func in _COUNTED and caller() in self.places:
+            found = _COUNTED[func](shard, args, kwargs, self.follow)
             if found is not None:
                 return found
-        if seat is not None and self.follow:
-            made = followed(seat, func, args, kwargs)
+        if shard is not None and self.follow:
+            made = followed(shard, func, args, kwargs)
             if made is not None:
                 return made
-            _refuse_sums(seat, func, args)
+            _refuse_sums(shard, func, args)
         return self.run(func, types, args, kwargs)
 
 
-def _refuse_sums(seat: Seat, func: Any, args: Any) -> None:
+def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
     """Sums along the tokens of a rank alone, where the model makes positions by such."""
     if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
         return
-    if seat.length in args[0].shape[1:] and not args[0].is_meta:
+    if shard.length in args[0].shape[1:] and not args[0].is_meta:
         raise unknown("it sums over tokens, of which each rank has only some")
 
 
-def _arange(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
     """torch.arange(length) and torch.arange(0, length)."""
-    if not upto(args, kwargs, seat.length):
+    if not upto(args, kwargs, shard.length):
         return None
     device = kwargs.get("device") or torch.get_default_device()
     if follow:
-        whole = torch.arange(seat.layout.total, device=device, dtype=kwargs.get("dtype"))
-        return known(seat, whole, 0)
-    made = seat.positions(device)
+        whole = torch.arange(shard.layout.total, device=device, dtype=kwargs.get("dtype"))
+        return known(shard, whole, 0)
+    made = shard.positions(device)
     return made.to(kwargs["dtype"]) if kwargs.get("dtype") else made
 
 
-def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+def _getitem(
+    shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool
+) -> Tensor | None:
     """table[:length] of a parameter or buffer; of two such dims the first counts queries.
 
     Or the last ones of a table that a model has made, where what is made of it is followed.
     """
     tensor, index = args
-    items, ends = list(items_of(index)), lasts(tensor, index, seat.length)
-    first = firsts(index, seat.length)
+    items, ends = list(items_of(index)), lasts(tensor, index, shard.length)
+    first = firsts(index, shard.length)
     runs = [k for k in range(len(items)) if first[k] or (follow and ends[k])]
     if not runs or Ellipsis in items or any(isinstance(item, Tensor) for item in items):
         return None
-    total = seat.layout.total
+    total = shard.layout.total
     whole = [
         slice(-total, None)
         if k in runs and not first[k]
@@ -217,11 +219,11 @@ def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Ten
     out: Tensor = tensor[tuple(whole)]
     dims = [sum(not isinstance(item, int) for item in items[:k]) for k in runs]
     for dim in dims[:-1] if len(dims) == 2 else () if follow else dims:
-        out = out.index_select(dim, seat.positions(out.device))
-    return known(seat, out, dims[-1], len(dims) == 2) if follow else out
+        out = out.index_select(dim, shard.positions(out.device))
+    return known(shard, out, dims[-1], len(dims) == 2) if follow else out
 
 
-_COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any], bool], Tensor | None]] = {
+_COUNTED: dict[Any, Callable[[SequenceShard, Any, dict[str, Any], bool], Tensor | None]] = {
     torch.arange: _arange,
     Tensor.__getitem__: _getitem,
 }
@@ -230,39 +232,39 @@ _COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any], bool], Tensor | None]] 
 # -- the model -----------------------------------------------------------------------------------
 
 
-def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
+def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, AttentionMethod]) -> list[Any]:
     """Let named attentions exchange; the result are handles of hooks, to be removed."""
-    described_attention.use(model)
+    described_attention.register(model)
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
-        described_attention.mark(module, how)
+        described_attention.set_method(module, how)
         distribute_attention(module, how, tokens)
     return tokens.lengthen_head(model)
 
 
-class Exchanging:
+class ExchangeKeys:
     """Attention over groups of ranks; `draw` says which of its weights dropout takes."""
 
     def __init__(self, draw: LogicalDropout | NativeDropout | None = None) -> None:
         self.draw = draw
 
-    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
-        """See Seat.attend."""
+    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
+        """See SequenceShard.attend."""
         rows, heads = call.query.shape[:2]
         drop = call.drawn
         if call.dropout:
-            drop = self.drawn(seat, call.dropout, rows, heads)
-        way = Way(how.method, how.groups, seat.layout, call.scale, drop)
+            drop = self.drawn(shard, call.dropout, rows, heads)
+        way = Way(how.method, how.groups, shard.layout, call.scale, drop)
         out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
         if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
             return out
         blind = lse.detach().isneginf().unsqueeze(-1)
-        return torch.where(blind, _mean(call.value, heads, how, seat.layout.total), out)
+        return torch.where(blind, _mean(call.value, heads, how, shard.layout.total), out)
 
-    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
+    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
         """See Exchange."""
         assert self.draw is not None, "several ranks agree on masks"
-        total = seat.layout.total
+        total = shard.layout.total
         if isinstance(self.draw, LogicalDropout):
             return Dropout.logical(p, self.draw, rows, heads, total)
         made = partial(Dropout.fresh, p, rows, heads, total)
@@ -270,10 +272,10 @@ class Exchanging:
         return drawn
 
 
-class Unseen(Exchanging):
+class WithoutValues(ExchangeKeys):
     """Attention of one rank in a model without values, where all masks of dropout are alike."""
 
-    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
+    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
         """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
         attention that drops weights saves scores in one process, and none of them here."""
         if policies.code is not None:
@@ -290,10 +292,10 @@ class Unseen(Exchanging):
                     "or select other modules, for example `layers.*.mlp  compress(...)`",
                 ),
             )
-        return Dropout.fresh(p, rows, heads, seat.layout.total)
+        return Dropout.fresh(p, rows, heads, shard.layout.total)
 
 
-def _mean(value: Tensor, heads: int, how: How, total: int) -> Tensor:
+def _mean(value: Tensor, heads: int, how: AttentionMethod, total: int) -> Tensor:
     """The mean value of all tokens, for each head of the queries."""
     mean = value.sum(2, keepdim=True) / total
     for group in how.groups:
@@ -301,18 +303,18 @@ def _mean(value: Tensor, heads: int, how: How, total: int) -> Tensor:
     return mean.repeat_interleave(heads // value.shape[1], 1)
 
 
-class At:
-    """Enters the seats of a step's microbatches, with what counts positions in them."""
+class InShard:
+    """Enters the shards of a step's microbatches, with what counts positions in them."""
 
     def __init__(self, tokens: Tokens | None) -> None:
         counts = tokens is not None and (tokens.places or tokens.follow)
         self._mode = Positions(tokens.places, tokens.follow) if tokens and counts else None
 
     @contextmanager
-    def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """Seat the forward or backward of a microbatch, inside `around`."""
+    def within(self, shard: SequenceShard, around: AbstractContextManager[Any]) -> Iterator[None]:
+        """Run the forward or backward of a microbatch, inside `around`."""
         with ExitStack() as stack:
             stack.enter_context(around)
-            stack.enter_context(scope.visiting(seat))
+            stack.enter_context(scope.visiting(shard))
             stack.enter_context(ambient(*([self._mode] if self._mode else [])))
             yield

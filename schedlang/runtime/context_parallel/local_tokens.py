@@ -38,7 +38,7 @@ UNSPLIT = "S661"
 
 
 @dataclass(frozen=True)
-class How:
+class AttentionMethod:
     """The method by which one attention exchanges keys and values, and its groups, outermost
     first."""
 
@@ -50,7 +50,7 @@ class How:
 class Call:
     """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
 
-    drawn  what `Seat.draw` gave, where the model's own dropout of weights was asked first
+    drawn  what `SequenceShard.draw` gave, where the model's own dropout of weights was asked first
     blind  what a query that sees no key gives: nothing, or the mean of all values (`eager`
            attention of transformers, which masks by very low numbers)
     """
@@ -73,15 +73,15 @@ class Call:
 class Exchange(Protocol):
     """A way in which queries meet the keys of other ranks."""
 
-    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
-        """The attention of the tokens of a seat to those of the whole sequence."""
+    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
+        """The attention of the tokens of a shard to those of the whole sequence."""
 
-    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Any:
+    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Any:
         """Return the weights to drop, as the module that runs now would draw them."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class SequenceShard:
     """The place of a rank in a sequence: its tokens, in the order in which it has them.
 
     documents  integers [rows, own tokens]: which of several in a row a token is of; None: one
@@ -118,11 +118,11 @@ class Seat:
         """Return the positions of these tokens in the sequence."""
         return self.layout.positions(self.place, device)
 
-    def on_meta(self) -> Seat:
+    def on_meta(self) -> SequenceShard:
         """The same for shapes only: nothing is exchanged."""
         return replace(self, exchange=None)
 
-    def attend(self, how: How, call: Call) -> Tensor:
+    def attend(self, how: AttentionMethod, call: Call) -> Tensor:
         """Attention of the tokens here to those of the whole sequence."""
         if self.exchange is None:
             return call.query.new_empty(call.shape)
@@ -134,10 +134,10 @@ class Seat:
         return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
 
 
-def seated() -> Seat | None:
-    """The seat that this thread runs a model for; None where sequences are whole."""
+def current_shard() -> SequenceShard | None:
+    """The shard that this thread runs a model for; None where sequences are whole."""
     found: Any = scope.visit()
-    return found if isinstance(found, Seat) else None
+    return found if isinstance(found, SequenceShard) else None
 
 
 class Known(Tensor):
@@ -153,10 +153,10 @@ class Known(Tensor):
     pair: bool
 
 
-def known(seat: Seat, whole: Tensor, dim: int, pair: bool = False) -> Known:
-    """The tokens of a seat, out of those of the whole sequence along a dim."""
+def known(shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False) -> Known:
+    """The tokens of a shard, out of those of the whole sequence along a dim."""
     dim = dim if dim < 0 else dim - whole.dim()
-    made = whole.index_select(dim, seat.positions(whole.device)).as_subclass(Known)
+    made = whole.index_select(dim, shard.positions(whole.device)).as_subclass(Known)
     made.whole, made.at, made.pair = whole, dim, pair
     return made
 
@@ -171,33 +171,35 @@ def plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, Known) else value
 
 
-def by_keys(seat: Seat, given: Tensor) -> Tensor | None:
+def over_all_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
     """Numbers for scores, [.., queries here or 1, keys of the whole sequence]; None: not known."""
     value: Tensor = given
     if isinstance(given, Known) and given.whole is not None and given.at == -1:
         value = given.whole
-    total = seat.layout.total
-    if value.is_meta and value.dim() > 1 and value.shape[-1] == seat.length > 1:
+    total = shard.layout.total
+    if value.is_meta and value.dim() > 1 and value.shape[-1] == shard.length > 1:
         # a batch without values says no more than its sizes, of which nothing is made
-        others = value.new_empty((*value.shape[:-1], total - seat.length))
+        others = value.new_empty((*value.shape[:-1], total - shard.length))
         value = torch.cat([value, others], -1)
     if (
         value.dim() < 2
         or value.shape[-1] not in (1, total)
-        or value.shape[-2] not in (1, seat.length)
+        or value.shape[-2] not in (1, shard.length)
     ):
         return None
     return value.expand(*value.shape[:-1], total)
 
 
-def followed(seat: Seat, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def followed(
+    shard: SequenceShard, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Compute a function on the whole sequence; None where it is to be called as it is."""
     held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
     there = [x for x in held if whole_of(x) is not None]
     if not there or func not in RULES:
         return _forgotten(func, args)
     try:
-        made = RULES[func](_Case(seat, func, args, kwargs, held, there))
+        made = RULES[func](_Operands(shard, func, args, kwargs, held, there))
     except (RuntimeError, IndexError):  # the model's sizes do not fit the whole sequence
         made = None
     return _forgotten(func, args) if made is None else made
@@ -212,10 +214,10 @@ def _forgotten(func: Any, args: Sequence[Any]) -> None:
 
 
 @dataclass
-class _Case:
+class _Operands:
     """A call, with its tensors, and those of them that are known."""
 
-    seat: Seat
+    shard: SequenceShard
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -244,40 +246,40 @@ class _Case:
         if not isinstance(whole, Tensor) or local.dim() != whole.dim():
             return None
         found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
-        if len(found) != 1 or whole.shape[found[0]] != self.seat.layout.total:
+        if len(found) != 1 or whole.shape[found[0]] != self.shard.layout.total:
             return None
-        if local.shape[found[0]] != self.seat.length:
+        if local.shape[found[0]] != self.shard.length:
             return None
-        return known(self.seat, whole, found[0], self.pair)
+        return known(self.shard, whole, found[0], self.pair)
 
 
 # -- rules ---------------------------------------------------------------------------------------
 
 
-def _pointwise(case: _Case) -> Known | None:
+def _pointwise(case: _Operands) -> Known | None:
     """Keys are whole wherever one operand has them; queries are those of the rank then."""
     dim = max(x.at for x in case.there)
     for x in case.held:
         if whole_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
             return None  # of the rank's tokens only
     made = case.on_whole(dim)
-    fits = isinstance(made, Tensor) and made.shape[dim] == case.seat.layout.total
-    return known(case.seat, made, dim, case.pair) if fits else None
+    fits = isinstance(made, Tensor) and made.shape[dim] == case.shard.layout.total
+    return known(case.shard, made, dim, case.pair) if fits else None
 
 
-def _moved(case: _Case) -> Known | None:
+def _moved(case: _Operands) -> Known | None:
     """Dims come, go and move; sums run on from token to token."""
     dim = case.there[0].at
     return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
 
 
-def _joined(case: _Case) -> Known | None:
+def _joined(case: _Operands) -> Known | None:
     """Several, one behind the other along a dim that is not that of tokens."""
     alike = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
     return _moved(case) if alike else None
 
 
-def _reduced(case: _Case) -> Any:
+def _reduced(case: _Operands) -> Any:
     """One value of all tokens, which is that of the whole; or each token's of another dim."""
     if len(case.held) > 1:
         return _pointwise(case)
@@ -287,12 +289,12 @@ def _reduced(case: _Case) -> Any:
     return case.placed(local, whole) if isinstance(whole, Tensor) else None
 
 
-def _item(case: _Case) -> Any:
+def _item(case: _Operands) -> Any:
     """New dims and whole runs; of a table that is looked up, all keys."""
     table, index = case.args
     if whole_of(table) is None:
         return _looked_up(case, 1 - table.dim()) if whole_of(index) is not None else None
-    items, length = items_of(index), case.seat.length
+    items, length = items_of(index), case.shard.length
     runs = [item for item in items if isinstance(item, slice)]
     if any(isinstance(item, Tensor) for item in items) or any(
         run.start not in (None, 0) or run.stop not in (None, length) or run.step not in (None, 1)
@@ -304,15 +306,15 @@ def _item(case: _Case) -> Any:
     return case.placed(local, case.on_whole(table.at, (table, full)))
 
 
-def _looked_up(case: _Case, by: int = -1) -> Known | None:
+def _looked_up(case: _Operands, by: int = -1) -> Known | None:
     """A table's entries for pairs of tokens; those for tokens are the rank's own matter."""
     (pair,) = case.there
-    return known(case.seat, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
+    return known(case.shard, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
 
 
-def _shaped(case: _Case) -> Known | None:
+def _shaped(case: _Operands) -> Known | None:
     """The dim of tokens keeps its size and what stands behind it, or nothing is known after."""
-    (x,), length, total = case.there, case.seat.length, case.seat.layout.total
+    (x,), length, total = case.there, case.shard.length, case.shard.layout.total
     if x is not case.args[0]:
         return None
     local = case.func(*case.args, **case.kwargs)
@@ -327,26 +329,26 @@ def _shaped(case: _Case) -> Known | None:
     sizes = [*local.shape]
     sizes[found[0]] = total
     assert x.whole is not None
-    return known(case.seat, x.whole.reshape(sizes), found[0], x.pair)
+    return known(case.shard, x.whole.reshape(sizes), found[0], x.pair)
 
 
-def _spread(case: _Case) -> Known | None:
+def _spread(case: _Operands) -> Known | None:
     (x,), local = case.there, case.func(*case.args, **case.kwargs)
     assert x.whole is not None
     sizes = [*local.shape]
-    sizes[x.at] = case.seat.layout.total
-    return known(case.seat, x.whole.expand(sizes), x.at, x.pair)
+    sizes[x.at] = case.shard.layout.total
+    return known(case.shard, x.whole.expand(sizes), x.at, x.pair)
 
 
-def _cast(case: _Case) -> Known | None:
+def _cast(case: _Operands) -> Known | None:
     """Another type, or copy, of the first operand, whatever the others are."""
     x, *rest = case.args
     if not isinstance(x, Known) or x.whole is None:
         return None
-    return known(case.seat, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
+    return known(case.shard, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
 
 
-def _written(case: _Case) -> Known | None:
+def _written(case: _Operands) -> Known | None:
     """`a += b`: what is whole is made anew, as it may be the batch's own."""
     into, case.func = case.args[0], _IN_PLACE[case.func]
     made = _pointwise(case)
@@ -357,7 +359,7 @@ def _written(case: _Case) -> Known | None:
     return into
 
 
-Rule = Callable[[_Case], Any]
+Rule = Callable[[_Operands], Any]
 _METHODS = """abs add bitwise_and bitwise_not bitwise_or clamp clamp_max clamp_min cos div eq exp
 floor floor_divide ge gt le log logical_and logical_not logical_or lt masked_fill maximum minimum
 mul ne neg pow remainder round sigmoid sin sqrt square sub tanh true_divide where"""
@@ -451,29 +453,29 @@ class Tokens(SequenceParts):
         """The tokens of a microbatch that the rank at a place has."""
         batch = part.inputs
         layout = layout or self.layout(batch)
-        seat = Seat(layout, place, exchange, more=self.shift == "head")
-        inputs = self._cut(batch, seat)
+        shard = SequenceShard(layout, place, exchange, more=self.shift == "head")
+        inputs = self._cut(batch, shard)
         if self.positions and "position_ids" not in batch:
-            inputs["position_ids"] = seat.positions(_device(batch)).unsqueeze(0)
+            inputs["position_ids"] = shard.positions(_device(batch)).unsqueeze(0)
         if self.documents:
-            seat = replace(seat, documents=_documents(batch, seat))
+            shard = replace(shard, documents=_documents(batch, shard))
         if self.shift == "none" or self.labels not in batch:
-            return replace(part, inputs=inputs, seat=seat)
+            return replace(part, inputs=inputs, shard=shard)
         labels = batch[self.labels]
         # what the label of a token is: that of the next one, wherever that lies
         last = labels.new_full((len(labels), 1), self.ignore)
         own = layout.take(torch.cat([labels[:, 1:], last], 1), 1, place)
         moved = inputs | {self.labels: torch.cat([last, own], 1)}
         given = inputs | {"shift_labels": own} if self.shift == "given" else moved
-        return replace(part, inputs=given, weighed=moved, seat=seat)
+        return replace(part, inputs=given, weighed=moved, shard=shard)
 
-    def _cut(self, batch: Batch, seat: Seat) -> dict[str, Any]:
-        total, rows = seat.layout.total, rows_of(batch)
+    def _cut(self, batch: Batch, shard: SequenceShard) -> dict[str, Any]:
+        total, rows = shard.layout.total, rows_of(batch)
 
         def cut(path: Any, value: Any) -> Any:
             name = dotted(path)
             if sections(value, total, rows):
-                return seat.layout.take(value, 2, seat.place)
+                return shard.layout.take(value, 2, shard.place)
             if not self.is_along(name, value, total, rows):
                 return value
             if not runs_along(value, total, rows) or value.dim() == 4:
@@ -484,14 +486,14 @@ class Tokens(SequenceParts):
                 and name != self.labels
                 and not (value.is_floating_point())
             ):
-                return known(seat, value, 1)
-            return seat.layout.take(value, 1, seat.place)
+                return known(shard, value, 1)
+            return shard.layout.take(value, 1, shard.place)
 
         made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
         return made
 
 
-def _documents(batch: Batch, seat: Seat) -> Tensor | None:
+def _documents(batch: Batch, shard: SequenceShard) -> Tensor | None:
     """Return each token's document where positions start anew within a row; None: nothing says
     so."""
     positions = batch.get("position_ids")
@@ -499,7 +501,7 @@ def _documents(batch: Batch, seat: Seat) -> Tensor | None:
         return None
     jumps = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
     numbers = jumps.cumsum(-1).expand(rows_of(batch), -1)
-    return seat.layout.take(numbers, 1, seat.place)
+    return shard.layout.take(numbers, 1, shard.place)
 
 
 def _device(batch: Batch) -> torch.device:

@@ -1,7 +1,7 @@
 """The model alone on some tokens of its sequences: whether it shows what our runs of it show.
 
 Its attentions answer as in the full sequence, where they were noted; nothing of ours exchanges
-keys, seats parts or carries labels, so that what these do wrong is not said of the model.
+keys, shards parts or carries labels, so that what these do wrong is not said of the model.
 """
 
 from __future__ import annotations

@@ -27,8 +27,13 @@ from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.batch import Part, called, dotted, loss_of, rows_of
 from schedlang.runtime.context_parallel.attention_products import Lines
-from schedlang.runtime.context_parallel.install import At, install
-from schedlang.runtime.context_parallel.local_tokens import Call, How, Seat, Tokens
+from schedlang.runtime.context_parallel.install import InShard, install
+from schedlang.runtime.context_parallel.local_tokens import (
+    AttentionMethod,
+    Call,
+    SequenceShard,
+    Tokens,
+)
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
 from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
 from schedlang.runtime.no_labels import no_labels
@@ -55,11 +60,11 @@ from schedlang.runtime.sequence_pipelining.trial import (
 from schedlang.runtime.training import Training
 
 
-class Parted(Exception):
+class OutOfStep(Exception):
     """Some came to a point at which others never arrive."""
 
 
-class Together:
+class Lockstep:
     """Runs functions in threads of their own, of which one at a time is awake.
 
     So parts of one graph of autograd can be made side by side, each by a forward of the whole
@@ -128,7 +133,7 @@ class Together:
         self._turns[place].acquire()
         torch.set_default_dtype(mine)
         if self._failed:
-            raise Parted("the parts do not call attention equally often")
+            raise OutOfStep("the parts do not call attention equally often")
 
 
 @dataclass
@@ -152,22 +157,22 @@ def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
     return Layout(tuple(runs))
 
 
-def parted(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
+def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
     """Forward of every part, each in turn up to the next attention, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
-    together = Together(count)
+    together = Lockstep(count)
     draws: dict[Any, tuple[int, ...]] = {}
     whole = Part(dict(trial.batch), tuple(range(rows_of(trial.batch))))
     exchange = _Meeting(together)
     parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
     weights = [trial.weight(part.weighed or part.inputs) for part in parts]
-    at, inner = At(tokens), tokens.windows(None) if tokens.draws else None
+    at, inner = InShard(tokens), tokens.windows(None) if tokens.draws else None
 
     def one(part: Part, weight: float) -> tuple[Any, Tensor]:
-        assert part.seat is not None
-        sitting = at.sitting(part.seat, nullcontext())
-        with running(trial, draws, inner), sitting, no_labels(weight):
+        assert part.shard is not None
+        within_shard = at.within(part.shard, nullcontext())
+        with running(trial, draws, inner), within_shard, no_labels(weight):
             output = called(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model returns no loss"
@@ -189,7 +194,7 @@ def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Iterator[None]
     model = trial.model
     model.zero_grad(set_to_none=True)
     Training(model).on()
-    hows: Mapping[str, How] = {site: How("trial") for site in sites}
+    hows: Mapping[str, AttentionMethod] = {site: AttentionMethod("trial") for site in sites}
     handles = install(model, tokens, hows)  # its modules say their names since the whole pass
     try:
         yield
@@ -201,20 +206,20 @@ def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Iterator[None]
 class _Meeting:
     """Attention by plain products, to what all parts have brought."""
 
-    def __init__(self, together: Together) -> None:
+    def __init__(self, together: Lockstep) -> None:
         self.together = together
 
-    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
-        met = self.together.meet(seat.place, (call.key, call.value, call.mask.tags))
-        keys, values = (seat.layout.whole([one[k] for one in met], 2) for k in (0, 1))
-        tags = Tags(*(_joined(seat.layout, column) for column in zip(*(one[2] for one in met))))
+    def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
+        met = self.together.meet(shard.place, (call.key, call.value, call.mask.tags))
+        keys, values = (shard.layout.whole([one[k] for one in met], 2) for k in (0, 1))
+        tags = Tags(*(_joined(shard.layout, column) for column in zip(*(one[2] for one in met))))
         groups = call.query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         scores = call.query @ keys.mT
         scores = scores * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if call.mask.cap is not None:
             scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
-        scores = _masked(scores, seat, call, tags)
+        scores = _masked(scores, shard, call, tags)
         if call.blind == "mean":
             scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
         if call.mask.sinks is not None:
@@ -225,9 +230,9 @@ class _Meeting:
             weights = weights * call.drawn
         return F.dropout(weights, call.dropout) @ values
 
-    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Tensor:
+    def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Tensor:
         """See Exchange: what weights are multiplied by."""
-        return F.dropout(torch.ones(rows, heads, seat.length, seat.layout.total), p)
+        return F.dropout(torch.ones(rows, heads, shard.length, shard.layout.total), p)
 
 
 def _joined(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -235,9 +240,9 @@ def _joined(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
     return layout.whole(there, 1) if there else None
 
 
-def _masked(scores: Tensor, seat: Seat, call: Call, tags: Tags) -> Tensor:
-    rows, start, keys = [], 0, range(seat.layout.total)
-    for run in seat.layout.runs[seat.place]:
+def _masked(scores: Tensor, shard: SequenceShard, call: Call, tags: Tags) -> Tensor:
+    rows, start, keys = [], 0, range(shard.layout.total)
+    for run in shard.layout.runs[shard.place]:
         at = call.mask.tags.cut(start, start + len(run))
         mine = scores[:, :, start : start + len(run)]
         near = seen(call.mask.reach, run, keys, at, tags, scores.device)
@@ -265,7 +270,7 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
     found: Outputs = {}
     try:
         with noted(trial.model) as found:
-            parted(trial, tokens, sites)
+            run_in_parts(trial, tokens, sites)
     except Refusal as refused:
         return refused
     except Exception as raised:  # the model's own code, on a part: whatever it raises
@@ -356,7 +361,7 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
     for tokens in candidates(trial, kind, ranks):
         try:
             tokens = _tagged(trial, tokens, whole, sites)
-            parts = parted(trial, tokens, sites)
+            parts = run_in_parts(trial, tokens, sites)
             compare(whole, parts)
         except Exception as error:  # the model's own code, on what it has not been given before
             first = first or (tokens, error)
@@ -429,7 +434,9 @@ def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> 
     if not trial.random or not whole.draws:
         return tokens
     stops = [sum(trial.lengths)] * len(trial.lengths)
-    return replace(tokens, draws=draws_along(trial, whole, parted(trial, tokens, sites), stops))
+    return replace(
+        tokens, draws=draws_along(trial, whole, run_in_parts(trial, tokens, sites), stops)
+    )
 
 
 def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:

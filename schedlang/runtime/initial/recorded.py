@@ -26,7 +26,7 @@ from schedlang.ir import pytree
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.device import on_host
 from schedlang.runtime.initial.weights import Room
-from schedlang.runtime.redistribution.spread import copied, whole
+from schedlang.runtime.redistribution.sharding import copied, whole
 
 _aten = torch.ops.aten
 Storage = int  # number of a storage in the order in which they were made

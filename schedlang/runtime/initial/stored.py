@@ -20,7 +20,7 @@ from torch import Tensor
 from schedlang.ir import pytree
 from schedlang.runtime.checkpointing.index import DTYPES
 from schedlang.runtime.device import HOST
-from schedlang.runtime.redistribution.spread import Part, box_part, overlaps
+from schedlang.runtime.redistribution.sharding import Part, box_part, overlaps
 
 Box = tuple[tuple[int, int], ...]  # dim by dim where it begins and where it ends
 Read = Callable[[Box], Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal, closest
 from schedlang.runtime.initial.converted import Named, named, other_names
 from schedlang.runtime.initial.stored import Leaf, Stored, read_part
-from schedlang.runtime.redistribution.spread import Part
+from schedlang.runtime.redistribution.sharding import Part
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

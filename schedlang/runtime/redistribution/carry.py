@@ -14,8 +14,8 @@ from torch import Tensor
 
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world
-from schedlang.runtime.redistribution.route import Kind, Lying, Route, kinds_of, route
-from schedlang.runtime.redistribution.spread import NOWHERE, Overlap, copied, overlaps
+from schedlang.runtime.redistribution.route import Kind, Route, TensorLayout, kinds_of, route
+from schedlang.runtime.redistribution.sharding import NOWHERE, Overlap, copied, overlaps
 
 ALIGNED = 16  # bytes of the widest element: buckets are cut between elements of any kind
 AT_ONCE = 2  # buckets each way that are packed or on their way
@@ -112,7 +112,7 @@ class _Stream:
 
 
 @dataclass
-class Carried:
+class Traffic:
     """The bytes and messages that this rank has really sent, received and copied within itself."""
 
     sent: int = 0
@@ -129,24 +129,24 @@ def wire(home: torch.device) -> torch.device:
 
 
 def move(
-    source: Mapping[Any, Lying],
-    target: Mapping[Any, Lying],
+    source: Mapping[Any, TensorLayout],
+    target: Mapping[Any, TensorLayout],
     here: Local,
     there: Local,
     bucket: int,
     device: torch.device,
     gaps: bool = False,
-) -> tuple[Route, Carried]:
+) -> tuple[Route, Traffic]:
     """Give all tensors of one layout to another; all ranks of the world together.
 
     `here` and `there` give this rank's parts by name; of what nobody holds nothing comes, where
-    there may be gaps.  Raises Unmet.
+    there may be gaps.  Raises Uncovered.
     """
     found = route(kinds_of(source, target), world.size(), gaps)
     return found, follow(found, here, there, bucket, device)
 
 
-def follow(route: Route, here: Local, there: Local, bucket: int, device: torch.device) -> Carried:
+def follow(route: Route, here: Local, there: Local, bucket: int, device: torch.device) -> Traffic:
     """Give tensors to each other by a route that is known; all ranks of the world together."""
     ours = world.here()
     make = ours.on_host if devices.on_host(device) else ours.made
@@ -162,14 +162,14 @@ def carry(
     bucket: int,
     group: world.ProcessGroup | None,
     device: torch.device,
-) -> Carried:
+) -> Traffic:
     """Send and receive what a route says of this rank; all ranks of the group together.
 
     `source` and `target` give this rank's parts by name.  Ranks meet in turns: in turn `n` each
     sends to the one `n` places behind it and receives from the one `n` places before, bucket by
     bucket, so that none waits in a circle, and `AT_ONCE` buckets each way are alive at most.
     """
-    done = Carried()
+    done = Traffic()
     with torch._C.DisableTorchFunction(), torch.no_grad():
         _within(route, rank, source, target, done)
         gives, takes = _streams(route, rank)
@@ -267,7 +267,7 @@ def _made(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, 
     return found(route.sender, route.receiver), found(route.receiver, route.sender)
 
 
-def _within(route: Route, rank: int, source: Local, target: Local, done: Carried) -> None:
+def _within(route: Route, rank: int, source: Local, target: Local, done: Traffic) -> None:
     """Copy what this rank holds itself."""
     for kind in route.kinds:
         a, b = int(kind.source.of[rank]), int(kind.target.of[rank])

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.runtime.redistribution.route import Lying, Route, kinds_of, route
-from schedlang.runtime.redistribution.spread import (
+from schedlang.runtime.redistribution.route import Route, TensorLayout, kinds_of, route
+from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Array,
     Part,
     Parts,
-    Spread,
+    Sharding,
     distinct,
     everywhere,
 )
 
 
-def rounds_of(source: Mapping[Any, Lying], sizes: Sequence[int]) -> tuple[Route, ...]:
+def rounds_of(source: Mapping[Any, TensorLayout], sizes: Sequence[int]) -> tuple[Route, ...]:
     """Return the rounds by which all ranks of the world get all of some tensors.
 
     What ranks are given they put at its place in the whole, where their own parts are already: each
@@ -34,13 +34,13 @@ def rounds_of(source: Mapping[Any, Lying], sizes: Sequence[int]) -> tuple[Route,
 
     sizes   of the axes of the ranks' mesh, the slowest first: blocks are runs of ranks along them
     """
-    known: dict[Any, list[Spread]] = {}
-    steps = {name: rounds(lying.spread, sizes, known) for name, lying in source.items()}
+    known: dict[Any, list[Sharding]] = {}
+    steps = {name: rounds(lying.sharding, sizes, known) for name, lying in source.items()}
     done = list[Route]()
     for k in range(max(map(len, steps.values()), default=1) - 1):
         some = [name for name, each in steps.items() if each[k] is not each[k + 1]]
         before, after = (
-            {name: Lying(steps[name][at], source[name].itemsize) for name in some}
+            {name: TensorLayout(steps[name][at], source[name].itemsize) for name in some}
             for at in (k, k + 1)
         )
         if some:
@@ -48,25 +48,27 @@ def rounds_of(source: Mapping[Any, Lying], sizes: Sequence[int]) -> tuple[Route,
     return tuple(done)
 
 
-def rounds(spread: Spread, sizes: Sequence[int], known: dict[Any, list[Spread]]) -> list[Spread]:
+def rounds(
+    sharding: Sharding, sizes: Sequence[int], known: dict[Any, list[Sharding]]
+) -> list[Sharding]:
     """Spreads of what ranks hold before the first round and after each, at its place in the whole.
 
     A round in which what blocks hold are no parts that are disjoint or equal changes nothing; the
     last gives all of the tensor.
     """
-    if spread.key not in known:
-        every = everywhere(spread.shape, range(len(spread.of)), len(spread.of))
-        total = spread.sizes[spread.copies > 0].sum()
-        found, block = list[Spread](), 1
+    if sharding.key not in known:
+        every = everywhere(sharding.shape, range(len(sharding.of)), len(sharding.of))
+        total = sharding.sizes[sharding.copies > 0].sum()
+        found, block = list[Sharding](), 1
         for factor in (1, *_factors(sizes)):
             block *= factor
-            one = _of_blocks(spread, block)
+            one = _of_blocks(sharding, block)
             apart = one.sizes.sum() == total
             more = apart and (not found or one.key != found[-1].key)
             found.append(one if more else found[-1])
         found[-1] = every if found[-1].key == every.key else found[-1]
-        known[spread.key] = [*found, every]
-    return known[spread.key]
+        known[sharding.key] = [*found, every]
+    return known[sharding.key]
 
 
 def _factors(sizes: Sequence[int]) -> Iterator[int]:
@@ -80,16 +82,16 @@ def _factors(sizes: Sequence[int]) -> Iterator[int]:
             factor += 1
 
 
-def _of_blocks(spread: Spread, block: int) -> Spread:
+def _of_blocks(sharding: Sharding, block: int) -> Sharding:
     """Each rank with all that its block of ranks holds, or the least part around that."""
-    of = np.full(len(spread.of), NOWHERE, np.int32)
+    of = np.full(len(sharding.of), NOWHERE, np.int32)
     known: dict[tuple[int, ...], int] = {}
     for low in range(0, len(of), block):
-        held = distinct(spread.of[low : low + block])
+        held = distinct(sharding.of[low : low + block])
         if some := tuple(held[held != NOWHERE].tolist()):
             of[low : low + block] = known.setdefault(some, len(known))
-    parts = [_around(spread.parts, list(some)) for some in known]
-    return Spread(spread.shape, Parts.of(parts, len(spread.shape)), of)
+    parts = [_around(sharding.parts, list(some)) for some in known]
+    return Sharding(sharding.shape, Parts.of(parts, len(sharding.shape)), of)
 
 
 def _around(parts: Parts, some: list[int]) -> Part:

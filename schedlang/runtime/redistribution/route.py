@@ -15,10 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.runtime.redistribution.spread import NOWHERE, Array, Parts, Spread, distinct, volumes
+from schedlang.runtime.redistribution.sharding import (
+    NOWHERE,
+    Array,
+    Parts,
+    Sharding,
+    distinct,
+    volumes,
+)
 
 
-class Unmet(Exception):
+class Uncovered(Exception):
     """Raised where parts of a tensor are held by nobody, or overlap without being equal."""
 
     def __init__(self, name: str, missing: bool) -> None:
@@ -27,10 +34,10 @@ class Unmet(Exception):
 
 
 @dataclass(frozen=True)
-class Lying:
+class TensorLayout:
     """One tensor of a side: where it lies, and the bytes of an element."""
 
-    spread: Spread
+    sharding: Sharding
     itemsize: int
 
 
@@ -39,8 +46,8 @@ class Kind:
     """Tensors that lie alike, before and after."""
 
     names: tuple[Any, ...]
-    source: Spread
-    target: Spread
+    source: Sharding
+    target: Sharding
     itemsize: int
 
 
@@ -100,18 +107,18 @@ def _summed(places: Array, values: Array, count: int) -> Array:
     return found
 
 
-def kinds_of(a: Mapping[Any, Lying], b: Mapping[Any, Lying]) -> tuple[Kind, ...]:
+def kinds_of(a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]) -> tuple[Kind, ...]:
     """The tensors of `b`, by how they lie here and there; wide elements first."""
     names: dict[tuple[object, ...], list[Any]] = {}
     keys: dict[int, object] = {}
     for name, to in b.items():
         at = a[name]
-        for spread in (at.spread, to.spread):
-            keys.setdefault(id(spread), spread.key)
-        key = (to.itemsize, keys[id(at.spread)], keys[id(to.spread)])
+        for sharding in (at.sharding, to.sharding):
+            keys.setdefault(id(sharding), sharding.key)
+        key = (to.itemsize, keys[id(at.sharding)], keys[id(to.sharding)])
         names.setdefault(key, []).append(name)
     found = [
-        Kind(tuple(some), a[some[0]].spread, b[some[0]].spread, b[some[0]].itemsize)
+        Kind(tuple(some), a[some[0]].sharding, b[some[0]].sharding, b[some[0]].itemsize)
         for some in names.values()
     ]
     return tuple(sorted(found, key=lambda kind: -kind.itemsize))
@@ -120,7 +127,7 @@ def kinds_of(a: Mapping[Any, Lying], b: Mapping[Any, Lying]) -> tuple[Kind, ...]
 def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
     """Whom each rank gets what from.
 
-    Raises Unmet where parts overlap, or are held by nobody though there may be no gaps.
+    Raises Uncovered where parts overlap, or are held by nobody though there may be no gaps.
     """
     known: dict[tuple[Parts, Parts], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
@@ -143,8 +150,8 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
     return Route(world, tuple(kinds), bound, *columns_)
 
 
-def _copies(spread: Spread) -> int:
-    return int(spread.copies.max(initial=0))
+def _copies(sharding: Sharding) -> int:
+    return int(sharding.copies.max(initial=0))
 
 
 def _check(kind: Kind, common: Array, gaps: bool) -> None:
@@ -154,7 +161,7 @@ def _check(kind: Kind, common: Array, gaps: bool) -> None:
     there = common[held].sum(0)
     odd = wanted & (there > b.sizes if gaps else there != b.sizes)
     if odd.any():
-        raise Unmet(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
+        raise Uncovered(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
 
 
 def _wanted(kind: Kind, common: Array) -> tuple[Array, Array, Array]:

@@ -19,8 +19,8 @@ from schedlang.runtime.checkpointing.index import DTYPE_NAMES, DTYPES
 from schedlang.runtime.checkpointing.moments import Moments, moment_parts, trained_parameters
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.program import Program
-from schedlang.runtime.redistribution.route import Lying
-from schedlang.runtime.redistribution.spread import NOWHERE, Part, Parts, Spread, whole
+from schedlang.runtime.redistribution.route import TensorLayout
+from schedlang.runtime.redistribution.sharding import NOWHERE, Part, Parts, Sharding, whole
 from schedlang.runtime.storage.offloaded_gradients import local
 
 Ranks = Sequence[int]
@@ -33,7 +33,7 @@ class Tensors:
     also   other names of a tensor -> the one that it has here
     """
 
-    lying: dict[str, Lying]
+    lying: dict[str, TensorLayout]
     dtypes: Mapping[str, str]
     also: Mapping[str, str] = field(default_factory=dict)
     program: bool = False
@@ -67,7 +67,7 @@ class ProgramLayout:
         mesh, kinds = Mesh(self.axes, self.views), dict(self.dtypes)
         buffers = [replace(one, stages=None) for one in self.buffers] if takes else self.buffers
         lying = {
-            one.name: Lying(one.spread(mesh, self.ranks, world), size_of(kinds[one.name]))
+            one.name: TensorLayout(one.sharding(mesh, self.ranks, world), size_of(kinds[one.name]))
             for one in (*self.holdings, *buffers)
         }
         also = {o: names[0] for names in self.ties for o in names[1:] if names[0] in lying}
@@ -152,7 +152,7 @@ def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> T
                     helps=("pass the same state on every rank, or its parts as DTensors",),
                 )
             places.setdefault(name, {}).setdefault(part, []).extend(ranks)
-    shared: dict[Any, Spread] = {}
+    shared: dict[Any, Sharding] = {}
     lying = {}
     for name, (shape, dtype) in known.items():
         key = shape, tuple((part, tuple(ranks)) for part, ranks in places[name].items())
@@ -161,8 +161,8 @@ def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> T
             for number, ranks in enumerate(places[name].values()):
                 of[ranks] = number
             parts = Parts.of(tuple(places[name]), len(shape))
-            shared[key] = Spread(shape, parts, of)
-        lying[name] = Lying(shared[key], size_of(dtype))
+            shared[key] = Sharding(shape, parts, of)
+        lying[name] = TensorLayout(shared[key], size_of(dtype))
     also = {other: name for state, _ in layouts for other, name in state.also if other not in lying}
     return Tensors(lying, {name: dtype for name, (_, dtype) in known.items()}, also)
 

@@ -23,11 +23,11 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.initial.converted import named, other_names
 from schedlang.runtime.initial.stored import KINDS, read_part, stored
 from schedlang.runtime.initial.weights import heads_of, is_weights
-from schedlang.runtime.redistribution.route import Lying
-from schedlang.runtime.redistribution.spread import (
+from schedlang.runtime.redistribution.route import TensorLayout
+from schedlang.runtime.redistribution.sharding import (
     NOWHERE,
     Part,
-    Spread,
+    Sharding,
     copied,
     everywhere,
 )
@@ -66,7 +66,7 @@ class Checkpoint:
         }
 
     def read(
-        self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], diagnose: Diagnose
+        self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
         """Read this rank's parts, when those of all ranks have been looked at."""
         if len(comm.distinct_objects(self.index.mark)) > 1:
@@ -79,7 +79,7 @@ class Checkpoint:
             Boxed((self.head + name,), room(local), self.kinds[name][0], part)
             for name, local, part in wanted
         ]
-        keyed = {self.head + name: spread for name, spread in lies.items()}
+        keyed = {self.head + name: sharding for name, sharding in lies.items()}
         read_together(self.folder, self.index, boxed, keyed, diagnose)
         for one, (_, local, part) in zip(boxed, wanted):
             if one.local is not local:
@@ -113,7 +113,7 @@ class Safetensors:
                     self.also.setdefault(other, name)
 
     def read(
-        self, wanted: Sequence[Wanted], lies: Mapping[str, Spread], diagnose: Diagnose
+        self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
         """Read this rank's parts, some rows at a time."""
         together(lambda: self._read(wanted), diagnose, (Exception,))
@@ -142,7 +142,7 @@ def tensors_of(folder: Folder, world: int) -> Tensors:
     """Return the tensors of a folder, which no rank holds yet."""
     return Tensors(
         {
-            name: Lying(everywhere(shape, (), world), size_of(dtype))
+            name: TensorLayout(everywhere(shape, (), world), size_of(dtype))
             for name, (shape, dtype) in folder.kinds.items()
         },
         {name: dtype for name, (_, dtype) in folder.kinds.items()},
@@ -165,7 +165,7 @@ def fill(
     ):  # a tensor of the folder that has several names here is read for one after the other
         some = {at: name for name, at in reversed(rest.items())}
         rest = {name: at for name, at in rest.items() if some[at] != name}
-        lies = {at: target.lying[name].spread for at, name in some.items()}
+        lies = {at: target.lying[name].sharding for at, name in some.items()}
         wanted = []
         for at, name in some.items():
             number = int(lies[at].of[rank])

@@ -31,8 +31,8 @@ from schedlang.runtime.checkpointing.moments import Moments, describe_moments, l
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
-from schedlang.runtime.redistribution.carry import Carried, bucket_size, move, wire
-from schedlang.runtime.redistribution.route import Lying, Route, Unmet, route
+from schedlang.runtime.redistribution.carry import Traffic, bucket_size, move, wire
+from schedlang.runtime.redistribution.route import Route, TensorLayout, Uncovered, route
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 from schedlang.runtime.transfer.ends import (
@@ -204,7 +204,7 @@ class _Ends:
                 self.bucket,
                 self.device,
             )
-        except Unmet as odd:
+        except Uncovered as odd:
             raise _unmet(odd) from None
         self._finish(optim, laid)
         if self.changed_only:
@@ -223,7 +223,7 @@ class _Ends:
         for name, parts in optim.parts.items():
             for key, dtype in parts.items():
                 for side, at in ((self.source, names[name]), (self.target, name)):
-                    lies = Lying(side.lying[at].spread, size_of(dtype))
+                    lies = TensorLayout(side.lying[at].sharding, size_of(dtype))
                     side.lying[moment(name, key)] = lies
                 names[moment(name, key)] = moment(name, key)
         return optim, self.b.blank(optim) if isinstance(self.b, ProgramEnd) else {}
@@ -284,7 +284,7 @@ class _Ends:
         self,
         digests: tuple[dict[str, str], dict[str, str]],
         there: Mapping[str, Tensor],
-        moved: Mapping[str, Lying],
+        moved: Mapping[str, TensorLayout],
     ) -> None:
         """Note what both ends are now."""
         mark = comm.broadcast_object(0, secrets.token_hex(8))
@@ -369,7 +369,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
         raise Refusal.of("S634", title, notes=notes, helps=(help_,))
     for name, at in found.items():
         ours, theirs = (
-            f"{side.dtypes[one]}{[*side.lying[one].spread.shape]}"
+            f"{side.dtypes[one]}{[*side.lying[one].sharding.shape]}"
             for side, one in ((target, name), (source, at))
         )
         if ours != theirs:
@@ -417,7 +417,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _unmet(odd: Unmet) -> Refusal:
+def _unmet(odd: Uncovered) -> Refusal:
     if odd.missing:
         return not_taken(
             f"parts of `{odd.name}` of `a` are on no rank",
@@ -490,7 +490,7 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
         together(lambda: _end(b, True), lambda error: Diagnostic("S633", str(error)), ())
     ends = _Ends.met({}, b, False, False, bucket)
     end, world = ends.b, comm.here()
-    done = Carried()
+    done = Traffic()
     if not optimizer:
         module, parts = _model(b)
         path = Path(os.path.realpath(a))
@@ -527,7 +527,7 @@ def _unread(path: Path, error: BaseException) -> Diagnostic:
     return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
 
 
-def _transferred(found: Route, done: Carried, bucket: int, left: int) -> Transferred:
+def _transferred(found: Route, done: Traffic, bucket: int, left: int) -> Transferred:
     return Transferred(
         int(found.bytes.sum()),
         int(found.bound.sum()),

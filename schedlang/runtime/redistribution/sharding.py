@@ -1,4 +1,4 @@
-"""Spread: where the boxes of tensors lie, as distinct parts and the ranks that hold each.
+"""Sharding: where the boxes of tensors lie, as distinct parts and the ranks that hold each.
 
 All that is saved, loaded, put together or handed on is copied from one part into another by the
 boxes that the two have in common: a whole tensor is a part, a box in a file, a rank's slice.
@@ -109,10 +109,10 @@ class Parts(Sequence[Part]):
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class Sharding:
     """The places of tensors of one shape on the ranks of a job.
 
-    parts   the distinct ones; shared between spreads that differ only in who holds them
+    parts   the distinct ones; shared between shardings that differ only in who holds them
     of      for each rank of the job the part that it holds, or NOWHERE
     """
 
@@ -122,14 +122,14 @@ class Spread:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Two spreads of one key lie alike."""
+        """Two shardings of one key lie alike."""
         return self.shape, self.parts, self.of.tobytes()
 
-    def on(self, ranks: Sequence[int]) -> Spread:
+    def on(self, ranks: Sequence[int]) -> Sharding:
         """The same on these ranks only."""
         of = np.full_like(self.of, NOWHERE)
         of[list(ranks)] = self.of[list(ranks)]
-        return Spread(self.shape, self.parts, of)
+        return Sharding(self.shape, self.parts, of)
 
     @cached_property
     def held(self) -> Array:
@@ -159,11 +159,11 @@ def count(part: Part) -> int:
     return math.prod(sum(n for *_, n in cells) for cells in part)
 
 
-def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Spread:
+def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Sharding:
     """Hold the whole on each of some ranks."""
     of = np.full(world, NOWHERE, np.int32)
     of[list(ranks)] = 0
-    return Spread(tuple(shape), Parts.of((whole(shape),), len(shape)), of)
+    return Sharding(tuple(shape), Parts.of((whole(shape),), len(shape)), of)
 
 
 def whole(shape: Sequence[int]) -> Part:
