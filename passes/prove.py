@@ -281,7 +281,7 @@ class _Baseline:
 
 
 def _baseline(case: Case) -> _Baseline:
-    """What the first step is compared with bit by bit; nothing where there are no such rows."""
+    """The case without exact rows, for bits of the first step; nothing where there are no such rows."""
     assert case.prepared is not None
     found = baseline(case.plan, case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
