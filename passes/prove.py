@@ -281,7 +281,7 @@ class _Baseline:
 
 
 def _baseline(case: Case) -> _Baseline:
-    """The case without exact rows, for bits of the first step; nothing where there are no such rows."""
+    """The case without its exact rows; nothing where there are none, or all of it is exact."""
     assert case.prepared is not None
     found = baseline(case.plan, case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
