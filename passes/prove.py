@@ -279,7 +279,7 @@ class _Baseline:
 
 
 def _baseline(case: Case) -> _Baseline:
-    """Return what the first step is compared with bit by bit; nothing without such rows."""
+    """The case without its exact rows; nothing where there are none, or all of it is exact."""
     assert case.prepared is not None
     found = baseline(case.plan, case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):

@@ -183,10 +183,12 @@ def many_ranks() -> Iterator[Any]:
         agreement.until = patient
 
 
-def _until(patient: Callable[..., bool], ready: Callable[[], bool], seconds: float) -> bool:
+def _until(
+    patient: Callable[..., bool], ready: Callable[[], bool], seconds: float, *most: float
+) -> bool:
     """A rank that looks into the store again and again lets the others compute meanwhile."""
     if _here.exchange is None:
-        return patient(ready, seconds)
+        return patient(ready, seconds, *most)
     if not ready():
         _here.exchange.baton.wait(_here.rank, ready, "the others in the store of the job")
     return True

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
@@ -273,3 +274,13 @@ def test_which_parameters_ranks_used_is_counted_exactly(world: int, dtype: torch
     total = sum(torch.tensor(packed(one.tolist(), world, dtype), dtype=dtype) for one in flags)
     assert isinstance(total, torch.Tensor) and len(total) <= -(-69 // (24 // world.bit_length()))
     assert unpacked(total.tolist(), 69, world, dtype) == flags.sum(0).tolist()
+
+
+def test_a_profiler_sees_the_marks_of_fully_shard() -> None:
+    """They are made while one is at work, and cost nothing else."""
+    marks: Any = _fsdp_param_group
+    mark = marks.record_function
+    with torch.profiler.profile() as profile, mark("FSDP::pre_forward"):
+        torch.ones(1).sin()
+    assert "FSDP::pre_forward" in {event.name for event in profile.events() or ()}
+    assert mark("FSDP::after") is mark("FSDP::again")

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.profiler import record_function
 
 from schedlang.runtime.device import settled
+
+_UNMARKED = nullcontext()
+
+
+def _marked(name: str, args: str | None = None) -> AbstractContextManager[Any]:
+    """Return torch's mark for its profiler where one is at work; else a mark costs two operators.
+
+    There are eight of them for each unit and microbatch, which every function mode sees.
+    """
+    return record_function(name, args) if _autograd._profiler_enabled() else _UNMARKED
+
+
+_autograd: Any = torch.autograd
+_marking: Any = _fsdp_param_group
+_marking.record_function = _marked
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:

@@ -210,14 +210,15 @@ def shared_store() -> Any:
     return c10d._get_default_store()
 
 
-def until(ready: Callable[[], bool], seconds: float) -> bool:
-    """Look again and again until it is ready; False if it is not in that time."""
+def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> bool:
+    """Look again and again, at last every `most` seconds, until it is ready; False if it is not in
+    that time."""
     end, pause = time.monotonic() + seconds, _LEAST
     while not ready():
         if time.monotonic() > end:
             return False
         time.sleep(pause)
-        pause = min(pause * 1.5, _MOST)
+        pause = min(pause * 1.5, most)
     return True
 
 
@@ -227,6 +228,8 @@ class _Meeting:
     def __init__(self, store: Any, wait: float) -> None:
         here = comm.here()
         self.store, self.rank, self.world, self.wait = store, here.rank, here.size, wait
+        # so many ranks ask the store: a few may ask often, and then build without a pause
+        self.most = min(_MOST, 2 * _LEAST * here.size)
         part = "".join(f"{each}," for each in here.part)
         turn = store.add(f"schedlang/{part}turn/{self.rank}", 1)
         self.room = f"schedlang/{part}{turn}"
@@ -243,7 +246,7 @@ class _Meeting:
         self.leave({item.name: _told(item) for item in items})
         if self.rank == 0:
             self._say(self._judged(items))
-        elif not until(lambda: self.store.check([f"{self.room}/verdict"]), self.wait + _MORE):
+        elif not self._until(f"{self.room}/verdict", self.wait + _MORE):
             self._say(self._missing("told"))
         verdict = self._verdict()
         if name := verdict.get("tell"):
@@ -266,7 +269,8 @@ class _Meeting:
     def _judged(self, items: Sequence[Item]) -> Any:
         """Wait for all; what is wrong, if anything is."""
         store, came, refused = self.store, f"{self.room}/came", f"{self.room}/refused"
-        until(lambda: store.add(came, 0) >= self.world or store.check([refused]), self.wait)
+        all_here = lambda: store.add(came, 0) >= self.world or store.check([refused])  # noqa: E731
+        until(all_here, self.wait, self.most)
         if store.add(came, 0) < self.world:
             return self._missing("told")
         everyone = self._read(*[f"{self.room}/told/{rank}" for rank in range(self.world)])
@@ -308,6 +312,9 @@ class _Meeting:
 
     # -- the room ----------------------------------------------------------------------------------
 
+    def _until(self, key: str, seconds: float) -> bool:
+        return until(lambda: bool(self.store.check([key])), seconds, self.most)
+
     def _say(self, verdict: Any, name: str = "verdict") -> None:
         """The first verdict stands, whoever gives it."""
         if self.store.add(f"{self.room}/{name}/by", 1) == 1:
@@ -315,7 +322,7 @@ class _Meeting:
 
     def _verdict(self, name: str = "verdict") -> Any:
         key = f"{self.room}/{name}"
-        if not until(lambda: self.store.check([key]), _MORE):  # who meant to give it is gone
+        if not self._until(key, _MORE):  # who meant to give it is gone
             return _said("S651", "another rank has ended while the ranks met", [], [])
         return self._read(key)[0]
 

@@ -191,7 +191,7 @@ class Stub:
 
     @property
     def found(self) -> Outputs:
-        """Return what was found and means the same in another process."""
+        """All that was found and means the same in another process."""
         return {key: made for key, made in self._known.items() if _travels(made)}
 
     def _tell(

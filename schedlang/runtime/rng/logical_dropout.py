@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
@@ -150,8 +151,9 @@ class LogicalDropout(Carrying):
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
         keys, per_sample, window, call = self._drawn(shape)
-        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
-        made = mixed(_positions(per_sample, window, device, scope.site()), streams)
+        with DisableTorchFunction():  # whole numbers, which no mode changes
+            streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
+            made = mixed(_positions(per_sample, window, device, scope.site()), streams)
         if self.begun is not None:
             self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
         return made.reshape(tuple(shape))

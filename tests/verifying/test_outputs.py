@@ -1,0 +1,88 @@
+"""Tests of outputs: what stages take for units of earlier ones is found before there are ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.verify.observe import Condition, conditions
+from schedlang.passes.verify.outputs import with_outputs
+from schedlang.passes.verify.sides import Case, as_worked, prepared, tried, widened
+from schedlang.runtime.pipeline.stage import Stub
+from tests import models
+from tests.engine import Threads
+from tests.proofs import planned
+
+ROWS = '{}  pipeline_split(over=pp)\n{}\npipeline(order="1F1B", micro=2)'
+ZERO = "zero(stage=0, over=dp)"
+BATCHES = tuple(models.tokens(rows=rows, seed=seed) for rows, seed in ((8, 0), (7, 1), (8, 2)))
+
+
+def _case(rows: str, mesh: str) -> tuple[Case, Case | None, tuple[Condition, ...]]:
+    case = prepared(Case(planned(models.gpt2(2), rows, mesh), BATCHES))
+    working, case = as_worked(case), widened(case)
+    return case, working, conditions(case.batches, 1.0)
+
+
+def _met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The units that ranks run for their shapes from now on."""
+    met: list[int] = []
+    real = Stub._shapes
+
+    def shapes(stub: Stub, unit: int, *given: Any) -> Any:
+        met.append(unit)
+        return real(stub, unit, *given)
+
+    monkeypatch.setattr(Stub, "_shapes", shapes)
+    return met
+
+
+def test_ranks_find_nothing_more(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that ranks ask for in training and evaluation is known to them, and the same results."""
+    case, working, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
+    knowing, _, sent = with_outputs(case, working, told)
+    met = _met(monkeypatch)
+    right = threads.run(tried, 4, case, told)[0]
+    assert met  # else nothing is shown
+    met.clear()
+    found = threads.run(tried, 4, knowing, sent)[0]
+    assert not met
+    assert found.tensors.keys() == right.tensors.keys()
+    for key, value in right.tensors.items():
+        other = found.tensors[key]
+        assert value is other or (other is not None and torch.equal(value, other)), key
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_one_rank_for_a_stage_finds_them_itself(mesh: str) -> None:
+    """Where nobody else asks alike, this process would only do the work of a rank."""
+    rows = ROWS.format("transformer.h", "") if "pp" in mesh else ZERO
+    knowing, _, _ = with_outputs(*_case(rows, mesh))
+    assert knowing.prepared is not None and not knowing.prepared.outputs
+
+
+class Choosy(nn.Module):
+    """A model whose forward raises between its units for one number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if len(x) == 1:
+                raise ValueError("one row")
+            x = block(x)
+        return x.square().mean()
+
+
+def test_what_the_model_raises_is_left_to_the_ranks() -> None:
+    """Then nothing is known, and nothing is said here."""
+    plan = planned(Choosy(), ROWS.format("blocks", ZERO), "dp=2, pp=2")
+    batches = tuple({"x": torch.ones(rows, 4)} for rows in (8, 4, 8))
+    case = prepared(Case(plan, batches))
+    knowing, _, _ = with_outputs(case, None, conditions(case.batches, 1.0))
+    assert knowing.prepared is not None and not knowing.prepared.outputs
