@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.masks import Drops
+from schedlang.passes.judge.program import check_optimizer
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
 from schedlang.passes.verify.sides import Case
@@ -188,6 +189,12 @@ def _unlike(want: Tensor | None, value: Tensor | None) -> str:
     return "" if torch.equal(value, want) else "differs"
 
 
+def checked(optimizer: Any) -> Any:
+    """A program's optimizer, made for the original; refused (S767) where it makes none."""
+    where = "in the process of the original, which has no ranks"
+    return lambda named: check_optimizer(optimizer(named), where)
+
+
 def as_trained(
     told: Sequence[Condition], seen: Observation, kept: Kept
 ) -> tuple[list[Condition], Observation]:
@@ -201,7 +208,7 @@ def as_trained(
     if kept.optimizer is not None:
         own = pickle.loads(kept.optimizer)
         names = {one.name: OWN + ", clipped" * ("clipped" in one.name) for one in told}
-        told = [replace(one, name=names[one.name], optimizer=own) for one in told]
+        told = [replace(one, name=names[one.name], optimizer=checked(own)) for one in told]
 
         def renamed(values: Mapping[Key, Any]) -> dict[Key, Any]:
             return {k._replace(condition=names[k.condition]): v for k, v in values.items()}

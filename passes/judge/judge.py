@@ -4,7 +4,7 @@ The way of the data. `posed` reads files into a `Task`, and `judge` makes a `Tri
 original in float64 or in a low dtype, and the conditions under which both sides train. The trial
 runs on ranks (`trial.py`): each makes its `TrainingProgram` (`program.py`), finds by values what it
 holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `nearest.py`), trains
-(`subject.py`), saves and loads (`loaded.py`); rank 0 returns an `Observation`, and `Kept` beside.
+(`subject.py`, `copies.py`), saves and loads (`loaded.py`); rank 0 returns what it saw, and `Kept`.
 The original then trains likewise, and the two are compared: in float64 here, by the gates of
 `verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
 and gaps that only judged programs have are made in `beside.py`. Where rows fail, sentences say how:

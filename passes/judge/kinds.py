@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.subject import Copy, Kept
+from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import diagnose, explain, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
@@ -72,6 +73,11 @@ def kinds(
     lines += [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
     lines += list(_of_loss(wrong, expected, actual, kept, world, where))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
+    if kept.stepped and any(row.kind == "parameters" for row in wrong):
+        text = (
+            f"the step itself changes {quoted(sorted(kept.stepped), MOST_NAMES)}: the judge steps"
+        )
+        lines.insert(0, ("parameters", f"{text} the optimizer after it"))
     first = report.first
     if not lines and first is not None and first.kind not in _OF_STATE:
         text = _of_row(first, expected, actual, sizes)

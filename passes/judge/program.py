@@ -163,6 +163,26 @@ def check(program: TrainingProgram, rank: int) -> None:
         raise Refusal(Diagnostic("S767", title, helps=helps))
 
 
+def check_optimizer(found: Any, where: str) -> Any:
+    """Return the optimizer that a user makes; refuse (S767) what is none."""
+    if callable(getattr(found, "step", None)) and hasattr(found, "state"):
+        return found
+    what = "nothing" if found is None else kind_of(found)
+    title = f"`optimizer` returns {what} {where}, not a torch.optim.Optimizer"
+    raise Refusal(Diagnostic("S767", title, helps=("return `torch.optim.AdamW(named)`",)))
+
+
+def check_norm(found: Any, rank: int) -> float:
+    """Return the norm that a user finds; refuse (S767) what is no number."""
+    value = found.full_tensor() if hasattr(found, "full_tensor") else found
+    if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1:
+        return float(value)
+    what = "nothing" if found is None else kind_of(found)
+    title = f"`clip` returns {what} on rank {rank}, not the norm"
+    helps = ("return the norm of all gradients, before they are clipped, on every rank",)
+    raise Refusal(Diagnostic("S767", title, helps=helps))
+
+
 def with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
     """Call a user's function, with the optimizer where it has a parameter of that name."""
     if takes_optimizer(function):

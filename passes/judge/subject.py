@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of, quoted
 from schedlang.ir import pytree
+from schedlang.passes.judge.copies import Copy, joined
 from schedlang.passes.judge.layouts import (
     WRAPPERS,
     Holdings,
@@ -32,14 +33,15 @@ from schedlang.passes.judge.masks import Met
 from schedlang.passes.judge.program import (
     Make,
     TrainingProgram,
+    check_norm,
+    check_optimizer,
     made,
     telling,
     with_optimizer,
 )
-from schedlang.passes.judge.regions import Region
 from schedlang.passes.verify.compare import over
 from schedlang.passes.verify.observe import Batch, Condition, flattened
-from schedlang.passes.verify.spilled import Spilled, Tensors, spill
+from schedlang.passes.verify.spilled import Tensors, spill
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.comm import world
 from schedlang.runtime.launch import pickled
@@ -47,35 +49,6 @@ from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
 
 EPS = 1e-6  # of torch's own clipping
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A rank's copy of a tensor of the original: under which name, which elements, their values.
-
-    here   which elements of what the rank holds, there which of the original's
-    held   what the rank holds, maybe in a file; None where it has no gradient
-    """
-
-    rank: int
-    name: str
-    here: Region
-    there: Region
-    held: Spilled | None
-    factor: float = 1.0  # by which values are multiplied
-
-    @property
-    def places(self) -> Tensor:
-        """The number of each element among the original's."""
-        return self.there.numbers
-
-    @property
-    def values(self) -> Tensor | None:
-        """The value of each element."""
-        if self.held is None:
-            return None
-        found = self.here.within(self.held.read().reshape(-1)).reshape(-1)
-        return found if self.factor == 1.0 else found * self.factor
 
 
 @dataclass
@@ -95,6 +68,7 @@ class Kept:
     met: Met = field(default_factory=Met)  # what ranks drop from
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
+    stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes
     loaded: Any = None  # see passes.judge.loaded; None: not offered
     chosen: Mapping[Any, Any] = field(default_factory=dict)  # see passes.judge.choices
     folder: str | None = None  # where ranks put large tensors for each other
@@ -221,7 +195,7 @@ class Judged:
         if self.kept.optimizer is None:
             self.kept.optimizer = _pickled(own)
         with telling(own, "optimizer", self.rank):
-            return own(pairs)
+            return check_optimizer(own(pairs), f"on rank {self.rank}")
 
     def _train(self) -> None:
         for one in self._training:
@@ -232,7 +206,10 @@ class Judged:
     def train_step(self, batch: Batch) -> Tensor:
         """Run the program's step on a copy of the batch, clip, and step the optimizer."""
         self._errors = {}
+        before = self._sums()
         value = self.derive(batch)
+        after = self._sums()
+        self.kept.stepped |= {name for name in before if before[name] != after[name]}
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
             self.kept.offers.add("output")
@@ -248,6 +225,11 @@ class Judged:
             self._optimizer.step()
         self._step += 1
         return loss
+
+    def _sums(self) -> dict[str, float]:
+        """A number of each own parameter, which a step alone must not change."""
+        parts = {one.name: local(p.detach()) for one, p in self._own if not self._step}
+        return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def derive(self, batch: Batch) -> Any:
         """Return what the program's step gives of a batch, and leave its gradients."""
@@ -306,8 +288,7 @@ class Judged:
         if self.program.clip is not None:
             with telling(self.make, "clip", self.rank):
                 norm = self.program.clip(most)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            self.grad_norm = float(norm)
+            self.grad_norm = check_norm(norm, self.rank)
             clipped = self._copies([self._gradient(p) for _, p in self._own])
             self._gradients = self._joined(clipped)[0]
             return
@@ -539,32 +520,6 @@ def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
         helps = ("let what it makes hang on the model and the rank alone",)
         raise Refusal(Diagnostic("S767", title, helps=helps))
     return like.holdings
-
-
-def joined(
-    copies: Sequence[Copy], shape: torch.Size, folder: str | None
-) -> tuple[Tensor, float, float]:
-    """The whole tensor of ranks' copies, how far others are from the first, and its size."""
-    nothing = torch.tensor(math.nan, dtype=torch.float64)
-    out = spill(nothing.expand(shape.numel()), folder).read()
-    done = torch.zeros(shape.numel(), dtype=torch.bool)
-    far = 0.0
-    for one in copies:
-        values = one.values
-        assert values is not None
-        values = values.reshape(one.there.shape)
-        before, known = one.there.within(out), one.there.within(done)
-        if bool(known.any()):
-            every = bool(known.all())  # without a copy of what is known
-            gap = before - values if every else (before - values)[known]
-            far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
-            if every:
-                continue
-            values = torch.where(known, before, values.double())
-        one.there.put(out, values)
-        one.there.put(done, True)
-    size = float(out.norm()) if bool(done.all()) else float(out[done].norm())
-    return out.reshape(shape), far, size
 
 
 def _of_shape(value: Any, p: nn.Parameter) -> bool:

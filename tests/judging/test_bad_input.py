@@ -132,6 +132,23 @@ REFUSED = {
         "S767",
         "which the original has not",
     ),
+    "an optimizer that is none": (
+        RIGHT.replace("))\n", "), optimizer=lambda named: None)\n"),
+        "S767",
+        "`optimizer` returns nothing on rank",
+    ),
+    "no optimizer for the original": (
+        "    def optimizer(named):\n"
+        "        return torch.optim.SGD(named, lr=0.1) if dist.is_initialized() else None\n"
+        + RIGHT.replace("))\n", "), optimizer=optimizer)\n"),
+        "S767",
+        "`optimizer` returns nothing in the process of the original",
+    ),
+    "a clipping without a norm": (
+        RIGHT.replace("))\n", "), clip=lambda most: None)\n"),
+        "S767",
+        "`clip` returns nothing on rank",
+    ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
         "S762",
@@ -227,6 +244,29 @@ def test_a_rank_that_leaves_before_backward(tmp_path: Path, pool: Pool) -> None:
     told = dict(report.localised)
     assert "only rank 0 has the right value: there is none on rank 1" in told["gradients"], told
     assert re.search(r"ranks return [\d.]+, 0$", told["loss"]), told
+
+
+def test_a_step_that_steps_the_optimizer(pool: Pool) -> None:
+    """The verdict says that the step itself changes parameters, as a trainer's own does."""
+    body = """
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        loss = ahead(model, batch)
+        own.step()
+        return loss
+
+    return schedlang.TrainingProgram(model, step)
+"""
+    scope: dict[str, Any] = {"__name__": "steps"}
+    exec(compile(HEAD + body, "steps.py", "exec"), scope)
+    exec(ORIGINAL, original := {"__name__": "original"})
+    parts = {name: original[name] for name in ("batch", "loss")}
+    report = schedlang.verify_program(
+        scope["program"], model=original["model"](), **parts, ranks=2, pool=pool
+    )
+    said = dict(report.localised)["parameters"]
+    assert "the step itself changes `bias`, `weight`" in said, str(report)
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Copies that ranks have of a tensor of the original, and the whole that they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from schedlang.passes.judge.regions import Region
+from schedlang.passes.verify.spilled import Spilled, spill
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A rank's copy of a tensor of the original: under which name, which elements, their values.
+
+    here   which elements of what the rank holds, there which of the original's
+    held   what the rank holds, maybe in a file; None where it has no gradient
+    """
+
+    rank: int
+    name: str
+    here: Region
+    there: Region
+    held: Spilled | None
+    factor: float = 1.0  # by which values are multiplied
+
+    @property
+    def places(self) -> Tensor:
+        """The number of each element among the original's."""
+        return self.there.numbers
+
+    @property
+    def values(self) -> Tensor | None:
+        """The value of each element."""
+        if self.held is None:
+            return None
+        found = self.here.within(self.held.read().reshape(-1)).reshape(-1)
+        return found if self.factor == 1.0 else found * self.factor
+
+
+def joined(
+    copies: Sequence[Copy], shape: torch.Size, folder: str | None
+) -> tuple[Tensor, float, float]:
+    """The whole tensor of ranks' copies, how far others are from the first, and its size."""
+    nothing = torch.tensor(math.nan, dtype=torch.float64)
+    out = spill(nothing.expand(shape.numel()), folder).read()
+    done = torch.zeros(shape.numel(), dtype=torch.bool)
+    far = 0.0
+    for one in copies:
+        values = one.values
+        assert values is not None
+        values = values.reshape(one.there.shape)
+        before, known = one.there.within(out), one.there.within(done)
+        if bool(known.any()):
+            every = bool(known.all())  # without a copy of what is known
+            gap = before - values if every else (before - values)[known]
+            far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
+            if every:
+                continue
+            values = torch.where(known, before, values.double())
+        one.there.put(out, values)
+        one.there.put(done, True)
+    size = float(out.norm()) if bool(done.all()) else float(out[done].norm())
+    return out.reshape(shape), far, size
