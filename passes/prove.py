@@ -149,6 +149,11 @@ def prove(
                 raise
             let_go()
             report = replace(report, unchecked=(*report.unchecked, "the row to blame: out of time"))
+        except Refusal:
+            raise
+        except Exception as error:  # so is it then: a search that fails ends no verdict
+            said = f"the row to blame: {type(error).__name__}: {error}".split("\n")[0]
+            report = replace(report, unchecked=(*report.unchecked, said))
     return replace(report, seconds=time.perf_counter() - start)
 
 

@@ -22,8 +22,9 @@ import dataclasses
 import importlib
 import sys
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,36 @@ def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = N
         return {name: function(value) for name, value in tree.items()}
     know(tree)
     return _pytree.tree_map(function, tree, is_leaf=is_leaf)
+
+
+def written_into(nest: Any, changed: Any) -> Any:
+    """Put the leaves of a changed copy of a nest into the nest itself, and return that.
+
+    Mappings, lists and dataclasses stay the objects that they were, for whoever else holds them:
+    what is written into one of them later is seen by all.  What cannot be written into is new.
+    """
+    if nest is changed or type(nest) is not type(changed):
+        return changed
+    if isinstance(nest, tuple):
+        made = [written_into(one, other) for one, other in zip(nest, changed)]
+        return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
+    places: Any
+    if isinstance(nest, MutableMapping):
+        places, put = list(nest.items()), nest.__setitem__
+        other = changed.__getitem__
+    elif isinstance(nest, list):
+        places, put = list(enumerate(nest)), nest.__setitem__
+        other = changed.__getitem__
+    elif dataclasses.is_dataclass(nest) and not vars(type(nest))["__dataclass_params__"].frozen:
+        places = [(one.name, getattr(nest, one.name)) for one in dataclasses.fields(nest)]
+        put, other = partial(setattr, nest), partial(getattr, changed)
+    else:
+        return changed
+    for key, value in places:
+        new = written_into(value, other(key))
+        if new is not value:
+            put(key, new)
+    return nest
 
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:

@@ -113,7 +113,8 @@ class Isolated(ABC):
             inputs = self.taken(frame, tensors, starts)
             call = Running(frame, module, inputs, _placed("input", frame, inputs))
             self.running.append(call)
-            return pytree.tree_unflatten(rebuilt(spec[0], inputs), spec[1])
+            made = pytree.tree_unflatten(rebuilt(spec[0], inputs), spec[1])
+            return pytree.written_into((args, kwargs), made)  # who writes into one is seen by all
 
         return hook
 

@@ -16,6 +16,7 @@ from schedlang.ir import pytree
 from schedlang.runtime.batch import named_tensors, stack
 from schedlang.runtime.float64 import widened
 from schedlang.runtime.launch.pool import Pool
+from tests.engine import Threads
 from tests.proofs import planned, proven
 
 
@@ -164,3 +165,59 @@ def test_such_a_model_is_proven(pool: Pool, rows: str, mesh: str) -> None:
     report = proven(pool, planned(Net(), rows, mesh), [_batch(1), _batch(2)], loss=square)
     names = {row.name for row in report.rows if row.kind == "outputs"}
     assert {"sample", "other.last.a", "other.last.more.depth"} <= names, names
+
+
+class Layer(nn.Module):
+    """Attention of the keys that it, or a layer before it, wrote into a dict of the model's."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.key = nn.Linear(4, 4) if own else None
+
+    def forward(self, x: Tensor, kept: dict[str, Any], seen: list[Tensor]) -> Tensor:
+        if self.key is not None:
+            kept["key"] = self.key(x)
+        seen.append(self.query(x))
+        weights = (sum(seen) @ kept["key"].transpose(1, 2)).softmax(-1)
+        return x + self.out(weights @ kept["key"])
+
+
+class Sharing(nn.Module):
+    """Layers that share keys in a dict, as those of Gemma 3n do, and queries in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(k < 2) for k in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: dict[str, Any] = {}
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, kept, seen)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "rows", ["zero(stage=3, over=dp)", "layers.* checkpoint()\nzero(stage=1, over=dp)"]
+)
+def test_what_layers_write_for_each_other_arrives(rows: str, threads: Threads) -> None:
+    """Arguments are the containers that the model passes on, whatever runs its layers."""
+    points = [{"x": torch.randn(4, 3 + k, 4, dtype=torch.float64)} for k in range(2)]
+    proven(threads, planned(Sharing().double(), rows, "dp=2"), points)
+
+
+def test_leaves_are_written_into_what_is_there() -> None:
+    """Mappings, lists and dataclasses stay the same objects; what cannot be written into is new."""
+    inner: Any = OrderedDict(a=1)
+    items: Any = [1, (2, inner)]
+    nest: Any = {"items": items, "frozen": Frozen(torch.zeros(1)), "named": Named(inner, 3)}
+    changed = {
+        "items": [5, (6, OrderedDict(a=7))],
+        "frozen": Frozen(torch.ones(1)),
+        "named": Named(OrderedDict(a=7), 8),
+    }
+    assert pytree.written_into(nest, changed) is nest
+    assert nest["items"] is items and items[1][1] is inner and inner == {"a": 7}
+    assert items[0] == 5 and items[1][0] == 6 and nest["frozen"] is changed["frozen"]
+    assert nest["named"].a is inner and nest["named"].b == 8

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.profiler import record_function
 
+from schedlang.ir.pytree import written_into
 from schedlang.runtime.device import settled
 
 _UNMARKED = nullcontext()
@@ -78,6 +79,24 @@ def offloaded(
     for one in held:
         one.grad_offload_event = None
     return [(one.sharded_param, event) for one in held]
+
+
+def keep_containers(unit: FSDPModule) -> None:
+    """Let a unit's module be given the containers that its caller holds, not copies of them.
+
+    Before a forward fully_shard puts other tensors in the place of those that need a gradient, in
+    copies of the dicts and lists around them: what a module writes into one (keys and values that
+    later layers read) would be lost, and nobody would say so.
+    """
+    for group in groups_of(unit):
+        plain = group._register_post_backward_hook
+
+        def registered(args: Any, kwargs: Any, plain: Any = plain) -> tuple[Any, Any]:
+            given = tuple(args), dict(kwargs)
+            found: tuple[Any, Any] = written_into(given, plain(*given))
+            return found
+
+        group._register_post_backward_hook = registered
 
 
 def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:

@@ -27,6 +27,7 @@ from schedlang.runtime.adapters.fully_shard import (
     around_backward,
     end_gather,
     groups_of,
+    keep_containers,
     name_in,
     offloaded,
 )
@@ -119,6 +120,7 @@ class Sliced:
             reshard_after_forward=self.between and not (unit.root or unit.waits),
         )
         assert isinstance(module, FSDPModule)
+        keep_containers(module)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: a factor of one would go through an operator that gloo does not have
