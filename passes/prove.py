@@ -142,19 +142,24 @@ def prove(
             actual,
             lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool), pool),
         )
-        try:
-            report = suspected(report, failure, pool)
-        except (Hang, TimeIsUp):  # that it differs is known
-            if (limit := current()) is None or limit.left > 0:
-                raise
-            let_go()
-            report = replace(report, unchecked=(*report.unchecked, "the row to blame: out of time"))
-        except Refusal:
-            raise
-        except Exception as error:  # so is it then: a search that fails ends no verdict
-            said = f"the row to blame: {type(error).__name__}: {error}".split("\n")[0]
-            report = replace(report, unchecked=(*report.unchecked, said))
+        report = _blamed(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
+    """Find the row to blame; a search that fails or takes too long ends no verdict."""
+    try:
+        return suspected(report, failure, pool)
+    except Refusal:
+        raise
+    except (Hang, TimeIsUp):  # that it differs is known
+        if (limit := current()) is None or limit.left > 0:
+            raise
+        let_go()
+        why = "out of time"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".split("\n")[0]
+    return replace(report, unchecked=(*report.unchecked, f"the row to blame: {why}"))
 
 
 def _lengthened(case: Case, steps: int) -> Case:

@@ -384,7 +384,7 @@ def _nested(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]
 
 
 def _one_level(value: Any) -> tuple[list[Any], Any]:
-    """What a value holds itself, and how that is put together."""
+    """Flatten a value by one level: what it holds itself, and how that is put together."""
     return pytree.tree_flatten(value, lambda one: one is not value)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.runtime.launch.job import RECORD
 from schedlang.verbs.ending import bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Common, verb
 
@@ -240,6 +239,8 @@ def _torchrun(job: Job) -> str:
     """A command for each node; the first one's name stands where `HEAD` is."""
     where = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
+    from schedlang.runtime.launch.job import RECORD
+
     set_ = ("env", f"{RECORD}={job.record}") if job.record else ()
     return _shell(lines) + _words((*set_, *job.torchrun(*where))) + "\n"
 
@@ -366,7 +367,10 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 def _environment(job: Job) -> dict[str, str]:
     """Variables that ranks find set, beside those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
-    found |= {RECORD: job.record} if job.record else {}
+    if job.record:
+        from schedlang.runtime.launch.job import RECORD
+
+        found[RECORD] = job.record
     # gloo of torch 2.13 starts an elastic job again only under this
     return found | ({"TORCH_GLOO_LAZY_INIT": "1"} if job.restarts else {})
 
