@@ -18,6 +18,12 @@ def test_a_group_of_one_divides_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
+def test_what_is_written_into_a_dict_is_lost(tmp_path: Path) -> None:
+    """The second layer's value is in a copy of the dict."""
+    assert played("FSDP2 loses", tmp_path) == ""
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
 def test_a_kept_product_is_scaled_twice(tmp_path: Path) -> None:
     """A difference quotient agrees with the plain gradient, not with the checkpoint's."""
     assert played("Selective checkpointing", tmp_path) == ""
