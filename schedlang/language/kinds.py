@@ -328,7 +328,7 @@ class Binder:
 
     def _keyword(self, name: str, argument: Argument) -> None:
         """Take in a keyword that is no field."""
-        if self.surface.rest and not self._is_slip(name):
+        if self.surface.rest and not self._is_slip(name, argument):
             self._rest(name, argument)
         else:
             known = self.surface.keywords
@@ -337,10 +337,26 @@ class Binder:
             facts = unknown(name, known)
             self._problem("S302", title, Label(argument.span), help_, facts=facts)
 
-    def _is_slip(self, name: str) -> bool:
-        """A free keyword so near to a field that the field must have been meant."""
+    def _is_slip(self, name: str, argument: Argument) -> bool:
+        """A free keyword so near to a field, by its name or its value, that this was meant."""
         near = closest(name, self.surface.keywords)
-        return near is not None and len(name) > 3 and near[:3] == name[:3]
+        if near is None or (len(name) > 3 and near[:3] == name[:3]):
+            return near is not None
+        assert self.surface.rest
+        free = self._takes(self._one_of(self.surface.rest), argument)
+        return not free and self._takes(self.surface.types[near], argument)
+
+    def _takes(self, kind: Any, argument: Argument) -> bool:
+        try:
+            convert(kind, argument.value, self.axes)
+        except (NoAxis, Mismatch):
+            return False
+        return True
+
+    def _one_of(self, field: str) -> Any:
+        """The type of one value of a field that takes several."""
+        pair = typing.get_args(typing.get_args(self.surface.types[field])[0])[0]
+        return typing.get_args(pair)[1] if field == self.surface.rest else pair
 
     def _rest(self, name: str, argument: Argument) -> None:
         found: list[Any] = []
@@ -352,10 +368,8 @@ class Binder:
 
     def _put(self, into: list[Any], field: str, argument: Argument) -> None:
         """A value for one of the fields that take several."""
-        pair = typing.get_args(typing.get_args(self.surface.types[field])[0])[0]
-        one = typing.get_args(pair)[1] if field == self.surface.rest else pair
         label = argument.name if field == self.surface.rest else field
-        into += self._convert(label or field, one, argument)
+        into += self._convert(label or field, self._one_of(field), argument)
 
     def _set(self, field: str, argument: Argument) -> None:
         if field in self.bound:

@@ -93,6 +93,7 @@ def test_the_net_is_sound(tmp_path: Path) -> None:
         ("layers.*.q  shard(col, ovr=tp)", "`shard` needs `over`"),
         ("layers.*.q  shard(cool, over=tp)", "choose one of `col`, `row`, `vocab`"),
         ("layers.*.q  shard(col, over=tpp)", "did you mean `over=tp`?"),
+        ("layers.*.q  shard(col, ovr=tp)", "did you mean `over`?"),
     ],
     ids=["path", "leaf", "primitive", "argument", "needed", "choice", "axis"],
 )
