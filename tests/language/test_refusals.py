@@ -95,7 +95,7 @@ def test_the_net_is_sound(tmp_path: Path) -> None:
         ("layers.*.q  shard(col, over=tpp)", "did you mean `over=tp`?"),
         ("layers.*.q  shard(col, ovr=tp)", "did you mean `over`?"),
     ],
-    ids=["path", "leaf", "primitive", "argument", "needed", "choice", "axis"],
+    ids=["path", "leaf", "primitive", "argument", "needed", "choice", "axis", "slip"],
 )
 def test_misspelt_names(tmp_path: Path, row: str, said: str) -> None:
     """A misspelt path, primitive, argument or axis is shown at its place with what was meant."""
