@@ -314,6 +314,7 @@ OWN = (
         _classes,
     ),
     Subject("looped", own.Looped, _plain, lambda output, batch: output[0]),
+    Subject("sharing", own.Sharing, _plain, lambda output, batch: output[0]),
 )
 
 

@@ -261,3 +261,42 @@ class Looped(nn.Module):
             h = self.norm(self.block(h))
         logits = self.head(h)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class _Reading(nn.Module):
+    """Attention to the keys and values that this layer, or one before it, has put into a dict."""
+
+    def __init__(self, width: int, makes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.o = nn.Linear(width, width), nn.Linear(width, width)
+        if makes:
+            self.k, self.v = nn.Linear(width, width), nn.Linear(width, width)
+        self.makes = makes
+
+    def forward(self, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
+        h = self.norm(x)
+        heads = (*x.shape[:2], -1, 4)
+        if self.makes:
+            kept["k"] = self.k(h).view(heads).transpose(1, 2)
+            kept["v"] = self.v(h).view(heads).transpose(1, 2)
+        q = self.q(h).view(heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, kept["k"], kept["v"], is_causal=True)
+        out: Tensor = x + self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class Sharing(nn.Module):
+    """Gemma 3n's form: later layers read what earlier ones wrote into a dict of the model's."""
+
+    def __init__(self, words: int = 61, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.ModuleList([_Reading(width, k < 2) for k in range(4)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        h, kept = self.embed(input_ids), dict[str, Tensor]()
+        for layer in self.layers:
+            h = layer(h, kept)
+        logits = self.head(h)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
