@@ -226,6 +226,19 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
     patch.setattr(program, "reshard", reshard)
 
 
+@bug(
+    "D72",
+    "zero",
+    Operator.ALIAS,
+    "sliced, keys in a dict",
+    row="zero(",
+    credit="torch's fully_shard; transformers#45663",
+)
+def writes_into_copies(patch: Patch, site: Site) -> None:
+    """Layers are given copies of the dict into which they write keys for later ones."""
+    patch.setattr(zero, "keep_containers", lambda unit: None)
+
+
 @bug("D28", "zero", Operator.ARGUMENT, "dp", row="zero(", credit="anemoi-core#595")
 def everyone_reads_the_same(patch: Patch, site: Site) -> None:
     """All replicas are given the rows of the first."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from schedlang.passes.prove import Case
 from tests import expert_models, models, spacetime
+from tests.drawn.networks import Sharing
 from tests.proofs import planned
 from tests.rows import GPT2
 from tests.zoo import networks
@@ -119,6 +120,13 @@ SCENES: dict[str, Scene] = {
         lambda seed: points(seed, 6, (4, networks.WIDTH)),
     ),
     "sliced": _gpt2("zero(stage=2, over=dp)", "dp=2"),
+    "sliced, keys in a dict": Scene(
+        networks.made(Sharing),
+        "zero(stage=3, over=dp)",
+        "dp=2",
+        lambda seed: models.tokens(rows=4, mask=False, seed=seed),
+        loss=lambda output, batch: output[0],
+    ),
     "sp": Scene(lambda: models.llama(1), LLAMA, "tp=2", _tokens()),
     "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),
     "pp, ragged": _gpt2(f"transformer.h {PIPELINE}", "pp=2", count=7),
