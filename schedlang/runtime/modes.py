@@ -17,7 +17,12 @@ from typing import Any, Self
 
 import torch
 from torch._C import _get_function_stack_at, _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from schedlang.runtime import scope
 from schedlang.runtime.device import HOST
@@ -179,6 +184,17 @@ def outside() -> Iterator[None]:
 def again() -> AbstractContextManager[None]:
     """The ambient modes once more, inside of a function that they were switched off for."""
     return _on(_active.modes)
+
+
+def on_stack() -> list[Ambient]:
+    """The ambient modes on torch's stack, the outermost first, with those that others carry."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [one for mode in stack if isinstance(mode, Ambient) for one in _with_carried(mode)]
+
+
+def _with_carried(mode: Ambient) -> list[Ambient]:
+    under = mode.under if isinstance(mode, Carrying) else None
+    return [mode] if under is None else [*_with_carried(under), mode]
 
 
 def on(kind: type[Ambient]) -> bool:

@@ -30,7 +30,7 @@ from schedlang.runtime.fusion.rewrite import (
     whole,
 )
 from schedlang.runtime.left import leave
-from schedlang.runtime.modes import Ambient, Carrying
+from schedlang.runtime.modes import on_stack
 from schedlang.runtime.sharding.leaf import make_ready, without_graph
 
 # -- whole modules ---------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Fuse:
         """Run compiled; eagerly, and it is noted, where a mode or its draws do not let it."""
         if not self.looked and self.module is not None:
             self.looked, self.eager = True, self.eager or without_graph(self.module)
-        under = _ambient_modes()
+        under = on_stack()
         whys = [why for mode in under if (why := mode.eager)]
         whys += [self.eager] if self.eager and torch.is_grad_enabled() else []
         if whys and self.module is not None:
@@ -129,14 +129,6 @@ class Fuse:
         alone = plain_torch() if under else nullcontext()
         with alone, _counting(self), _refusing(self.name):
             return self.compiled(*args, **kwargs)
-
-
-def _ambient_modes() -> list[Ambient]:
-    from torch.overrides import _get_current_function_mode_stack
-
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    carried = [mode.under for mode in stack if isinstance(mode, Carrying)]  # these are on as well
-    return [mode for mode in (*stack, *carried) if isinstance(mode, Ambient)]
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from schedlang.runtime.fusion.dataflow import (
     shown,
     writes,
 )
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import on_stack
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.rowwise_kernels.operator import Generated, refusal
 
@@ -319,19 +319,13 @@ def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
 
 def _widened() -> bool:
     """Tell whether a mode is active that changes more than how masks are drawn."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    changing = [m for m in stack if isinstance(m, Ambient) and not m.compiles]
+    changing = [mode for mode in on_stack() if not mode.compiles]
     return any(not isinstance(m, LogicalDropout) for m in changing)
 
 
 def _float64() -> bool:
     """Tell whether exactly the mode of proofs is active, with real numbers."""
-    from torch.overrides import _get_current_function_mode_stack
-
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    found = [type(m) for m in stack if isinstance(m, Ambient) and not m.compiles]
+    found = [type(mode) for mode in on_stack() if not mode.compiles]
     return Float64 in found and set(found) <= {Float64, LogicalDropout}
 
 
