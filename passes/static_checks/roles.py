@@ -145,11 +145,14 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 
     there = [(n, p.grad) for n, p in program.assembly.parameters.items() if p.grad is not None]
     names = {lies(grad): name for name, grad in there}
+    stale = step.prepared.staged.timeline.stale
     for lane, tensor in tap.summed:
-        _, put = answers.together.get(id(tensor), (None, frozenset()))
+        _, put = answers.together.get(id(tensor), (None, {}))
         # what lies together from the start is summed as it is
         lying = [name for (at, _), name in names.items() if at == storage(tensor)]
-        of = put.union(lying)
+        # of the updates inside a step, each with sums of its own, the last one's
+        last = [n for n, place in put.items() if not stale or names.get(place) == n]
+        of = frozenset([*last, *lying])
         if of:
             yield booked_at(step.plan, step.prepared, lane.ranks, of)
     for name, grad in there:

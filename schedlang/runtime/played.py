@@ -43,13 +43,14 @@ class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
     `together` tells of each flat result of `torch.cat`, by its id, which of these `parameters` had
-    their gradients in it then: later a gradient may lie elsewhere, and another tensor there.
+    their gradients in it then, and where: later a gradient may lie elsewhere, another tensor there.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.together: dict[int, tuple[Tensor, frozenset[str]]] = {}  # a kept id stays its tensor's
+        # all are kept, because another tensor may come to lie where one was
+        self.together: dict[int, tuple[list[Tensor], Mapping[str, tuple[int, int]]]] = {}
         # where a tensor lies -> what multiplied it, outside of the model
         self.scaled: dict[tuple[int, int], float] = {}
         self.outside = True  # of the model: nobody knows any value there
@@ -75,15 +76,17 @@ class Answers(TorchFunctionMode):
             self.scaled[at] = self.scaled.get(at, 1.0) * times
         out = func(*args, **kwargs)
         if func is torch.cat and self.parameters and out.is_meta and out.dim() == 1:
-            self.together[id(out)] = out, self._gradients_in(args[0])
+            parts = list(tensors_in(args[0]))
+            self.together[id(out)] = [out, *parts], self._gradients_in(parts)
         return out
 
-    def _gradients_in(self, parts: Any) -> frozenset[str]:
+    def _gradients_in(self, parts: Sequence[Tensor]) -> dict[str, tuple[int, int]]:
         """Return the parameters whose gradients begin where one of these tensors does."""
         with torch._C.DisableTorchFunction():
-            there = {lies(part) for part in tensors_in(parts)}
+            there = {lies(part) for part in parts}
             grads = [(name, parameter.grad) for name, parameter in self.parameters.items()]
-            return frozenset(n for n, grad in grads if grad is not None and lies(grad) in there)
+            found = {name: lies(grad) for name, grad in grads if grad is not None}
+            return {name: place for name, place in found.items() if place in there}
 
 
 @dataclass(frozen=True)
