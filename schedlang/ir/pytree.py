@@ -16,10 +16,12 @@ by themselves (those of fully_shard) find the tensors, too.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import dataclasses
 import importlib
+import operator
 import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -117,34 +119,45 @@ def tree_map(function: Callable[..., Any], tree: Any, is_leaf: IsLeaf | None = N
     return _pytree.tree_map(function, tree, is_leaf=is_leaf)
 
 
-def written_into(nest: Any, changed: Any) -> Any:
+Undo = list[Callable[[], None]]
+
+
+def written_into(nest: Any, changed: Any, undo: Undo | None = None) -> Any:
     """Put the leaves of a changed copy of a nest into the nest itself, and return that.
 
     Mappings, lists and dataclasses stay the objects that they were, for whoever else holds them:
     what is written into one of them later is seen by all.  What cannot be written into is new.
+    Each call in `undo` puts a leaf back that is still there as it was put.
     """
     if nest is changed or type(nest) is not type(changed):
         return changed
     if isinstance(nest, tuple):
-        made = [written_into(one, other) for one, other in zip(nest, changed)]
+        made = [written_into(one, other, undo) for one, other in zip(nest, changed)]
         return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
-    places: Any
-    if isinstance(nest, MutableMapping):
-        places, put = list(nest.items()), nest.__setitem__
-        other = changed.__getitem__
-    elif isinstance(nest, list):
-        places, put = list(enumerate(nest)), nest.__setitem__
-        other = changed.__getitem__
+    keys: Iterable[Any]
+    get: Any
+    put: Any
+    if isinstance(nest, MutableMapping | list):
+        keys = list(nest) if isinstance(nest, MutableMapping) else range(len(nest))
+        get, put = operator.getitem, operator.setitem
     elif dataclasses.is_dataclass(nest) and not vars(type(nest))["__dataclass_params__"].frozen:
-        places = [(one.name, getattr(nest, one.name)) for one in dataclasses.fields(nest)]
-        put, other = partial(setattr, nest), partial(getattr, changed)
+        keys, get, put = [one.name for one in dataclasses.fields(nest)], getattr, setattr
     else:
         return changed
-    for key, value in places:
-        new = written_into(value, other(key))
+    for key in keys:
+        value = get(nest, key)
+        new = written_into(value, get(changed, key), undo)
         if new is not value:
-            put(key, new)
+            put(nest, key, new)
+            if undo is not None:
+                undo.append(partial(_put_back, nest, key, value, new, get, put))
     return nest
+
+
+def _put_back(nest: Any, key: Any, value: Any, new: Any, get: Any, put: Any) -> None:
+    with contextlib.suppress(LookupError):  # who has it may have dropped it
+        if get(nest, key) is new:
+            put(nest, key, value)
 
 
 def tree_map_only(kinds: Any, function: Callable[..., Any], tree: Any) -> Any:

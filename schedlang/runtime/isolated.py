@@ -60,6 +60,7 @@ class Running:
     given: dict[Place, Tensor] = field(default_factory=dict)
     hands: dict[Place, Tensor] = field(default_factory=dict)
     starts: dict[Place, int] = field(default_factory=dict)  # of those that are split logits
+    undo: pytree.Undo = field(default_factory=list)  # what its containers held before
 
 
 class Isolated(ABC):
@@ -114,7 +115,8 @@ class Isolated(ABC):
             call = Running(frame, module, inputs, _placed("input", frame, inputs))
             self.running.append(call)
             made = pytree.tree_unflatten(rebuilt(spec[0], inputs), spec[1])
-            return pytree.written_into((args, kwargs), made)  # who writes into one is seen by all
+            # what it writes into one of them is seen by all
+            return pytree.written_into((args, kwargs), made, call.undo)
 
         return hook
 
@@ -128,6 +130,8 @@ class Isolated(ABC):
         self._hand(call, call.frame, tensors, starts)
         outputs = self.returned(call, tensors, starts)
         self.running.pop()
+        for put_back in reversed(call.undo):
+            put_back()
         if self.running:
             self.running[-1].given |= _placed("output", call.frame, outputs)
             self.running[-1].starts |= _started("output", call.frame, starts)

@@ -63,6 +63,8 @@ OTHERS = {
     "runtime.grad_reduction.batch_statistics": "of threads",
     "runtime.launch.heart": "of threads",
     "runtime.launch.pool": "of processes",
+    "runtime.launch.record": "of threads",
+    "runtime.launch.recorded_calls": "those of whoever called, which are told and passed on",
     "runtime.rowwise_kernels.launch": "of a process",
     "verbs.telling": "of threads",
 }

@@ -71,7 +71,7 @@ def test_many_wrong_places_are_counted() -> None:
     right = torch.randn(5000, generator=GEN, dtype=torch.float64)
     wrong = right.clone()
     wrong[::3] = 7.0
-    said = diagnose(wrong, right, {}, {})
+    said = diagnose(wrong, right, {}, {}).text
     assert " and 1651 more of dim 0, which are wrong" in said and len(said) < 200, said
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.profiler import record_function
 
-from schedlang.ir.pytree import written_into
+from schedlang.ir.pytree import Undo, written_into
 from schedlang.runtime.device import settled
 
 _UNMARKED = nullcontext()
@@ -86,17 +86,29 @@ def keep_containers(unit: FSDPModule) -> None:
 
     Before a forward fully_shard puts other tensors in the place of those that need a gradient, in
     copies of the dicts and lists around them: what a module writes into one (keys and values that
-    later layers read) would be lost, and nobody would say so.
+    later layers read) would be lost, and nobody would say so.  After the forward what the module
+    did not write itself is as it was.
     """
     for group in groups_of(unit):
-        plain = group._register_post_backward_hook
+        _keep(group)
 
-        def registered(args: Any, kwargs: Any, plain: Any = plain) -> tuple[Any, Any]:
-            given = tuple(args), dict(kwargs)
-            found: tuple[Any, Any] = written_into(given, plain(*given))
-            return found
 
-        group._register_post_backward_hook = registered
+def _keep(group: Any) -> None:
+    before, after = group._register_post_backward_hook, group.post_forward
+    undo: Undo = []
+
+    def registered(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        undo.clear()  # of a forward that has failed
+        given = tuple(args), dict(kwargs)
+        found: tuple[Any, Any] = written_into(given, before(*given), undo)
+        return found
+
+    def ended(*given: Any) -> Any:
+        while undo:
+            undo.pop()()
+        return after(*given)
+
+    group._register_post_backward_hook, group.post_forward = registered, ended
 
 
 def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
