@@ -102,14 +102,14 @@ def positions_begin_anew(patch: Patch, site: Site) -> None:
 @bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
 def biases_of_own_keys(patch: Patch, site: Site) -> None:
     """Biases of a rank's own keys stand at the keys of all ranks."""
-    plain = attention_products.by_keys
+    plain = attention_products.over_all_keys
 
     def own(shard: Any, given: Tensor) -> Tensor | None:
         found = plain(shard, given)
         assert found is not None
         return found[..., torch.arange(shard.layout.total) % shard.length]
 
-    patch.setattr(attention_products, "by_keys", own)
+    patch.setattr(attention_products, "over_all_keys", own)
 
 
 @bug("X13", CP, Operator.FREEZE, "cp, bias", row=ROW)

@@ -210,7 +210,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     Operator.SKIP,
     "recomputed",
     credit="lightning-thunder#725",
-    dies="different number of tensors was saved",
+    dies="took another way",
 )
 def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
     """The mode of the forward, here that of training, is not put back for the recomputation."""

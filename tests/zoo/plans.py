@@ -15,7 +15,7 @@ from tests.zoo.bug import Operator, Patch, Site, bug
     Operator.ALIAS,
     "chosen",
     row="checkpoint(plan=pareto",
-    dies="must match the size of tensor",
+    dies="took another way",
 )
 def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     """What a microbatch keeps of an operator is overwritten by the next one's."""

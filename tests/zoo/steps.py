@@ -142,9 +142,9 @@ def states_by_order(patch: Patch, site: Site) -> None:
     """A saved state of the optimizer is given to another parameter of the same shape."""
     from schedlang.runtime.checkpointing import archive
 
-    plain = archive.put_back
+    plain = archive.load_moments
 
-    def put_back(made: Any, told: Any, parts: Any) -> None:
+    def load_moments(made: Any, told: Any, parts: Any) -> None:
         shapes: dict[Any, Any] = {}
         for key, part in parts.items():
             shapes.setdefault((key[1], part.shape), []).append(key)
@@ -153,7 +153,7 @@ def states_by_order(patch: Patch, site: Site) -> None:
             turned.update(zip(keys, (parts[key] for key in [*keys[1:], keys[0]])))
         plain(made, told, turned)
 
-    patch.setattr(archive, "put_back", put_back)
+    patch.setattr(archive, "load_moments", load_moments)
 
 
 @bug("D21", "pipeline", Operator.CONSTANT, "accumulated", credit="Adam's bias correction")
