@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from schedlang.ir.placement import Layout, Segment
 from schedlang.passes.prove import prove
 from schedlang.runtime.checkpointing.holding import Holding
 from schedlang.runtime.launch.pool import Pool
+from tests import zoo
 from tests.tiers import thinned
 from tests.zoo import ZOO
 from tests.zoo.bug import Bug, found, mutate
@@ -155,3 +157,19 @@ def test_a_mistake_of_the_verifier_would_be_noticed(flaw: Flaw, pool: Pool) -> N
 def test_all_are_there() -> None:
     """Fourteen ways in which verifiers have failed."""
     assert list(FLAWS) == [f"V{n:02}" for n in range(1, 15)]
+
+
+def test_what_mutations_replace_is_there() -> None:
+    """A function or a class that is renamed takes the mutations of it along: few of them are run
+    by ordinary tests."""
+    gone, seen = [], 0
+    for path in sorted(Path(zoo.__file__).parent.glob("*.py")):
+        if path.stem.startswith("__"):
+            continue
+        home = importlib.import_module(f"tests.zoo.{path.stem}")
+        for owner, name in re.findall(r'patch\.setattr\((\w+), "(\w+)"', path.read_text()):
+            there = vars(home).get(owner)
+            seen += there is not None
+            if there is not None and not hasattr(there, name):
+                gone.append(f"{path.name}: {owner}.{name}")
+    assert not gone and seen > 100, (gone, seen)
