@@ -246,7 +246,9 @@ class _Meeting:
         self.leave({item.name: _told(item) for item in items})
         if self.rank == 0:
             self._say(self._judged(items))
-        elif not self._until(f"{self.room}/verdict", self.wait + _MORE):
+        elif not until(
+            lambda: self.store.check([f"{self.room}/verdict"]), self.wait + _MORE, self.most
+        ):
             self._say(self._missing("told"))
         verdict = self._verdict()
         if name := verdict.get("tell"):
@@ -312,9 +314,6 @@ class _Meeting:
 
     # -- the room ----------------------------------------------------------------------------------
 
-    def _until(self, key: str, seconds: float) -> bool:
-        return until(lambda: bool(self.store.check([key])), seconds, self.most)
-
     def _say(self, verdict: Any, name: str = "verdict") -> None:
         """The first verdict stands, whoever gives it."""
         if self.store.add(f"{self.room}/{name}/by", 1) == 1:
@@ -322,7 +321,9 @@ class _Meeting:
 
     def _verdict(self, name: str = "verdict") -> Any:
         key = f"{self.room}/{name}"
-        if not self._until(key, _MORE):  # who meant to give it is gone
+        if not until(
+            lambda: self.store.check([key]), _MORE, self.most
+        ):  # who meant to give it is gone
             return _said("S651", "another rank has ended while the ranks met", [], [])
         return self._read(key)[0]
 
