@@ -110,20 +110,10 @@ def test_a_graph_may_be_walked_twice() -> None:
     assert torch.equal(x.grad, 2 * once)
 
 
-class Carried(Carrying):
+class Carried(Spy, Carrying):
     """Notes what it sees; a mode above may ask it itself."""
 
     carried = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen.append(getattr(func, "__name__", ""))
-        return self.run(func, types, args, kwargs or {})
 
 
 class Stacked(Carried):
