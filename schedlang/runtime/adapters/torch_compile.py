@@ -1,4 +1,4 @@
-"""torch.compile: a rule of dynamo that is mended, its checks of one call, functorch's settings.
+"""torch.compile: a rule of dynamo that is mended, its checks of one call, backwards in two parts.
 
 * Losses that are modules. torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into
   the graph as one of tensors, and fails on a stand-in; the function asks its arguments, as it
@@ -97,11 +97,13 @@ def keeping() -> Iterator[None]:
     functorch's own setting, `donated_buffer`, is not it: turned off while a graph is compiled, two
     parts of it are still refused; turned off when they run, graphs that overwrite are not.
     """
+    if not _kept:
+        yield
+        return
     from torch._functorch._aot_autograd import graph_compile
 
     plain = graph_compile.collect_bw_donated_buffer_idxs
-    if _kept:
-        graph_compile.collect_bw_donated_buffer_idxs = lambda *given, **named: []
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *given, **named: []
     try:
         yield
     finally:
