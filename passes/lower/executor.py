@@ -219,11 +219,21 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
         of, ready, known = _last.made
         if of() is plan and ready() is prepared:
             return known
-    skeleton = local_skeleton(plan, prepared.traced)
-    exchange(plan, skeleton, prepared.tokens, ranks)
-    made = Stub(skeleton, prepared.staged.cut, prepared.outputs)
+    of, ready, cut = ref(plan), ref(prepared), prepared.staged.cut
+
+    def copied() -> nn.Module:
+        plan, prepared = of(), ready()
+        assert plan is not None and prepared is not None, "a proof holds what it proves"
+        skeleton = local_skeleton(plan, prepared.traced)
+        exchange(plan, skeleton, prepared.tokens, ranks)
+        return skeleton
+
+    if prepared.outputs:  # found by a proof, of which next to nothing is asked that it has not
+        made = Stub(plan.model.model, cut, prepared.outputs, copied)
+    else:
+        made = Stub(copied(), cut)
     if prepared.tokens is None:  # else it holds the groups of this rank
-        _last.made = ref(plan), ref(prepared), made
+        _last.made = of, ready, made
     return made
 
 

@@ -204,8 +204,14 @@ class Way:
 
 Having = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
 To = Callable[[Sharding], Sequence[int]]
-Ways = dict[Any, Way]  # those of one program, whose holdings never change
+Ways = dict[Any, Way]  # those of programs that hold alike, which never changes
 _SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
+
+
+@lru_cache(maxsize=4)
+def ways_of(mesh: Mesh, holdings: tuple[Holding, ...]) -> Ways:
+    """The ways of all programs of this process that hold alike: a proof builds one an optimizer."""
+    return {}
 
 
 def _kept(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
