@@ -225,7 +225,8 @@ def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
     def enter(frame: FrameType, event: str, arg: Any) -> _Trace | None:
         if _is_foreign(frame.f_code) or not _tests(frame.f_code):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        # from Python 3.13 on a frame that is not traced yet is not made to tell of instructions
+        frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = step, True, False
         return step
 
     def step(frame: FrameType, event: str, arg: Any) -> _Trace:
@@ -242,6 +243,7 @@ def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
         return step
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks once, when tracing begins
     sys.settrace(enter)
     try:
         yield found
