@@ -47,6 +47,8 @@ class Staged:
     `homes[replica][stage]` is a place along the pipeline's axis. `trunk`: modules that are gathered
     one by one, where rows slice or move parameters. `outside`: modules that are called
     while a module around them does not run (DiT's first block lends its embedding), and that one.
+    `lent`: parameters that are read, or replaced, while a unit of the cut around them does not run,
+    or written into by the forward.
     """
 
     cut: Cut
@@ -55,6 +57,7 @@ class Staged:
     axis: str | None
     trunk: frozenset[str]
     outside: frozenset[tuple[str, str]] = frozenset()
+    lent: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -162,7 +165,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside)
+        trunk -= {around for _, around in traced.lent}  # it would not be gathered: the model is
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside, traced.rewritten)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -175,7 +179,10 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return with_parking(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
+    lent = frozenset(name for name, around in traced.lent if around in graph.units)
+    lent |= traced.rewritten
+    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent)
+    return with_parking(plan, staged)
 
 
 def _graph(

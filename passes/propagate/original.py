@@ -48,6 +48,8 @@ class Original:
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     outside   modules that are called while a module around them does not run, and that one
+    lent      parameters that are read, or replaced, while a module around them does not run, and it
+    rewritten parameters that the forward writes into: moving averages, weights that are clipped
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     entries   modules in the order of their first call, and how often each is called
@@ -64,6 +66,8 @@ class Original:
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
+    lent: frozenset[tuple[str, str]] = frozenset()
+    rewritten: frozenset[str] = frozenset()
     lossless: Diagnostic | None = None
     asked: bool = False
     entries: Mapping[str, int] = field(default_factory=dict)
@@ -152,6 +156,8 @@ def record(
         apart={} if watched is None else watched.apart,
         reached=reached(model, found),
         outside=frozenset(stack.outside),
+        lent=frozenset(stack.lending.lent),
+        rewritten=frozenset(stack.lending.written),
         lossless=lossless,
         asked=values.asked,
         entries=stack.turns,

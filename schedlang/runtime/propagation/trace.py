@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
+from schedlang.runtime.propagation.lending import Lending, not_running
 from schedlang.runtime.rng.draws import masks, shapes_of
 from schedlang.runtime.storage.saved import (
     given_whole,
@@ -148,6 +149,7 @@ class Stack:
     mains    the main tensor that each frame was given
     turns    modules in the order of their first call, and how often each was called
     outside  modules that are called while a module around them does not run, and that one
+    lending  what is read, replaced and written beside the modules that hold it
     seen     told what each call is given, and what it gives
     """
 
@@ -155,34 +157,29 @@ class Stack:
     mains: list[Tensor | None] = field(default_factory=lambda: [None])
     turns: dict[str, int] = field(default_factory=dict)
     outside: set[tuple[str, str]] = field(default_factory=set)
+    lending: Lending = field(default_factory=Lending)
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
+        self.lending.watch(model)
         for fqn, module in model.named_modules():
             if fqn:
                 module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
-
-    def _not_running(self, fqn: str) -> Iterator[str]:
-        """The modules around one that is called now which do not run, nor anything else in them."""
-        names = fqn.split(".")
-        running = [name for name, _ in self.frames]
-        for depth in range(1, len(names)):
-            around = ".".join(names[:depth])
-            if not any(name == around or name.startswith(f"{around}.") for name in running):
-                yield around
 
     def _run(
         self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a module, with its frame on the stack."""
+        self.lending.begin(fqn, bool(self.muted))
         if self.muted:
             return inner(*args, **kwargs)
         turn = self.turns.get(fqn, 0)
         self.turns[fqn] = turn + 1
         if "." in fqn:
-            self.outside.update((fqn, around) for around in self._not_running(fqn))
+            running = [name for name, _ in self.frames]
+            self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
         floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
         self.mains.append(next(floats, None))
@@ -305,6 +302,8 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
+        if not self.stack.muted:
+            self.stack.lending.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
             self._note_draw(call)
         if self._lineage:
