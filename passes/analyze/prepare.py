@@ -132,9 +132,16 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
     """Check that a part's weight is a number; refuse (S865) at the line of a function that
     raises."""
     try:
-        float(weight(sample))
+        value = float(weight(sample))
     except Exception as error:
         raise told(error, "weight", weight) from error
+    if not 0 <= value < float("inf"):
+        raise Refusal.of(
+            "S621",
+            f"`weight` gives {value:g} for a part of the batch",
+            notes=("losses of parts are added up, each by its share of all weights",),
+            helps=("return a count of what the loss is a mean over: rows, tokens",),
+        )
 
 
 def check_axes(plan: Plan) -> None:

@@ -181,7 +181,8 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
-        seen, sums = Recorded(stack, inputs, draws=True), Sums(stack, rows)
+        seen = Recorded(stack, inputs, draws=True)
+        sums = Sums(stack, rows, seen.means)
         with Trace(stack, seen, sums):
             _, value = forward(bare, inputs, sums.beside(loss))
         return Many(seen.drawn, None if value is None else sums.reaching(value))

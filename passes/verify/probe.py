@@ -69,7 +69,12 @@ class Probe:
         case, parts = self.case, self.parts
         weigh = part_weight(case.plan, parts[0].inputs, case.loss, case.weight, len(parts))
         with ambient(*modes_of(case)[0]):
-            return [weigh(part.inputs) for part in parts]
+            found = [weigh(part.inputs) for part in parts]
+        if case.weight is not None and not sum(found):
+            title = "`weight` gives 0 for every part of the batch"
+            helps = ("return a count of what the loss is a mean over: rows, tokens",)
+            raise Refusal.of("S621", title, helps=helps)
+        return found
 
     def together(self) -> list[Derived] | None:
         """Weighed losses and gradients of parts that share their sums; None: they share none.

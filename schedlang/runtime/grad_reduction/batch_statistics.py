@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -82,13 +82,16 @@ Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear c
 
 
 class Sums(Lattice):
-    """The sums over all rows that each tensor is made of, in a forward with `rows` rows."""
+    """The sums over all rows that each tensor is made of, in a forward with `rows` rows.
+
+    `means`: tensors, by identity, that are means over labels although a sum was divided by a count.
+    """
 
     mark: str = "_schedlang_sums"
     nothing: Mix = MappingProxyType({})
 
-    def __init__(self, stack: Stack, rows: int) -> None:
-        self.stack, self.rows = stack, rows
+    def __init__(self, stack: Stack, rows: int, means: Container[int] = ()) -> None:
+        self.stack, self.rows, self.means = stack, rows, means
         self.turns: dict[tuple[str, str], int] = {}
         self.inside = True  # the model, not a loss that is given beside it
         self._mixes: list[Mix] = []  # of what the call that runs is given
@@ -121,6 +124,8 @@ class Sums(Lattice):
         if not call.outputs:
             return
         mix = _mixed(call.name, call.inputs, self._mixes)
+        if id(call.out) in self.means:
+            mix = {LABELS: True}
         rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
         if rowed and not any(map(self._rowed, call.outputs)):
             mix = {**mix, **self._summed(call, rowed[0])}

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -251,6 +251,7 @@ class Recorded(Lattice):
     drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
                 only if `draws`: what is drawn is looked for
     sourceless  those of them that are made of no tensor of the batch
+    means       sums of cross-entropies, divided by how many of their labels count: by identity
     """
 
     mark, nothing = "_schedlang_batched", False
@@ -271,6 +272,9 @@ class Recorded(Lattice):
         self._batched = False  # whether the call that runs is given something of the batch
         # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
         self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
+        self.means: dict[int, Tensor] = {}
+        self._summed: dict[int, tuple[Tensor, LabelRule]] = {}
+        self._counts: dict[int, tuple[Tensor, Count]] = {}
         for name, value in named_tensors(inputs).items():
             self.put(value, True)
             if not value.is_floating_point():
@@ -329,10 +333,14 @@ class Recorded(Lattice):
         func, args, kwargs = call.func, call.args, call.kwargs
         if func in LOSSES:
             known = self._lineage.get(id(call.argument(1, "target")))
-            if known is not None and kwargs.get("reduction", "mean") == "mean":
-                ignore = int(kwargs.get("ignore_index", -100))
-                self.labels.append(LabelRule(known[1], known[2], ignore))
+            if known is not None and kwargs.get("reduction", "mean") in ("mean", "sum"):
+                rule = LabelRule(known[1], known[2], int(kwargs.get("ignore_index", -100)))
+                if kwargs.get("reduction", "mean") == "mean":
+                    self.labels.append(rule)
+                else:
+                    self._summed[id(call.out)] = call.out, rule
             return
+        self._follow_count(call)
         out = call.out
         if not args or not isinstance(out, Tensor) or out.is_floating_point():
             return
@@ -343,7 +351,40 @@ class Recorded(Lattice):
         steps = (*known[2], step) if call.name in _COUNT else known[2]
         self._lineage[id(out)] = (out, known[1], steps)
 
+    def _follow_count(self, call: Running) -> None:
+        """Follow a count of labels to where a sum over them is divided by it: that is a mean."""
+        args, out = call.args, call.out
+        if not args or not isinstance(out, Tensor):
+            return
+        count = self._counts.get(id(args[0]))
+        if call.name in ("ne", "__ne__") and len(args) == 2 and type(args[1]) is int:
+            if known := self._lineage.get(id(args[0])):
+                self._counts[id(out)] = out, Count(known[1], args[1])
+        elif count is not None and call.name in BOUNDED and out.dim() == 0:
+            least = call.argument(1, "min")
+            if isinstance(least, int | float) and 0 < least <= 1:
+                self._counts[id(out)] = out, replace(count[1], bounded=True)
+        elif count is not None and call.name in ("sum", "to", "float", "double", "long", "type"):
+            self._counts[id(out)] = out, count[1]
+        elif call.name in ("div", "__truediv__") and len(args) == 2 and id(args[0]) in self._summed:
+            _, rule = self._summed[id(args[0])]
+            held = self._counts.get(id(args[1]))
+            wanted = Count(rule.source, rule.ignore_index, bounded=True)
+            if held is not None and held[1] == wanted and held[0].dim() == 0:
+                self.labels.append(rule)
+                self.means[id(out)] = out
 
+
+@dataclass(frozen=True)
+class Count:
+    """How many labels of an input are others than one number; `bounded`: one at least."""
+
+    source: str
+    ignore_index: int
+    bounded: bool = False
+
+
+BOUNDED = ("clamp", "clamp_min", "clip")
 # calls of torch that choose or add labels; moves and reshapes do not change how many count
 _COUNT = frozenset({"__getitem__", "pad", "narrow"})
 
