@@ -100,7 +100,7 @@ def prepare(
     chains: Chains = {}
     if plan.order is not None:
         check_stale(plan, staged)
-        slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+        slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
     if plan.stores:
         check_peers(plan, staged)
     if plan.kept:

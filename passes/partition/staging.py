@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.features import Recomputing
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
 from schedlang.passes.partition.chains import Counting, time_of
@@ -307,7 +307,7 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
 def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
-    return refusal.at(row.span) if row is not None else refusal
+    return at_its_row(refusal, row)
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
@@ -402,4 +402,4 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
             'or use an order without them: `pipeline(order="1F1B", micro=4)`',
         ),
     )
-    raise refusal.at(row.span) if row is not None else refusal
+    raise at_its_row(refusal, row)
