@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.diagnostic import Refusal, kind_of
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.model import Adapting
@@ -406,10 +406,6 @@ def _optimizer(
     if not trained:
         return None
     made = make(trained)
-    if not hasattr(made, "step"):
-        title = f"`optimizer` returns {kind_of(made)}, not an optimizer"
-        helps = ("let it return one: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",)
-        raise Refusal.of("S618", title, helps=helps)
     check_closure(made)
     groups = getattr(made, "param_groups", ())
     held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}

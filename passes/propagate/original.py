@@ -47,6 +47,7 @@ class Original:
     unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
+    reenters  whether the model has reentrant checkpoints, whose backward runs another one
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
@@ -65,6 +66,7 @@ class Original:
     unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
+    reenters: bool = False
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
@@ -107,9 +109,10 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, no_loss, not_a_loss, taken
+    from schedlang.runtime.batch import forward, named_tensors, taken
+    from schedlang.runtime.propagation import trace as graph
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
-    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
+    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
@@ -138,13 +141,8 @@ def record(
     labels: Any = plan.model.cache.setdefault("labels", {})
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
     labels[at] = tuple(seen.labels), loss
-    found = value if loss is None or is_loss(value) else None
-    lossless = None  # a batch without labels may have no loss, and still be evaluated
-    if found is None and loss is None:
-        lossless = no_loss(model, output, batch)
-    elif found is None:
-        lossless = not_a_loss(value, model, batch)
-    given = taken(plan.model.model, batch)
+    found, lossless = _loss_of(model, batch, loss, output, value)
+    given, nodes = taken(plan.model.model, batch), graph.behind(found)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
@@ -154,7 +152,8 @@ def record(
         drawn=seen.drawn,
         unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
         apart={} if watched is None else watched.apart,
-        reached=reached(model, found),
+        reached=graph.reached(model, nodes),
+        reenters=graph.reenters(nodes),
         outside=frozenset(stack.outside),
         lent=frozenset(stack.lending.lent),
         rewritten=frozenset(stack.lending.written),
@@ -164,6 +163,20 @@ def record(
         choices=seen.choices,
     )
     return Recording(seen.frames, saved, original)
+
+
+def _loss_of(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, output: Any, value: Any
+) -> tuple[Tensor | None, Diagnostic | None]:
+    """The loss to train by, or what is said where there is none.
+
+    A batch without labels may have no loss, and still be evaluated.
+    """
+    from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
+
+    if loss is None:
+        return value, None if value is not None else no_loss(model, output, batch)
+    return (value, None) if is_loss(value) else (None, not_a_loss(value, model, batch))
 
 
 class Many(NamedTuple):

@@ -61,7 +61,7 @@ WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
 def test_what_is_given_wrongly_to_build(
     options: dict[str, Any], code: str, said: str, threads: Threads
 ) -> None:
-    """Each is refused with its reason and with what would be legal: none trains nothing silently."""
+    """Each is refused with its reason and with what would be legal: nothing trains in vain."""
     assert torch.isfinite(built(threads))
     with pytest.raises(Refusal) as caught:
         built(threads, **options)

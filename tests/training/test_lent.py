@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -141,3 +144,19 @@ def test_stages_of_what_is_read_elsewhere(kind: type[Own], threads: Threads) -> 
     """In stages it is whole on each rank, where the rest is in slices."""
     plan = planned(kind().double(), "up  pipeline_split(over=pp)\n" + STAGES, "dp=2, pp=2")
     proven(threads, plan, [batch(), batch(6)])
+
+
+class Again(Own):
+    """Blocks that run again in backward, by the checkpoint of torch that enters it anew."""
+
+    def join(self, x: Tensor, down: Any) -> Tensor:
+        return checkpoint(down, x, use_reentrant=True)
+
+
+def test_halved_backwards_of_reentrant_checkpoints() -> None:
+    """No half of such a backward can wait: the order is refused, and whole backwards are not."""
+    rows = 'up  pipeline_split(over=pp)\npipeline(order="{}", micro=2)'
+    with pytest.raises(Refusal, match="reentrant checkpoints") as caught:
+        prepare(planned(Again().double(), rows.format("ZB-H1"), "pp=2"), batch(4))
+    assert caught.value.diagnostic.code == "S608" and caught.value.diagnostic.helps
+    prepare(planned(Again().double(), rows.format("1F1B"), "pp=2"), batch(4))

@@ -106,7 +106,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What a tensor lies in, which its views share; 0 where there is nothing of the kind."""
+    """The identity of the storage of a tensor, which its views share; 0 where there is none."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 

@@ -377,7 +377,7 @@ class Recorded(Lattice):
 
 @dataclass(frozen=True)
 class Count:
-    """How many labels of an input are others than one number; `bounded`: one at least."""
+    """A count of the labels of an input that differ from one number; `bounded`: one at least."""
 
     source: str
     ignore_index: int
@@ -398,24 +398,32 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return step
 
 
-def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
-    """First names of the parameters that a backward from this loss would give a gradient.
+def behind(loss: Tensor | None) -> set[Any]:
+    """The nodes of the graph that a backward from this loss would run."""
+    todo: list[Any] = [loss.grad_fn] if loss is not None else []
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return seen
+
+
+def reached(model: nn.Module, nodes: Iterable[Any]) -> frozenset[str]:
+    """First names of the parameters that a backward of these nodes would give a gradient.
 
     What stands inside of reentrant checkpoints is not seen.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: set[str] = set()
-    todo: list[Any] = [loss.grad_fn] if loss is not None else []
-    seen: set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        found |= {name} if name is not None else set()
-        todo += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    found = (names.get(id(getattr(node, "variable", None))) for node in nodes)
+    return frozenset(name for name in found if name is not None)
+
+
+def reenters(nodes: Iterable[Any]) -> bool:
+    """Return whether a backward would run another one, of a reentrant checkpoint of the model's."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
 
 
 Result = TypeVar("Result")
