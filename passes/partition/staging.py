@@ -176,6 +176,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
         made = cut(graph, numbers)
+        _check_derived(traced, graph)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -279,6 +280,21 @@ def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight
         return time_of(counting, rows, graph, timeline)
     balance = plan.cuts[0].balance
     return None if balance == "even" else weight_of(balance, plan, graph, timeline)
+
+
+def _check_derived(traced: Traced, graph: StageGraph) -> None:
+    """Refuse (S610) a forward that takes a gradient between units: no stage has all its graph."""
+    for fqn, line in traced.derives.items():
+        if not any(f"{fqn}.".startswith(f"{unit}.") for unit in graph.units):
+            raise Refusal.of(
+                "S610",
+                "the forward takes a gradient through modules of several stages",
+                notes=(f"at {line}: each stage has the graph of its own modules",),
+                helps=(
+                    "leave the axis out: `pp=1`",
+                    "or take the gradient inside of one module, and cut beside it",
+                ),
+            )
 
 
 def _trunk(plan: Plan) -> frozenset[str]:

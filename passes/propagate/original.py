@@ -51,6 +51,7 @@ class Original:
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
+    derives   modules whose own forward takes a gradient -> the line of the model that does
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     entries   modules in the order of their first call, and how often each is called
@@ -70,6 +71,7 @@ class Original:
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
+    derives: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None
     asked: bool = False
     entries: Mapping[str, int] = field(default_factory=dict)
@@ -157,6 +159,7 @@ def record(
         outside=frozenset(stack.outside),
         lent=frozenset(stack.lending.lent),
         rewritten=frozenset(stack.lending.written),
+        derives=stack.lending.derives,
         lossless=lossless,
         asked=values.asked,
         entries=stack.turns,

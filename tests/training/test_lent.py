@@ -146,6 +146,15 @@ def test_stages_of_what_is_read_elsewhere(kind: type[Own], threads: Threads) -> 
     proven(threads, plan, [batch(), batch(6)])
 
 
+def test_a_gradient_through_stages() -> None:
+    """No stage has the graph of all: refused, with the line that takes the gradient."""
+    rows = 'up  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    with pytest.raises(Refusal, match="through modules of several stages") as caught:
+        prepare(planned(Penalised().double(), rows, "pp=2"), batch(4))
+    said = caught.value.render()
+    assert caught.value.diagnostic.code == "S610" and "test_lent.py:" in said and "`pp=1`" in said
+
+
 class Again(Own):
     """Blocks that run again in backward, by the checkpoint of torch that enters it anew."""
 

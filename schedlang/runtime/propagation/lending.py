@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.tracing.meta import tensors_in
+from schedlang.runtime.tracing.meta import model_line, tensors_in
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Running
@@ -31,12 +31,14 @@ class Lending:
 
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     written   parameters that are written into
+    derives   modules whose own forward takes a gradient -> the line of the model that does
     entering  modules whose hooks run before them: what gathers them has come first
     """
 
     def __init__(self) -> None:
         self.lent: set[tuple[str, str]] = set()
         self.written: set[str] = set()
+        self.derives: dict[str, str] = {}
         self.entering: list[str] = []
         self._names: dict[int, list[str]] = {}  # of each parameter, by its id
         self._lies_in: dict[int, list[str]] = {}  # and by its storage
@@ -76,6 +78,7 @@ class Lending:
         if call.func in BACKWARDS:  # units that it ends with are freed while the forward runs on
             every = (name for names in self._names.values() for name in names)
             self.lent.update((name, one) for name in every for one in _around(name))
+            self.derives.setdefault(running[-1], model_line())
         for tensor in tensors_in(call.args[:1]) if _writes(call) else ():
             self.written.update(self._lies_in.get(_storage(tensor), ()))
             self.written.update(self._names.get(id(tensor), ()))  # it may have got another storage
