@@ -24,8 +24,8 @@ from schedlang.diagnostics.diagnostic import (
     guess,
     kind_of,
 )
-from schedlang.diagnostics.source import Source, python_span
-from schedlang.language.syntax import parse, read
+from schedlang.diagnostics.source import python_span
+from schedlang.language.syntax import given, parse
 from schedlang.passes.elaborate.state import Settings, job_size
 from schedlang.schedule import Schedule
 
@@ -234,14 +234,12 @@ class Trainer:
             self.program.allowed = self._allowed
 
     def _scheduled(self) -> Schedule:
-        given = self.schedule
-        if isinstance(given, Schedule):
-            return given
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
         from schedlang.runtime.comm import world
 
-        text, size = str(given), job_size() or world.size()  # alone it is a job of one
-        source = Source("schedule", text) if "\n" in text else read(text)
-        return Schedule(self.model, parse(source), Settings(world=size))
+        size = job_size() or world.size()  # alone it is a job of one
+        return Schedule(self.model, parse(given(self.schedule)), Settings(world=size))
 
     def _parts(self) -> int:
         """The parts that the data are read in: one, where every rank has whole batches."""

@@ -79,16 +79,19 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
     """Parameters that stay whole on data-parallel ranks although the rest is sliced.
 
     Those that several units use: each gathers and frees its own. In a pipeline also what no unit
-    holds; without one the model itself takes that.
+    holds, or what is read while its unit does not run; without one the model itself takes that.
+    And what the forward writes into: of what was gathered that would be lost.
     """
+    lent = {f.name for n in staged.lent if (f := plan.model.parameters.get(n)) is not None}
     if staged.axis is None:
-        return frozenset(_across(plan, staged))
+        return frozenset(_across(plan, staged)) | lent
     units = [f"{name}." for name in staged.cut.graph.units]
     held = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
         for name, fact in plan.model.unique.items()
     }
-    return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}
+    apart = {name for name, count in held.items() if count != 1}
+    return frozenset(staged.cut.shared) | apart | lent
 
 
 def _across(plan: Plan, staged: Staged) -> Iterator[str]:

@@ -407,6 +407,15 @@ def _optimizer(
         return None
     made = make(trained)
     check_closure(made)
+    groups = getattr(made, "param_groups", ())
+    held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
+    if held and not held & ours and a.stage_axis is None:
+        raise Refusal.of(
+            "S618",
+            "the optimizer has none of the program's parameters",
+            notes=("a program trains copies of the model's parameters, and parts of them",),
+            helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
+        )
     return made
 
 
