@@ -23,6 +23,7 @@ from schedlang.runtime.isolated import Frame, parts_of
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
+MOST_PLACES, NEAR = 32, 1e-9
 At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
 
 
@@ -41,6 +42,7 @@ class Run:
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[At] = field(default_factory=list)
     live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
 
     def of(self, at: At, back: bool = False) -> Tensor:
         """An output, or the gradient that comes back to it."""
@@ -132,7 +134,7 @@ class Found:
     pending: tuple[str, ...] = ()  # where ranks have terms of a sum
     at: At = (("", 0), 0)
     parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
-    anchors: tuple[Part, ...] = ()  # what they have of the output that is right before it
+    anchors: tuple[Part, ...] = ()  # what they have of outputs that are right before it, last first
     because: str = ""
 
     @property
@@ -220,6 +222,10 @@ class Exact:
         """Say how a wrong value comes from the right one, or how much of it is wrong."""
         want = factor * self.right.of(at, back).reshape(-1)[places]
         found = diagnose(value, want, sizes)
+        if found and found.how:
+            return found
+        if not back and (said := _laid(value, want)):
+            return Pattern(said)
         if found and found != NONE:
             return found
         count = int(((value - want).abs() > 1e-9 * want.abs().max()).sum())
@@ -311,7 +317,7 @@ class Followed:
             elif frame[0] and (said := self._output(at, found)):  # a stage returns what it has
                 return Found(_named(frame), _OUTPUT, said, before, (), at, (*found,), anchors)
             if found:
-                before, anchors = _named(frame), (*found,)
+                before, anchors = _named(frame), (*found, *anchors)
         return self._backward()
 
     def _output(self, at: At, parts: Sequence[Part]) -> Pattern:
@@ -427,6 +433,26 @@ class Followed:
             if not self.looks.total(at, True, _sum(group), first.places, mean):
                 return False
         return True
+
+
+def _laid(value: Tensor, want: Tensor) -> str:
+    """Say which places of a right output each place of a dim holds, if they are of other ones."""
+    near = NEAR * float(want.abs().max())
+    for dim, size in enumerate(want.shape):
+        if not 2 <= size <= MOST_PLACES:
+            continue
+        ours, right = (one.movedim(dim, 0).flatten(1) for one in (value, want))
+        same = torch.stack([(one - right).abs().amax(1) <= near for one in ours])
+        order: list[int] = []
+        for place, there in enumerate(same):  # alike ones: in its place, or after the one before
+            known = there.nonzero().reshape(-1).tolist()
+            if not known:
+                break
+            likely = [n for n in (place, order[-1] + 1 if order else 0) if n in known]
+            order.append((likely or known)[0])
+        if len(order) == size:
+            return f"along dim {dim} it holds the places {order} of what is right"
+    return ""
 
 
 def _turns(run: Run, name: str) -> int:
