@@ -171,7 +171,7 @@ class _Judging:
         progress("the kind of mistake")
         where = located(trial, told, report, kept, self.task.dtype, found.chosen)
         named = replace(trial, told=tuple(told))
-        parts = Parts(named if trial.wide else named.exact, self.seen.labels)
+        parts = Parts(named if trial.wide else named.exact, self.seen.labels, where.rows)
         if found.bounds is None:
             said = kinds(report, found.expected, found.actual, kept, trial.world, parts, where)
         else:

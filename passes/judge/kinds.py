@@ -32,11 +32,13 @@ class Located:
 
     turns    how often a rank runs what the original runs once: microbatches
     factors  by rank, that of the first gradient which it has
+    rows     of the batch in each of ranks' calls, where these share them
     """
 
     text: str = ""
     turns: int = 1
     factors: Mapping[int, float] = field(default_factory=dict)
+    rows: Sequence[Sequence[int]] = ()
 
 
 def kinds(
@@ -67,7 +69,12 @@ def kinds(
             found.setdefault(text, []).append(row.name)
             continue
         counts = _counted(sizes, world, where, want, got)
-        text = of_gradient(want, got, _clipped(copies, got), counts, parts, row)
+        others = {
+            k.name: value
+            for k, value in expected.tensors.items()
+            if k[:3] == key[:3] and k.name != row.name
+        }
+        text = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
         found.setdefault(text, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
     lines = [("first module", where.text)] * bool(where.text)
@@ -165,8 +172,9 @@ def of_gradient(
     sizes: Mapping[str, int],
     parts: Parts,
     row: Row,
+    others: Mapping[str, Tensor | None] | None = None,
 ) -> str:
-    """Say how a wrong gradient comes from the right one, or from those of the ranks."""
+    """Say how a wrong gradient comes from the right one, those of the ranks, or of `others`."""
     if want is None:
         return "the original has none" if got is not None else ""
     if got is None:
@@ -178,7 +186,7 @@ def of_gradient(
     said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_rows(*_named(row)))
     if text := next(filter(None, said), ""):
         return text
-    found = diagnose(got, want, sizes)
+    found = diagnose(got, want, sizes, others)
     if found and found.how:
         return found.text
     said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_words(*_named(row)))
@@ -225,7 +233,9 @@ def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
     if int(rank) < len(cut.parts) or not all(fits(a, b) for a, b in sums):
         return ""
     times = (weights[:, 0] / weights[:, 1]).tolist()
-    if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
+    most = max(map(abs, times))
+    apart = max(times) - min(times) >= 1e-6 * most > 1e-12  # else it is zero, or all count alike
+    if not all(map(math.isfinite, times)) or not apart:
         return ""
     return counted([one if abs(one) > 1e-6 else 0.0 for one in times], cut.whole)
 

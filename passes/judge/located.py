@@ -122,15 +122,16 @@ def located(
         return Located()
     followed = modules.Followed(looks, ranks, {"ranks": trial.world})
     turns, factors = followed.turns_and_factors()
+    cut = followed.rows(rows(step.batch))
     found = followed.first_difference()
     if found is None:
-        return Located("", turns, factors)
+        return Located("", turns, factors, cut)
     if trial.wide and not found.pattern.how:
         with contextlib.suppress(*_FAILS):
             wrong_ones = [row for row in of_a_step if row.step == 0 and row.kind == "gradients"]
             copies = {row.name: kept.of(first.condition, row.name) for row in wrong_ones}
-            found = replace(found, because=_cause(step, found, copies))
-    return Located(found.text, turns, factors)
+            found = replace(found, because=found.because or _cause(step, found, copies))
+    return Located(found.text, turns, factors, cut)
 
 
 Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of parameters

@@ -36,17 +36,19 @@ class Parts:
     """Gradients of the original in parts, in float64; the batch is cut as programs may cut it.
 
     labels  inputs whose words do not count where another number stands: by it words are cut
+    shared  rows as ranks' calls were seen to share them
     """
 
     trial: Trial
     labels: Sequence[Labels] = ()
+    shared: Sequence[Sequence[int]] = ()
     _known: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
 
     def of_rows(self, name: str, condition: str) -> Iterator[Cut]:
         """Yield a tensor's gradients in each cut of the rows, into blocks and with strides.
 
-        Into every number of parts that divides that of ranks, and into two and four, as steps that
-        accumulate do.
+        Into every number of parts that divides that of ranks, into two and four, as steps that
+        accumulate do, and as ranks share them.
         """
         one = self._condition(condition)
         count = rows(one.batches[0])
@@ -54,6 +56,8 @@ class Parts:
             if parts <= count:
                 yield from self._cut(one, name, [list(part) for part in shares(count, parts)])
                 yield from self._cut(one, name, [[*range(k, count, parts)] for k in range(parts)])
+        if self.shared:
+            yield from self._cut(one, name, [list(part) for part in self.shared])
 
     def of_words(self, name: str, condition: str) -> Iterator[Cut]:
         """Yield likewise those in each cut of the words, where labels tell which of them count.
