@@ -75,12 +75,9 @@ class Meeting:
             beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
             beats.start()
 
-    def join(self) -> None:
-        """Join the job, all ranks together."""
-        from schedlang.runtime.comm.agreement import join_world
-
-        self._done.set()
-        join_world(met=self._store)
+    def first(self, value: Any) -> Any:
+        """Return what the first rank tells, on all of them."""
+        return self.every(value)[0]
 
     def every(self, value: Any) -> list[Any]:
         """Return what each rank tells, on all of them.
@@ -107,7 +104,7 @@ class Meeting:
         return [pickle.loads(one) for one in self._store.multi_get(keys)]
 
     def _heard(self, keys: Sequence[str]) -> dict[int, int]:
-        """How often each rank has said that it is there, of those that have not told yet."""
+        """Count the beats of each rank that has not told yet."""
         if self.rank:
             return {}
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -125,32 +122,53 @@ class Meeting:
         given: Schedule,
         batch: Mapping[str, Any],
         told: Mapping[str, Any] | None,
-    ) -> tuple[Schedule, Setting]:
-        """Return the schedule under the best setting for the ranks there are, and that setting.
+    ) -> tuple[Schedule, Setting, Given]:
+        """Return the schedule under the best setting for the ranks there are, and join them.
 
+        Beside it that setting, and options of `build`: dropout draws on one rank as on several,
+        since those of the process's own generator would move the order in which a loader shuffles.
         told   what a checkpoint has of the run: with as many ranks, its setting stays.  All ranks
         together.  Raises Refusal S695 where there is no setting for so many.
         """
+        from schedlang.runtime.comm.agreement import join_world
+
         names = () if run.elastic is True else tuple(run.elastic or ())
         fit = Fit(given, names, self, batch, run.loss, run.build.get("weight"))
         same = told is not None and told["schedule"] == given.to_sched()
         before = told.get("setting") if told is not None and same else None
         if before is None or before["ranks"] != self.ranks:
             before = {"ranks": self.ranks, "knobs": fit.best()}
-        return fit.under(before["knobs"]), before
+        self._done.set()
+        join_world(met=self._store)
+        drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
+        return fit.under(before["knobs"]), before, drawing
+
+
+class Joined:
+    """The ranks of a job that are as many as the schedule is for; asked as a meeting is."""
+
+    def __init__(self, given: Schedule) -> None:
+        """Join the job.  Raises Refusal S205 or S607 where its ranks are not those of the mesh."""
+        from schedlang.passes.lower.build import check_job
+
+        check_job(given.plan())
+
+    def first(self, value: Any) -> Any:
+        """Return what the first rank tells, on all of them."""
+        from schedlang.runtime.comm import world
+
+        return world.broadcast_object(0, value)
+
+    def fitted(
+        self, _run: Trainer, given: Schedule, *_: Any
+    ) -> tuple[Schedule, Setting | None, Given]:
+        """Return the schedule as it is."""
+        return given, None, {}
 
 
 def _refused(title: str, note: str, help_: str) -> Refusal:
     notes = (note,) if note else ()
     return Refusal(Diagnostic("S695", title, Label(python_span()), notes=notes, helps=(help_,)))
-
-
-def drawing(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how dropout draws where `build` is not told: on one rank as on several.
-
-    Draws from the process's own generator would move the order in which a loader shuffles.
-    """
-    return {} if {"dropout", "seed"} & options.keys() else {"dropout": "native"}
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,6 @@ class Trainer:
     def _start(self) -> None:
         """The program, and where it goes on: data, scheduler and generators before the first batch
         is taken, parameters when there is a program."""
-        from schedlang.passes.lower.build import check_job
         from schedlang.runtime.checkpointing import archive
         from schedlang.runtime.checkpointing.position import (
             Ended,
@@ -200,14 +199,12 @@ class Trainer:
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        met = elastic.Meeting(self.build.get("wait", 0.0)) if self.elastic else None
-        if met is None:
-            check_job(sch.plan())
+        wait = self.build.get("wait", 0.0)
+        met = elastic.Meeting(wait) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
         last = told = None
         if self.folder is not None:
-            last = schedlang.last_checkpoint(self.folder)
-            last = met.every(last)[0] if met is not None else world.broadcast_object(0, last)
+            last = met.first(schedlang.last_checkpoint(self.folder))
         if last is not None:
             told = archive.beside(last, world.rank()) or archive.beside(last)
             if not self.accept:
@@ -222,11 +219,9 @@ class Trainer:
             raise self._ended(0) from None
         now = generators(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        if met is not None:
-            sch, self._setting = met.fitted(self, sch, first, told)
-            met.join()
-            self.schedule, given = sch, {**elastic.drawing(given), **given}
-        built: Any = sch.build(batch=None if self.local else first, **given)
+        self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
+        given = {**drawing, **given}
+        built: Any = self.schedule.build(batch=None if self.local else first, **given)
         self.program = built
         if self.local:
             built._built(first, True)

@@ -36,7 +36,7 @@ zero(stage=1, over=dp)
 pipeline(order="1F1B", micro=micro)
 """
 SAMPLES, ROWS = 36, 6
-BUILD = {"dropout": "logical", "seed": 7, "wait": 60.0}
+BUILD = {"dropout": "logical", "seed": 7}
 
 
 def samples() -> list[dict[str, Tensor]]:
