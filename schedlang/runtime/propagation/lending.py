@@ -63,9 +63,9 @@ class Lending:
         called = fqn in self.entering
         if called:
             self.entering.remove(fqn)
-        if muted:
+        if muted or isinstance(module, torch.jit.ScriptModule):
             return
-        if not called and not isinstance(module, torch.jit.ScriptModule):
+        if not called:
             # it was not called, its `.forward` was: no hooks run, that which gathers it among them
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
             self.lent.update((name, fqn) for name in below)
