@@ -48,6 +48,7 @@ class Original:
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     reenters  whether the model has reentrant checkpoints, whose backward runs another one
+    ungraded  modules that are called without a graph: in such a checkpoint, or a teacher's
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
@@ -68,6 +69,7 @@ class Original:
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     reenters: bool = False
+    ungraded: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
@@ -160,6 +162,7 @@ def record(
         lent=frozenset(stack.lending.lent),
         rewritten=frozenset(stack.lending.written),
         derives=stack.lending.derives,
+        ungraded=frozenset(stack.lending.ungraded),
         lossless=lossless,
         asked=values.asked,
         entries=stack.turns,

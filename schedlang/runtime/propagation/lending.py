@@ -32,6 +32,7 @@ class Lending:
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     written   parameters that are written into
     derives   modules whose own forward takes a gradient -> the line of the model that does
+    ungraded  modules that are called without a graph
     entering  modules whose hooks run before them: what gathers them has come first
     """
 
@@ -39,6 +40,7 @@ class Lending:
         self.lent: set[tuple[str, str]] = set()
         self.written: set[str] = set()
         self.derives: dict[str, str] = {}
+        self.ungraded: set[str] = set()
         self.entering: list[str] = []
         self._names: dict[int, list[str]] = {}  # of each parameter, by its id
         self._lies_in: dict[int, list[str]] = {}  # and by its storage
@@ -65,6 +67,8 @@ class Lending:
             self.entering.remove(fqn)
         if muted or isinstance(module, torch.jit.ScriptModule):
             return
+        if not torch.is_grad_enabled():
+            self.ungraded.add(fqn)
         if not called:
             # it was not called, its `.forward` was: no hooks run, that which gathers it among them
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
