@@ -90,6 +90,7 @@ def _check_homes(plan: Plan, one: Stored) -> None:
 
 
 def refuse_peer(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    """Refuse (S851) what a row sends to a peer, at that row."""
     row = plan.origin(one)
     refusal = Refusal.of("S851", said, notes=(note,), helps=helps)
     raise at_its_row(refusal, row)

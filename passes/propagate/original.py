@@ -113,14 +113,15 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, named_tensors, taken
-    from schedlang.runtime.propagation import trace as graph
+    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
-    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace
+    from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    model, stack = meta_model(plan.model.model, {}), Stack()
+    parts = plan.data_axes or plan.cuts or plan.order or plan.stores
+    model, stack = meta_model(plan.model.model, {}), Stack(lending=Lending() if parts else None)
     model.train()
     if plan.computes:
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
@@ -145,8 +146,9 @@ def record(
     labels: Any = plan.model.cache.setdefault("labels", {})
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
     labels[at] = tuple(seen.labels), loss
-    found, lossless = _loss_of(model, batch, loss, output, value)
-    given, nodes = taken(plan.model.model, batch), graph.behind(found)
+    found = value if loss is None or is_loss(value) else None
+    lossless = None if found is not None else _lossless(model, batch, loss, output, value)
+    given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
@@ -156,33 +158,26 @@ def record(
         drawn=seen.drawn,
         unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
         apart={} if watched is None else watched.apart,
-        reached=graph.reached(model, nodes),
-        reenters=graph.reenters(nodes),
+        reached=trained,
+        reenters=reenters,
         outside=frozenset(stack.outside),
-        lent=frozenset(stack.lending.lent),
-        rewritten=frozenset(stack.lending.written),
-        derives=stack.lending.derives,
-        ungraded=frozenset(stack.lending.ungraded),
         lossless=lossless,
         asked=values.asked,
         entries=stack.turns,
         choices=seen.choices,
     )
+    if stack.lending is not None:
+        original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
 
 
-def _loss_of(
+def _lossless(
     model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, output: Any, value: Any
-) -> tuple[Tensor | None, Diagnostic | None]:
-    """The loss to train by, or what is said where there is none.
+) -> Diagnostic:
+    """The message about a missing loss: without labels a batch can still be evaluated."""
+    from schedlang.runtime.batch import no_loss, not_a_loss
 
-    A batch without labels may have no loss, and still be evaluated.
-    """
-    from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
-
-    if loss is None:
-        return value, None if value is not None else no_loss(model, output, batch)
-    return (value, None) if is_loss(value) else (None, not_a_loss(value, model, batch))
+    return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
 
 
 class Many(NamedTuple):

@@ -23,22 +23,23 @@ def copied(module: M) -> M:
 
     held = (leaf for one in module.modules() for leaf in tree_leaves(vars(one)))
     made = (leaf for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf)
-    return copied_with(module, {id(leaf): leaf.detach().clone() for leaf in made})
-
-
-def copied_with(module: M, memo: dict[int, Any]) -> M:
-    """Copy a module deeply, with a memo of what stands for what; refuse (S867) what has no copy."""
+    memo: dict[int, Any] = {id(leaf): leaf.detach().clone() for leaf in made}
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
-        name, said = type(module).__name__, f"{type(error).__name__}: {error}"
-        raise Refusal.of(
-            "S867",
-            f"the model `{name}` cannot be copied",
-            notes=(f"`copy.deepcopy(model)` raises {said}",),
-            helps=(
-                "keep locks, files and generators out of its attributes",
-                "or give the class that holds them a `__deepcopy__`",
-                "let a `__getattr__` raise AttributeError for what it does not know",
-            ),
-        ) from error
+        raise without_copy(module, error) from error
+
+
+def without_copy(module: nn.Module, error: Exception) -> Refusal:
+    """S867: a module of which `copy.deepcopy` raises this error."""
+    name, said = type(module).__name__, f"{type(error).__name__}: {error}"
+    return Refusal.of(
+        "S867",
+        f"the model `{name}` cannot be copied",
+        notes=(f"`copy.deepcopy(model)` raises {said}",),
+        helps=(
+            "keep locks, files and generators out of its attributes",
+            "or give the class that holds them a `__deepcopy__`",
+            "let a `__getattr__` raise AttributeError for what it does not know",
+        ),
+    )

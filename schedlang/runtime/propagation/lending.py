@@ -46,6 +46,12 @@ class Lending:
         self._lies_in: dict[int, list[str]] = {}  # and by its storage
         self._own: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
 
+    def noted(self) -> dict[str, Any]:
+        """Return what was noted, by the names that an `Original` has for it."""
+        lent, written = frozenset(self.lent), frozenset(self.written)
+        ungraded = frozenset(self.ungraded)
+        return {"lent": lent, "rewritten": written, "derives": self.derives, "ungraded": ungraded}
+
     def watch(self, model: nn.Module) -> None:
         """Know a model's parameters, and when a module is about to be called."""
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -149,7 +149,7 @@ class Stack:
     mains    the main tensor that each frame was given
     turns    modules in the order of their first call, and how often each was called
     outside  modules that are called while a module around them does not run, and that one
-    lending  what is read, replaced and written beside the modules that hold it
+    lending  what is read, replaced and written beside the modules that hold it, if that is asked
     seen     told what each call is given, and what it gives
     """
 
@@ -157,13 +157,14 @@ class Stack:
     mains: list[Tensor | None] = field(default_factory=lambda: [None])
     turns: dict[str, int] = field(default_factory=dict)
     outside: set[tuple[str, str]] = field(default_factory=set)
-    lending: Lending = field(default_factory=Lending)
+    lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
-        self.lending.watch(model)
+        if self.lending is not None:
+            self.lending.watch(model)
         for fqn, module in model.named_modules():
             if fqn:
                 module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
@@ -172,7 +173,8 @@ class Stack:
         self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a module, with its frame on the stack."""
-        self.lending.begin(fqn, bool(self.muted))
+        if self.lending is not None:
+            self.lending.begin(fqn, bool(self.muted))
         if self.muted:
             return inner(*args, **kwargs)
         turn = self.turns.get(fqn, 0)
@@ -306,7 +308,7 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
-        if not self.stack.muted:
+        if self.stack.lending is not None and not self.stack.muted:
             self.stack.lending.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
             self._note_draw(call)
@@ -398,32 +400,27 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return step
 
 
-def behind(loss: Tensor | None) -> set[Any]:
-    """The nodes of the graph that a backward from this loss would run."""
-    todo: list[Any] = [loss.grad_fn] if loss is not None else []
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return seen
-
-
-def reached(model: nn.Module, nodes: Iterable[Any]) -> frozenset[str]:
-    """First names of the parameters that a backward of these nodes would give a gradient.
+def reached(model: nn.Module, loss: Tensor | None) -> tuple[frozenset[str], bool]:
+    """First names of the parameters that a backward from this loss would give a gradient, and
+    whether it would run another backward: that of a reentrant checkpoint of the model's.
 
     What stands inside of reentrant checkpoints is not seen.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = (names.get(id(getattr(node, "variable", None))) for node in nodes)
-    return frozenset(name for name in found if name is not None)
-
-
-def reenters(nodes: Iterable[Any]) -> bool:
-    """Return whether a backward would run another one, of a reentrant checkpoint of the model's."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+    todo: list[Any] = [loss.grad_fn] if loss is not None else []
+    seen: set[Any] = {None}
+    found: set[str] = set()
+    reenters = False
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        found |= {name} if name is not None else set()
+        reenters |= node.name() == "CheckpointFunctionBackward"
+        todo += [following for following, _ in node.next_functions]
+    return frozenset(found), reenters
 
 
 Result = TypeVar("Result")
