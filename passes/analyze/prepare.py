@@ -88,7 +88,9 @@ def prepare(
     if traced.lossless is not None:
         if trains:  # without a loss any key may be what one would read
             raise Refusal(traced.lossless)
-    elif traced.unread:
+    else:
+        _check_dense(plan)
+    if traced.lossless is None and traced.unread:
         check_keys(plan, sample, traced, loss, weight)
     check_settled(plan, traced)
     if plan.casts:
@@ -119,6 +121,23 @@ def prepare(
     if bits is None:
         bits = allotted(plan, sample, loss, chains) if plan.kept else {}
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+
+
+def _check_dense(plan: Plan) -> None:
+    """Refuse (S868) tables whose gradients are sparse: sums over ranks and norms are of dense
+    ones."""
+    for fqn, module in plan.model.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "sparse", False) is True and getattr(weight, "requires_grad", False):
+            raise Refusal.of(
+                "S868",
+                f"the gradient of `{fqn}.weight` would be sparse",
+                notes=(f"`{type(module).__name__}` was made with `sparse=True`",),
+                helps=(
+                    f"make it dense: `model.get_submodule({fqn!r}).sparse = False`",
+                    f"or freeze it: `{fqn}  freeze()`",
+                ),
+            )
 
 
 def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +177,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         check_regions(plan, graph, numbers)
         made = cut(graph, numbers)
         _check_derived(traced, graph)
+        if traced.reenters:
+            _check_reentered(traced, graph, numbers)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -293,6 +295,21 @@ def _check_derived(traced: Traced, graph: StageGraph) -> None:
                 helps=(
                     "leave the axis out: `pp=1`",
                     "or take the gradient inside of one module, and cut beside it",
+                ),
+            )
+
+
+def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) -> None:
+    """Refuse (S610) a unit in a reentrant checkpoint that stands between units, but in the last
+    stage: later stages go through the same code, and their backward would run it again."""
+    for unit, stage in zip(graph.units, numbers):
+        if unit in traced.ungraded and stage < max(numbers):
+            raise Refusal.of(
+                "S610",
+                f"`{unit}` runs in a reentrant checkpoint, which no later stage can run again",
+                helps=(
+                    "let the model say `use_reentrant=False` in `torch.utils.checkpoint`",
+                    "or take that checkpoint out of the model, and add a row `checkpoint()`",
                 ),
             )
 

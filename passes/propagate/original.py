@@ -48,6 +48,7 @@ class Original:
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     reenters  whether the model has reentrant checkpoints, whose backward runs another one
+    ungraded  modules that are called without a graph: in such a checkpoint, or a teacher's
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
@@ -68,6 +69,7 @@ class Original:
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     reenters: bool = False
+    ungraded: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
@@ -164,9 +166,8 @@ def record(
         entries=stack.turns,
         choices=seen.choices,
     )
-    if (lending := stack.lending) is not None:
-        lent, written = frozenset(lending.lent), frozenset(lending.written)
-        original = replace(original, lent=lent, rewritten=written, derives=lending.derives)
+    if stack.lending is not None:
+        original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
 
 

@@ -255,6 +255,11 @@ def test_definitions_from_python(sch: Schedule, tmp_path: Path, monkeypatch: Any
     assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
 
 
+def test_verbs_are_offered_where_one_types(sch: Schedule) -> None:
+    """A completion lists every verb, of the schedule and of some of its modules."""
+    assert set(registry()) <= set(dir(sch)) and set(registry()) <= set(dir(sch["transformer.h.*"]))
+
+
 def test_modules_of_a_cursor(sch: Schedule) -> None:
     """A cursor shows what it selects."""
     assert sch["transformer.h.0.mlp.*"].modules == (

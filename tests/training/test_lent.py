@@ -162,10 +162,40 @@ class Again(Own):
         return checkpoint(down, x, use_reentrant=True)
 
 
+class Half(nn.Module):
+    """A projection that runs itself again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+class Within(Again):
+    """The same inside of modules that are cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Half() for _ in range(4))
+
+    def join(self, x: Tensor, down: Any) -> Tensor:
+        return down(x)
+
+
 def test_halved_backwards_of_reentrant_checkpoints() -> None:
     """No half of such a backward can wait: the order is refused, and whole backwards are not."""
     rows = 'up  pipeline_split(over=pp)\npipeline(order="{}", micro=2)'
     with pytest.raises(Refusal, match="reentrant checkpoints") as caught:
-        prepare(planned(Again().double(), rows.format("ZB-H1"), "pp=2"), batch(4))
+        prepare(planned(Within().double(), rows.format("ZB-H1"), "pp=2"), batch(4))
     assert caught.value.diagnostic.code == "S608" and caught.value.diagnostic.helps
-    prepare(planned(Again().double(), rows.format("1F1B"), "pp=2"), batch(4))
+    prepare(planned(Within().double(), rows.format("1F1B"), "pp=2"), batch(4))
+
+
+def test_reentrant_checkpoints_in_earlier_stages() -> None:
+    """Later stages go through the same code, which would call modules that they do not have."""
+    rows = 'down.2  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    with pytest.raises(Refusal, match="runs in a reentrant checkpoint") as caught:
+        prepare(planned(Again().double(), rows, "pp=2"), batch(4))
+    assert caught.value.diagnostic.code == "S610" and caught.value.diagnostic.helps

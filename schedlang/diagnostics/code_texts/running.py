@@ -122,6 +122,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A model is never changed: its copies are. So `copy.deepcopy(model)` has to work, also\n"
         "for attributes that are no modules.",
     ),
+    "S868": (
+        "a sparse gradient",
+        "Gradients are summed over ranks, clipped and sliced as dense tensors.",
+    ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S871": (
         "angles that are learned",

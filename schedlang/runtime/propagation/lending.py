@@ -32,6 +32,7 @@ class Lending:
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     written   parameters that are written into
     derives   modules whose own forward takes a gradient -> the line of the model that does
+    ungraded  modules that are called without a graph
     entering  modules whose hooks run before them: what gathers them has come first
     """
 
@@ -39,10 +40,17 @@ class Lending:
         self.lent: set[tuple[str, str]] = set()
         self.written: set[str] = set()
         self.derives: dict[str, str] = {}
+        self.ungraded: set[str] = set()
         self.entering: list[str] = []
         self._names: dict[int, list[str]] = {}  # of each parameter, by its id
         self._lies_in: dict[int, list[str]] = {}  # and by its storage
         self._own: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+
+    def noted(self) -> dict[str, Any]:
+        """Return what was noted, by the names that an `Original` has for it."""
+        lent, written = frozenset(self.lent), frozenset(self.written)
+        ungraded = frozenset(self.ungraded)
+        return {"lent": lent, "rewritten": written, "derives": self.derives, "ungraded": ungraded}
 
     def watch(self, model: nn.Module) -> None:
         """Know a model's parameters, and when a module is about to be called."""
@@ -63,9 +71,11 @@ class Lending:
         called = fqn in self.entering
         if called:
             self.entering.remove(fqn)
-        if muted:
+        if muted or isinstance(module, torch.jit.ScriptModule):
             return
-        if not called and not isinstance(module, torch.jit.ScriptModule):
+        if not torch.is_grad_enabled():
+            self.ungraded.add(fqn)
+        if not called:
             # it was not called, its `.forward` was: no hooks run, that which gathers it among them
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
             self.lent.update((name, fqn) for name in below)
