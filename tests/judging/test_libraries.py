@@ -26,12 +26,13 @@ NEEDS = {
     "llama_lora/peft_ddp": ("transformers", "peft"),
     "llama_lora/peft_fsdp2": ("transformers", "peft"),
     "llama_lora/peft_tp": ("transformers", "accelerate", "peft"),
+    "mixtral/megatron_ep": ("megatron.core", "transformers"),
     "qwen3/transformers_fsdp": ("transformers", "accelerate"),
     "qwen3/transformers_tp": ("transformers", "accelerate"),
     "qwen3_moe/transformers_ep": ("transformers", "accelerate"),
 }
 DROPOUTS = {"llama": 2, "llama_lora": 10, "qwen3": 2} | dict.fromkeys(
-    ("decoder", "llama3", "llama_gqa", "qwen3_moe"), 0
+    ("decoder", "llama3", "llama_gqa", "mixtral", "qwen3_moe"), 0
 )
 OTHERWISE = [  # a setting of a program, and another that its page or its comment names
     ("decoder/torch_fsdp1", "NAMES = True", "NAMES = False"),

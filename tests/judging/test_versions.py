@@ -34,6 +34,7 @@ THREADS = (
     "megatron_tokens",
     "smoothed_labels",
     "zero_accumulated",
+    "zero_boundary",
 )
 ALONE = ("megatron_gated_norm", "megatron_gathered", "megatron_sinks", "megatron_smoothing")
 
@@ -78,6 +79,7 @@ def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
 
 
 MENDED = [name for name in THREADS if name.startswith("megatron_") and name not in ALONE]
+MENDED += ["zero_boundary"]
 
 
 @pytest.mark.parametrize("name", MENDED)
