@@ -165,7 +165,7 @@ class Plan:
 
         vars(self).update(state[0])
         open_classes(state[1])
-        register(self.model.model)
+        register(*self.model.model.modules())
 
     def __str__(self) -> str:
         """Return the plan as the verb `plan` shows it without a batch."""

@@ -400,13 +400,17 @@ def _made(kind: Any, children: Mapping[Any, Any], rest: Rest) -> Any:
     return made
 
 
-def register(model: nn.Module) -> None:
-    """Note for the classes of a model what making it would have noted."""
+def register(*modules: nn.Module) -> None:
+    """Note for the classes of modules what making these would have noted.
+
+    transformers looks by the name of a class for the outputs that its hooks collect (hidden states,
+    logits of routers), and collects none where a module has been given another class since.
+    """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     known = getattr(capturing, "_CAN_RECORD_REGISTRY", None)  # private; no other way since 5.0
     if known is None:
         return
-    for module in model.modules():
+    for module in modules:
         if hasattr(module, "_can_record_outputs") and str(type(module)) not in known:
             known[module] = module._can_record_outputs
 

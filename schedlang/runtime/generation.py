@@ -113,19 +113,25 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     kind: Any = type(model)
     _, replicas, _ = a.parts
     least = replicas * a.micro
+    fed = 0  # tokens of the last forward without a cache of ours
 
     @functools.wraps(kind.forward)
     def forward(self: Any, **inputs: Any) -> Any:
+        nonlocal fed
         name = next((name for name in CACHES if inputs.get(name) is not None), None)
         cache: Any = None if name is None else inputs.pop(name)
+        tokens = _tokens(inputs)
+        # a cache that the model makes by itself (RWKV, MiniMax): the loop takes it as kept
+        if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
+            raise _refused(MORE, WITHOUT)
+        fed = tokens if name is None else 0
         batch, rows = _enough_rows(inputs, least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
         output = run(given, lambda k: {} if name is None else {name: cache.part(k)})
         if rows < least:
             output.logits = output.logits[:rows]
         if name is not None:
-            ids = inputs.get("input_ids")
-            cache.advance((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
+            cache.advance(tokens)
             output[name] = cache
         return output
 
@@ -156,6 +162,12 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     facade: Any = object.__new__(type(kind.__name__, (kind,), more))
     facade.__dict__.update({name: v for name, v in vars(model).items() if name != "forward"})
     return facade
+
+
+def _tokens(inputs: Mapping[str, Any]) -> int:
+    """Count the tokens of each row that a forward is given."""
+    ids = inputs.get("input_ids")
+    return int((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
 
 
 def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:

@@ -35,6 +35,15 @@ def test_a_running_sum_of_the_last_dim(tmp_path: Path) -> None:
     assert played("DTensor's running sums", tmp_path) == ""
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
+def test_outputs_of_hooks_are_left_out(tmp_path: Path) -> None:
+    """What hooks collect of a model is None once the model is sliced."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the page is about 5.24")
+    assert played("FSDP2 hides a model", tmp_path) == ""
+
+
 def test_an_activation_is_not_reduced(tmp_path: Path) -> None:
     """Ranks have terms of the gradient of one rank, which a difference quotient confirms."""
     transformers = pytest.importorskip("transformers")

@@ -13,8 +13,12 @@ from transformers import (
     Gemma2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 import schedlang
@@ -60,6 +64,23 @@ def gemma2() -> nn.Module:
 def mamba() -> nn.Module:
     """A state in place of keys and values."""
     return MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1))
+
+
+def rwkv() -> nn.Module:
+    """States that its own forward makes and gives back: no cache of the library's."""
+    return RwkvForCausalLM(RwkvConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2))
+
+
+def minimax() -> nn.Module:
+    """A cache of its own class, made in its forward, of keys and values and of sums."""
+    return MiniMaxForCausalLM(
+        MiniMaxConfig(
+            **SMALL | {"num_hidden_layers": 2},
+            layer_types=["linear_attention", "full_attention"],
+            block_size=4,
+            num_local_experts=2,
+        )
+    )
 
 
 def example(family: str) -> nn.Module:
@@ -220,16 +241,14 @@ def _trained() -> tuple[Tensor, Tensor, list[list[float]]]:
             {"cache_implementation": "static"},
             "`StaticCache` is not followed",
         ),
-        (
-            lambda: MambaForCausalLM(
-                MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1)
-            ),
-            "mesh(dp=1)\n",
-            {},
-            "more than keys and values",
-        ),
+        (mamba, "mesh(dp=1)\n", {}, "more than keys and values"),
+        (rwkv, "mesh(dp=1)\n", {}, "more than keys and values"),
+        (minimax, "mesh(dp=1)\n", {}, "more than keys and values"),
     ],
-    ids=["encoder and decoder", "no generate", "a clock", "beams", "a static cache", "a state"],
+    ids=[
+        *("encoder and decoder", "no generate", "a clock", "beams", "a static cache", "a state"),
+        *("states of its own", "a cache of its own"),
+    ],
 )
 def test_what_it_cannot_follow_is_refused(
     threads: Threads, model: Any, text: str, options: dict[str, Any], said: str
@@ -245,6 +264,15 @@ def _refused(model: Any, text: str, options: dict[str, Any]) -> Any:
         given = {"use_cache": True, "max_new_tokens": 3, **options}
         made(model(), text).generate(**prompts(4), **given)
     return caught.value.diagnostic
+
+
+@pytest.mark.parametrize("model", [mamba, rwkv, minimax])
+def test_what_is_offered_in_place_of_a_cache_gives_the_tokens(threads: Threads, model: Any) -> None:
+    """Where states are refused, `use_cache=False` generates what the original does."""
+    options = {"use_cache": False, "max_new_tokens": 4}
+    text = "mesh(dp=2)\nzero(stage=3, over=dp)\n"
+    for ((expected, found),) in threads.run(both, 2, model, text, (4,), options):
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("odd", ["prompt", "setting", "generator"])

@@ -169,3 +169,18 @@ def test_hidden_states_of_transformers(pool: Pool) -> None:
     report = proven(pool, planned(model, rows, "pp=2"), batches)
     assert not states & {row.name for row in report.rows}
     assert any("`hidden_states`" in gap.condition for gap in report.gaps)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hidden_states_that_the_loss_reads_under_slices(stage: int, pool: Pool) -> None:
+    """transformers' hooks collect them of a model whose class torch has replaced, too."""
+    model: Any = models.gpt2(2).transformer
+    model.config.output_hidden_states = True
+    batches = [{"input_ids": models.tokens(rows=6)["input_ids"]}]
+    plan = planned(model, f"zero(stage={stage}, over=dp)", "dp=2")
+    report = proven(pool, plan, batches, loss=_of_states)
+    assert "hidden_states.1" in {row.name for row in report.rows if row.kind == "outputs"}
+
+
+def _of_states(output: Any, batch: Batch) -> Tensor:
+    return output.last_hidden_state.mean() + output.hidden_states[1].square().mean()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.pytree import register
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     around_backward,
@@ -120,6 +121,7 @@ class Sliced:
             reshard_after_forward=self.between and not (unit.root or unit.waits),
         )
         assert isinstance(module, FSDPModule)
+        register(module)  # it has a class of torch's making now
         keep_containers(module)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
