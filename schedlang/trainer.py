@@ -196,6 +196,7 @@ class Trainer:
             scheduled_on,
         )
         from schedlang.runtime.comm import world
+        from schedlang.runtime.launch.heart import inside
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
@@ -221,19 +222,20 @@ class Trainer:
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
         self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
         given = {**drawing, **given}
-        built: Any = self.schedule.build(batch=None if self.local else first, **given)
-        self.program = built
-        if self.local:
-            built._built(first, True)
-            self.program = built._program
-        if self.scheduler is not None and self.program.optimizer is not None:
-            self._lr = self.scheduler(self.program.optimizer)
-        if last is not None:
-            self.program.load(last)
-            self._saved_at = self.program.step
-            if told is not None:
-                self._mean = told["mean"]
-                scheduled_on(self._lr, told["scheduler"])
+        with inside():
+            built: Any = self.schedule.build(batch=None if self.local else first, **given)
+            self.program = built
+            if self.local:
+                built._built(first, True)
+                self.program = built._program
+            if self.scheduler is not None and self.program.optimizer is not None:
+                self._lr = self.scheduler(self.program.optimizer)
+            if last is not None:
+                self.program.load(last)
+                self._saved_at = self.program.step
+        if told is not None:
+            self._mean = told["mean"]
+            scheduled_on(self._lr, told["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly
@@ -394,7 +396,7 @@ class Trainer:
             return f"no `on_spike={self.on_spike!r}`", guess(str(self.on_spike), ON_SPIKE, "it is")
         if self.elastic and self.local:
             return "an elastic run needs whole batches, alike on all ranks", (
-                "`local=False`: rows of one rank are none of those of another number of ranks"
+                "leave out `local`: rows of one rank are none of those of another number of ranks"
             )
         if self.folder is None and (self.save_every or self.on_spike == "roll back"):
             return "there is no folder of checkpoints", 'give one: `folder="saved"`'
