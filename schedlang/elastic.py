@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
@@ -47,13 +48,13 @@ class Meeting:
     Steps are only played where no rank is one of a job yet: what is planned comes before that.
     """
 
-    def __init__(self, wait: float = 0.0) -> None:
-        """Wait until all ranks have come.
+    def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Wait until all ranks have come, as long as the `wait` of `build` says, 30 s at least.
 
-        Raises Refusal S651 where one does not within `wait` seconds, of which there are 30 at
-        least, and S695 where ranks have joined already, or under a torchrun that restarts and keeps
-        one store for all rounds: nodes that stay go on asking that of the first, which may have
-        been on one that is gone, and find there the addresses of ranks that are gone.
+        Raises Refusal S651 where one does not, and S695 where ranks have joined already, or under a
+        torchrun that restarts and keeps one store for all rounds: nodes that stay go on asking that
+        of the first, which may have been on one that is gone, and find there the addresses of ranks
+        that are gone.
         """
         from schedlang.runtime.comm import agreement, world
 
@@ -69,7 +70,7 @@ class Meeting:
             note = "ranks that come back would meet in what those before have left there"
             help_ = f"have each round begin with a store of its own: `{FRESH}=1 torchrun ...`"
             raise _refused(title, note, help_)
-        self._wait = max(COMES, wait)
+        self._wait = max(COMES, options.get("wait", 0.0))
         self._store = agreement.meet(self._wait)
         if self._store is None and self.ranks > 1:
             title = f"{self.ranks} ranks have no store of torchrun's to meet in"

@@ -67,9 +67,8 @@ class Trainer:
                     host waits for the loss in each step
     callbacks       what is told of the run; default: a line for each look, on the first rank
     accept          go on although the schedule is another than that of the checkpoint
-    elastic         the job may have other ranks each time that it begins: of the settings of the
-                    schedule's knobs (of those that are named, or else of those that size the mesh
-                    or say `micro=`) the planner takes the quickest for the ranks there are
+    elastic         the job may have other ranks at each start: the planner sets the knobs that are
+                    named, or else those that size the mesh or say `micro=`, for the quickest step
     build           further arguments of `Schedule.build`
 
     Raises Refusal S691 for arguments that do not go together.
@@ -200,8 +199,7 @@ class Trainer:
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        wait = self.build.get("wait", 0.0)
-        met = elastic.Meeting(wait) if self.elastic else elastic.Joined(sch)
+        met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
         last = told = None
         if self.folder is not None:

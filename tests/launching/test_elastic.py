@@ -98,16 +98,20 @@ def test_nodes_come_and_go_at_random(tmp_path: Path) -> None:
         begin, number = time.monotonic(), 2
         while time.monotonic() - begin < 60 * MINUTES:
             time.sleep(draw.uniform(1, 25))
-            whom = draw.choice(sorted(job.alive))
+            if gone := job.gone():
+                print(f"{time.monotonic() - begin:.0f} s: agents of {gone} gave up", flush=True)
             act = draw.choice(["add", "kill", "kill", "cut", "stop"])
-            if act == "add" or len(job.alive) == 1:
+            if act == "add" or len(job.alive) < 2:
                 if len(job.alive) < MOST:
                     job.start(number := number + 1)
                 continue
-            took[act] += _lost(job, act, whom)
-            note = f"{time.monotonic() - begin:.0f} s: {act} {whom}, ended after {took[act][-1:]}"
+            whom = draw.choice(sorted(job.alive))
+            took[act] += (ended := _lost(job, act, whom))
+            note = f"{time.monotonic() - begin:.0f} s: {act} {whom}, ended after {ended}"
             print(f"{note}, {len(job.alive)} nodes left", flush=True)
         last = _last(tmp_path)
+        if not job.alive:
+            job.start(number + 1)
         until(lambda: _last(tmp_path) > last + 1, job, 300)  # it goes on
     finally:
         job.end()
