@@ -25,8 +25,8 @@ from schedlang.diagnostics.diagnostic import (
     guess,
     kind_of,
 )
-from schedlang.diagnostics.source import Source, python_span
-from schedlang.language.syntax import parse, read
+from schedlang.diagnostics.source import python_span
+from schedlang.language.syntax import given, parse
 from schedlang.passes.elaborate.state import Settings, job_size
 from schedlang.schedule import Schedule
 
@@ -245,15 +245,13 @@ class Trainer:
             self.program.allowed = self._allowed
 
     def _scheduled(self) -> Schedule:
-        given = self.schedule
-        if isinstance(given, Schedule):
-            return given
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
         from schedlang.runtime.comm import world
 
         # alone it is a job of one; an elastic one has its setting when the ranks are there
-        text, size = str(given), None if self.elastic else job_size() or world.size()
-        source = Source("schedule", text) if "\n" in text else read(text)
-        return Schedule(self.model, parse(source), Settings(world=size))
+        size = None if self.elastic else job_size() or world.size()
+        return Schedule(self.model, parse(given(self.schedule)), Settings(world=size))
 
     def _parts(self) -> int:
         """The parts that the data are read in: one, where every rank has whole batches."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Settled
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
@@ -100,7 +100,8 @@ def prepare(
     chains: Chains = {}
     if plan.order is not None:
         check_stale(plan, staged)
-        slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+        _check_reentrant(plan, traced, staged)
+        slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
     if plan.stores:
         check_peers(plan, staged)
     if plan.kept:
@@ -120,6 +121,22 @@ def prepare(
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
+def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
+    """Refuse (S608) an order that halves backwards where the model has reentrant checkpoints."""
+    from schedlang.pipeline.timeline.table import Kind
+
+    if traced.reenters and (staged.timeline.kind == Kind.W).any():
+        note = "torch runs their backward for all inputs at once: no half of it can wait"
+        helps = (
+            "let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",
+            'use an order of whole backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
+        )
+        title = "this order runs backwards in two halves, and the model has reentrant checkpoints"
+        assert plan.order is not None
+        refusal = Refusal.of("S608", title, notes=(note,), helps=helps)
+        raise at_its_row(refusal, plan.origin(plan.order))
+
+
 def _apart(traced: Traced) -> Refusal:
     """S812: several ranks must draw alike, and cannot draw this as the model does."""
     from schedlang.runtime.rng.logical_dropout import without_form
@@ -132,9 +149,16 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
     """Check that a part's weight is a number; refuse (S865) at the line of a function that
     raises."""
     try:
-        float(weight(sample))
+        value = float(weight(sample))
     except Exception as error:
         raise told(error, "weight", weight) from error
+    if not 0 <= value < float("inf"):
+        raise Refusal.of(
+            "S621",
+            f"`weight` gives {value:g} for a part of the batch",
+            notes=("losses of parts are added up, each by its share of all weights",),
+            helps=("return a count of what the loss is a mean over: rows, tokens",),
+        )
 
 
 def check_axes(plan: Plan) -> None:

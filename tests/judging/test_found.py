@@ -29,6 +29,12 @@ def test_a_kept_product_is_scaled_twice(tmp_path: Path) -> None:
     assert played("Selective checkpointing", tmp_path) == ""
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
+def test_a_running_sum_of_the_last_dim(tmp_path: Path) -> None:
+    """The same sum by two names of its dim, and that of the plain tensor."""
+    assert played("DTensor's running sums", tmp_path) == ""
+
+
 def test_an_activation_is_not_reduced(tmp_path: Path) -> None:
     """Ranks have terms of the gradient of one rank, which a difference quotient confirms."""
     transformers = pytest.importorskip("transformers")
