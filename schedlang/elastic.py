@@ -141,7 +141,8 @@ class Meeting:
         """
         from schedlang.runtime.comm.agreement import join_world
 
-        names = () if run.elastic is True else tuple(run.elastic or ())
+        named = [run.elastic] if isinstance(run.elastic, str) else run.elastic
+        names = () if named is True else tuple(named or ())
         fit = Fit(given, names, self, batch, run.loss, run.build.get("weight"))
         same = told is not None and told["schedule"] == given.to_sched()
         before = told.get("setting") if told is not None and same else None
@@ -151,8 +152,10 @@ class Meeting:
         guard = threading.Timer(self._wait, _alone, (self._wait,))
         guard.daemon = True
         guard.start()
-        join_world(met=self._store)
-        guard.cancel()
+        try:
+            join_world(met=self._store)
+        finally:
+            guard.cancel()
         drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
         return fit.under(before["knobs"]), before, drawing
 

@@ -6,6 +6,9 @@ import math
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -76,6 +79,54 @@ def _at(job: Nodes, step: int, ranks: int) -> int:
     told = [line for line in lines(job.folder) if (line.step, line.ranks) == (step, ranks)]
     last = max((line.round for line in told), default=0)
     return sum(line.round == last for line in told)
+
+
+MEETS = """
+import os, signal, sys, time
+from schedlang import Refusal, elastic
+elastic.COMES, elastic._LOOK = 6.0, 1.0
+met = elastic.Meeting()
+print(met.every(met.rank), met.first(met.rank), flush=True)
+if met.rank == 1 and sys.argv[1] == "stands still":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if met.rank == 1:
+    time.sleep(9)  # it plans, and says that it is there
+try:
+    print(met.every(10 * met.rank), flush=True)
+except Refusal as refusal:
+    print(refusal.diagnostic.code, refusal.diagnostic.title, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["plans", "stands still"])
+def test_ranks_meet_before_they_join(how: str) -> None:
+    """Whatever number of restarts their nodes count; one that takes long is awaited, and one that
+    stands still is named."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETS, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(rank)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "job"},
+                **{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_MAX_RESTARTS": "9"},
+            },
+        )
+        for rank in range(2)
+    ]
+    first, second = ranks
+    try:
+        told = first.communicate(timeout=120)[0].splitlines()
+    finally:
+        second.kill()
+        second.communicate()
+    last = "[0, 10]" if how == "plans" else "S651 rank 1 has not called `build` within 6 s"
+    assert told == ["[0, 1] 0", last]
 
 
 MINUTES = float(os.environ.get("SCHEDLANG_ELASTIC_MINUTES", "3"))
