@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from schedlang.trainer import Trainer
 
 COMES = 30.0  # seconds in which all ranks come: a node may have died since torchrun counted them
+_LOOK = 3.0  # seconds between two looks at who is still there
 _TOLD = 4  # reasons of settings that are refused
 _CUTS = "micro"  # the argument that says into how many parts a batch is cut
 Given = dict[str, Any]  # values of knobs, by name
@@ -44,13 +48,13 @@ class Meeting:
     Steps are only played where no rank is one of a job yet: what is planned comes before that.
     """
 
-    def __init__(self, wait: float = 0.0) -> None:
-        """Wait until all ranks have come.
+    def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Wait until all ranks have come, as long as the `wait` of `build` says, 30 s at least.
 
-        Raises Refusal S651 where one does not within `wait` seconds, of which there are 30 at
-        least, and S695 where ranks have joined already, or under a torchrun that restarts and keeps
-        one store for all rounds: nodes that stay go on asking that of the first, which may have
-        been on one that is gone, and find there the addresses of ranks that are gone.
+        Raises Refusal S651 where one does not, and S695 where ranks have joined already, or under a
+        torchrun that restarts and keeps one store for all rounds: nodes that stay go on asking that
+        of the first, which may have been on one that is gone, and find there the addresses of ranks
+        that are gone.
         """
         from schedlang.runtime.comm import agreement, world
 
@@ -66,7 +70,8 @@ class Meeting:
             note = "ranks that come back would meet in what those before have left there"
             help_ = f"have each round begin with a store of its own: `{FRESH}=1 torchrun ...`"
             raise _refused(title, note, help_)
-        self._store = agreement.meet(max(COMES, wait))
+        self._wait = max(COMES, options.get("wait", 0.0))
+        self._store = agreement.meet(self._wait)
         if self._store is None and self.ranks > 1:
             title = f"{self.ranks} ranks have no store of torchrun's to meet in"
             raise _refused(title, "", "start them by `torchrun`: `schedlang launch FILE`")
@@ -94,12 +99,16 @@ class Meeting:
         keys = [f"{room}/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], pickle.dumps(value))
         self._store.add(f"{room}/count", 1)
-        heard: dict[int, int] = {}
         told = lambda: bool(self._store.add(f"{room}/count", 0) >= self.ranks)  # noqa: E731
-        while not until(told, COMES):
-            before, heard = heard, self._heard(keys)
-            gone = [rank for rank, beats in heard.items() if before.get(rank) == beats]
-            if gone and self.rank == 0:  # the others end with its store
+        heard: dict[int, tuple[int, float]] = {}  # beats of a rank, and since when it has no more
+        while not until(told, _LOOK):
+            before, now = heard, time.monotonic()
+            heard = {rank: (beats, now) for rank, beats in self._heard(keys).items()}
+            for rank in heard.keys() & before.keys():
+                if before[rank][0] == heard[rank][0]:
+                    heard[rank] = before[rank]
+            gone = [rank for rank, (_, since) in heard.items() if now - since > COMES - 2 * _LOOK]
+            if gone:  # the others end with the store, which this rank has
                 refuse_missing(gone, self.ranks, COMES)
         return [pickle.loads(one) for one in self._store.multi_get(keys)]
 
@@ -132,16 +141,30 @@ class Meeting:
         """
         from schedlang.runtime.comm.agreement import join_world
 
-        names = () if run.elastic is True else tuple(run.elastic or ())
+        named = [run.elastic] if isinstance(run.elastic, str) else run.elastic
+        names = () if named is True else tuple(named or ())
         fit = Fit(given, names, self, batch, run.loss, run.build.get("weight"))
         same = told is not None and told["schedule"] == given.to_sched()
         before = told.get("setting") if told is not None and same else None
         if before is None or before["ranks"] != self.ranks:
             before = {"ranks": self.ranks, "knobs": fit.best()}
         self._done.set()
-        join_world(met=self._store)
+        guard = threading.Timer(self._wait, _alone, (self._wait,))
+        guard.daemon = True
+        guard.start()
+        try:
+            join_world(met=self._store)
+        finally:
+            guard.cancel()
         drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
         return fit.under(before["knobs"]), before, drawing
+
+
+def _alone(seconds: float) -> None:
+    """End this rank, which waits in torch for one that died after all had met."""
+    title = f"another rank has not joined the job within {seconds:g} s, and was there before"
+    print(Refusal(Diagnostic("S651", title)), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class Joined:

@@ -67,9 +67,8 @@ class Trainer:
                     host waits for the loss in each step
     callbacks       what is told of the run; default: a line for each look, on the first rank
     accept          go on although the schedule is another than that of the checkpoint
-    elastic         the job may have other ranks each time that it begins: of the settings of the
-                    schedule's knobs (of those that are named, or else of those that size the mesh
-                    or say `micro=`) the planner takes the quickest for the ranks there are
+    elastic         the job may have other ranks at each start: the planner sets the knobs that are
+                    named, or else those that size the mesh or say `micro=`, for the quickest step
     build           further arguments of `Schedule.build`
 
     Raises Refusal S691 for arguments that do not go together.
@@ -196,11 +195,11 @@ class Trainer:
             scheduled_on,
         )
         from schedlang.runtime.comm import world
+        from schedlang.runtime.launch.heart import inside
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        wait = self.build.get("wait", 0.0)
-        met = elastic.Meeting(wait) if self.elastic else elastic.Joined(sch)
+        met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
         last = told = None
         if self.folder is not None:
@@ -221,19 +220,20 @@ class Trainer:
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
         self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
         given = {**drawing, **given}
-        built: Any = self.schedule.build(batch=None if self.local else first, **given)
-        self.program = built
-        if self.local:
-            built._built(first, True)
-            self.program = built._program
-        if self.scheduler is not None and self.program.optimizer is not None:
-            self._lr = self.scheduler(self.program.optimizer)
-        if last is not None:
-            self.program.load(last)
-            self._saved_at = self.program.step
-            if told is not None:
-                self._mean = told["mean"]
-                scheduled_on(self._lr, told["scheduler"])
+        with inside():
+            built: Any = self.schedule.build(batch=None if self.local else first, **given)
+            self.program = built
+            if self.local:
+                built._built(first, True)
+                self.program = built._program
+            if self.scheduler is not None and self.program.optimizer is not None:
+                self._lr = self.scheduler(self.program.optimizer)
+            if last is not None:
+                self.program.load(last)
+                self._saved_at = self.program.step
+        if told is not None:
+            self._mean = told["mean"]
+            scheduled_on(self._lr, told["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly
@@ -392,7 +392,7 @@ class Trainer:
             return f"no `on_spike={self.on_spike!r}`", guess(str(self.on_spike), ON_SPIKE, "it is")
         if self.elastic and self.local:
             return "an elastic run needs whole batches, alike on all ranks", (
-                "`local=False`: rows of one rank are none of those of another number of ranks"
+                "leave out `local`: rows of one rank are none of those of another number of ranks"
             )
         if self.folder is None and (self.save_every or self.on_spike == "roll back"):
             return "there is no folder of checkpoints", 'give one: `folder="saved"`'

@@ -261,6 +261,7 @@ class Program:
         elif self.optimizer is not None:
             step_by_kinds(self.optimizer)
 
+    @inside()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank.
 

@@ -87,6 +87,13 @@ class Nodes:
         every = (pid for node in self.alive.values() for pid in tree(node.pid))
         return {pid for pid in every if str(RUN).encode() in _words(pid)[1:4]}
 
+    def gone(self) -> list[int]:
+        """Forget the nodes whose agents have ended by themselves."""
+        found = [number for number, node in self.alive.items() if node.poll() is not None]
+        for number in found:
+            self.kill(number)
+        return found
+
     def kill(self, number: int) -> None:
         """Take a node away, all its processes at once."""
         node = self.alive.pop(number)
@@ -155,7 +162,8 @@ class Apart(Nodes):
         """Make the bridge, and start the store on it."""
         self._home = subprocess.Popen(["unshare", "-rn", "sleep", "infinity"])
         until(lambda: _words(self._home.pid)[:1] == [b"sleep"], self)  # type: ignore[union-attr]
-        self.ip("link add br0 type bridge")
+        # of itself it would take over addresses of cables, and nodes would ask for the former
+        self.ip("link add br0 address 02:00:00:00:00:01 type bridge")
         self.ip(f"addr add {self.address(0)}/24 dev br0")
         for one in ("br0", "lo"):
             self.ip(f"link set {one} up")
@@ -173,7 +181,8 @@ class Apart(Nodes):
 
     def cut(self, number: int) -> None:
         """Cut the cable of a node: it goes on alone."""
-        self.ip(f"link set v{number} down")
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has gone by itself
+            self.ip(f"link set v{number} down")
 
     def end(self) -> None:
         """Take all away."""

@@ -6,6 +6,9 @@ import math
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -78,6 +81,54 @@ def _at(job: Nodes, step: int, ranks: int) -> int:
     return sum(line.round == last for line in told)
 
 
+MEETS = """
+import os, signal, sys, time
+from schedlang import Refusal, elastic
+elastic.COMES, elastic._LOOK = 6.0, 1.0
+met = elastic.Meeting()
+print(met.every(met.rank), met.first(met.rank), flush=True)
+if met.rank == 1 and sys.argv[1] == "stands still":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if met.rank == 1:
+    time.sleep(9)  # it plans, and says that it is there
+try:
+    print(met.every(10 * met.rank), flush=True)
+except Refusal as refusal:
+    print(refusal.diagnostic.code, refusal.diagnostic.title, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["plans", "stands still"])
+def test_ranks_meet_before_they_join(how: str) -> None:
+    """Whatever number of restarts their nodes count; one that takes long is awaited, and one that
+    stands still is named."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETS, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(rank)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "job"},
+                **{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_MAX_RESTARTS": "9"},
+            },
+        )
+        for rank in range(2)
+    ]
+    first, second = ranks
+    try:
+        told = first.communicate(timeout=120)[0].splitlines()
+    finally:
+        second.kill()
+        second.communicate()
+    last = "[0, 10]" if how == "plans" else "S651 rank 1 has not called `build` within 6 s"
+    assert told == ["[0, 1] 0", last]
+
+
 MINUTES = float(os.environ.get("SCHEDLANG_ELASTIC_MINUTES", "3"))
 MOST = 4  # nodes at once
 
@@ -98,16 +149,20 @@ def test_nodes_come_and_go_at_random(tmp_path: Path) -> None:
         begin, number = time.monotonic(), 2
         while time.monotonic() - begin < 60 * MINUTES:
             time.sleep(draw.uniform(1, 25))
-            whom = draw.choice(sorted(job.alive))
+            if gone := job.gone():
+                print(f"{time.monotonic() - begin:.0f} s: agents of {gone} gave up", flush=True)
             act = draw.choice(["add", "kill", "kill", "cut", "stop"])
-            if act == "add" or len(job.alive) == 1:
+            if act == "add" or len(job.alive) < 2:
                 if len(job.alive) < MOST:
                     job.start(number := number + 1)
                 continue
-            took[act] += _lost(job, act, whom)
-            note = f"{time.monotonic() - begin:.0f} s: {act} {whom}, ended after {took[act][-1:]}"
+            whom = draw.choice(sorted(job.alive))
+            took[act] += (ended := _lost(job, act, whom))
+            note = f"{time.monotonic() - begin:.0f} s: {act} {whom}, ended after {ended}"
             print(f"{note}, {len(job.alive)} nodes left", flush=True)
         last = _last(tmp_path)
+        if not job.alive:
+            job.start(number + 1)
         until(lambda: _last(tmp_path) > last + 1, job, 300)  # it goes on
     finally:
         job.end()

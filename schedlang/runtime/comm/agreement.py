@@ -57,6 +57,7 @@ def join_world(wait: float | None = None, met: Any = None) -> None:
     made = meet(wait) if wait is not None and met is None else met
     if own_round() and made is not None:
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        made.set_timeout(TIMEOUT)  # ranks that are there may take their time
         given |= {"store": made, **place}
     device = devices.own_device()
     if devices.on_host(device):
