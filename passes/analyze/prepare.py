@@ -26,7 +26,7 @@ from schedlang.passes.propagate.original import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
-    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.checkpointing.holding import Holding, Ways
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
@@ -57,6 +57,8 @@ class Prepared:
     bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
     # of units of earlier stages: their outputs, where they were found before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
+    # by which parts have become whole: the programs of a proof, one an optimizer, hold alike
+    ways: Ways = field(default_factory=dict, repr=False, compare=False)
 
 
 def prepare(
@@ -88,7 +90,7 @@ def prepare(
     if traced.lossless is not None:
         if trains:  # without a loss any key may be what one would read
             raise Refusal(traced.lossless)
-    else:
+    elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
         _check_dense(plan)
     if traced.lossless is None and traced.unread:
         check_keys(plan, sample, traced, loss, weight)

@@ -258,7 +258,6 @@ def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.checkpointing.holding import ways_of
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     if plan.completing:
@@ -312,7 +311,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         native=dropout.native,
         drawn_because=dropout.why,
         inputs=frozenset(batch),
-        ways=ways_of(plan.mesh, tuple(holdings.values())),
+        ways=prepared.ways,
         lossless=traced.lossless,
         tokens=prepared.tokens,
         context=plan.context_axes if plan.contexts else (),

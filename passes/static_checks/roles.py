@@ -106,7 +106,8 @@ def shortened(step: Step) -> Step:
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
     least, staged = fewer(plan, without_parking(plan, step.prepared.staged), 2)
     short = replace(plain, replicas=whole, order=least)
-    prepared = replace(step.prepared, staged=staged, holdings=holdings_of(short, staged))
+    held = holdings_of(short, staged)
+    prepared = replace(step.prepared, staged=staged, holdings=held, ways={})
     return replace(step, plan=short, prepared=prepared)
 
 

@@ -208,12 +208,6 @@ Ways = dict[Any, Way]  # those of programs that hold alike, which never changes
 _SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
 
 
-@lru_cache(maxsize=4)
-def ways_of(mesh: Mesh, holdings: tuple[Holding, ...]) -> Ways:
-    """The ways of all programs of this process that hold alike: a proof builds one an optimizer."""
-    return {}
-
-
 def _kept(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
     """Make a way, or find the one that was made for the same: a proof asks after each step."""
     found = ways.get(key) if ways is not None else None
