@@ -237,6 +237,9 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
     said = _words(error)
+    code = getattr(make, "__code__", None)
+    if not own and file and code is not None:  # its call fails: the place where it is written
+        own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
     deepest = frames[-1]
