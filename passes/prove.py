@@ -226,7 +226,7 @@ class _Beside:
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
-        """What was seen, and how many masks were drawn."""
+        """The observation of the original, and how many masks it drew."""
         try:
             expected, drawn = original(self.case, self.told)
             check_original(self.case, self.told, expected)

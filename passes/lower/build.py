@@ -277,9 +277,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = LocalParameters({name: p for name, p in module.named_parameters() if name in held})
-    lying = None
-    if plan.stores and not given.on_meta:
-        lying = offload_state(builder, staged, found, sliced, given.optimizer)
+    stores = plan.stores and not given.on_meta
+    lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
     dropout = Dropout()
