@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ from schedlang.passes.verify.working_dtype import (
     undecided,
 )
 from schedlang.report import Report, Row
+from schedlang.runtime.comm import world as job
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
 from schedlang.runtime.launch.pool import Pool, shared, temporary
@@ -109,15 +111,15 @@ def prove(
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
     told = ran.told
-    expected, drawn = original(case, told)
-    check_original(case, told, expected)
-    plain = _baseline(case)
+    beside = _Beside(case, told)
     try:
-        seen, plain = _with_baseline(case, working, told, pool, plain, progress)
+        seen, plain = _with_baseline(case, working, told, pool, _baseline(case), progress, beside)
     except Refusal as refusal:
+        if refusal is beside.refused:
+            raise
         progress("the row to blame")
         raise placed(refusal, case, told, pool) from refusal.__cause__
-    actual = seen[0]
+    (expected, drawn), actual = beside.seen, seen[0]
     rows = _compared(case, working, told, expected, seen, pool)
     rows, unsure = undecided(rows)
     bits, unchecked = _baseline_rows(case, plain, seen[4], _named(actual, expected))
@@ -214,6 +216,30 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 # -- the two sides -----------------------------------------------------------------------------
 
 
+class _Beside:
+    """The original observed once, while the ranks run; refused where its numbers say nothing."""
+
+    refused: Refusal | None = None
+
+    def __init__(self, case: Case, told: Sequence[Condition]) -> None:
+        self.case, self.told = case, told
+
+    @cached_property
+    def seen(self) -> tuple[Observation, int]:
+        """What was seen, and how many masks were drawn."""
+        try:
+            expected, drawn = original(self.case, self.told)
+            check_original(self.case, self.told, expected)
+        except Refusal as refusal:
+            self.refused = refusal
+            raise
+        return expected, drawn
+
+    def __call__(self) -> None:
+        """See `meanwhile` of `Pool.run`."""
+        self.seen  # noqa: B018  (it is kept)
+
+
 def _ranks(
     case: Case,
     working: Case | None,
@@ -221,10 +247,12 @@ def _ranks(
     pool: Pool,
     progress: Progress | None = None,
     plain: Case | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> _Ran:
     """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded.
 
-    `plain` is the case without its exact rows, of which a step is run in the end.
+    `plain` is the case without its exact rows, of which a step is run in the end; `meanwhile` as of
+    `Pool.run`.
     """
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
@@ -240,8 +268,9 @@ def _ranks(
         progress(stage, 0, steps)
     with temporary() as folder:
         sent = with_outputs(case, working, told)
-        beside = None if plain is None else _first_step(plain, told)
-        every = pool.run(_rank, world, *sent, folder, beside, on_progress=heard)
+        step = None if plain is None else _first_step(plain, told)
+        given = (*sent, folder, step)
+        every = pool.run(_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
@@ -315,10 +344,11 @@ def _with_baseline(
     pool: Pool,
     plain: _Baseline,
     progress: Progress,
+    meanwhile: Callable[[], object],
 ) -> tuple[_Ran, _Baseline]:
     """Run the ranks; once more without the baseline where it is this that they refuse."""
     try:
-        return _ranks(case, working, told, pool, progress, plain.case), plain
+        return _ranks(case, working, told, pool, progress, plain.case, meanwhile), plain
     except Refusal as refusal:
         if not getattr(refusal, _BASELINE, False):
             raise
@@ -343,12 +373,13 @@ def _rank(
     folder: str,
     plain: tuple[Case, Sequence[Condition]] | None = None,
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
-    """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
+    """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         again = reloaded(made, case, told, folder)
+        again = again if job.rank() == 0 else NO_OUTPUTS
         drawn = native_draws(made[0], case.batches[0])
         if drawn is not None and seen.tensors:
             seen.streams[Key(told[0].name, NATIVE, 0, "")] = drawn

@@ -15,7 +15,7 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.diagnostics.source import python_span
 from schedlang.diagnostics.tables import html_table, number
-from schedlang.ir.primitive import Primitive
+from schedlang.ir.primitive import Primitive, registry
 from schedlang.language import lift, printer
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse_path
@@ -49,6 +49,9 @@ class Cursor:
         if name.startswith("_"):
             raise AttributeError(name)
         return Caller(self._schedule, self._roots, self._path, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *registry()})
 
     def row(self, verb: str, *args: object, **named: object) -> None:
         """Add the row of a verb by its name: `sch["h.*"].row("checkpoint")`."""

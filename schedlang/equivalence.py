@@ -161,12 +161,25 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
         return (dict(batch),) * steps
     if not callable(batch):
         raise _refusal(f"`batch` is {kind_of(batch)}, not a dict")
-    takes_seed = bool(inspect.signature(batch).parameters)
+    takes_seed = _takes_seed(batch)
     made = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
-    wrong = next((one for one in made if not isinstance(one, Mapping)), None)
-    if wrong is not None:
-        raise _refusal(f"`batch` returns {kind_of(wrong)}, not a dict")
+    wrong = [one for one in made if not isinstance(one, Mapping)]
+    if wrong:
+        raise _refusal(f"`batch` returns {kind_of(wrong[0])}, not a dict")
     return tuple(dict(one) for one in made)
+
+
+def _takes_seed(batch: Any) -> bool:
+    """Return whether a function of batches takes a seed; refuse one that needs more."""
+    try:
+        parameters = inspect.signature(batch).parameters.values()
+    except ValueError:  # of a class in C nothing is told
+        return False
+    plain = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    needed = [f"`{p.name}`" for p in plain if p.default is p.empty]
+    if len(needed) > 1:
+        raise _refusal(f"`batch` needs {' and '.join(needed)}, and is given a seed alone")
+    return bool(parameters)
 
 
 def _refusal(title: str) -> Refusal:

@@ -50,6 +50,8 @@ class _Scheduled:
         loop = self._loop(resume_from_checkpoint)
         self.state.max_steps = loop.steps
         self.program = loop.fit()
+        if loop.evaluate_every and self.program.step % loop.evaluate_every:
+            _Loss(self).on_evaluate(loop, loop.evaluate())  # the end of a run is looked at, too
         self.model.load_state_dict(self.program.state_dict())
         told = [one["loss"] for one in self.state.log_history if "loss" in one]
         return TrainOutput(self.program.step, told[-1] if told else math.nan, {})
@@ -85,7 +87,24 @@ class _Scheduled:
         loop.steps = args.max_steps
         if loop.steps <= 0:
             loop.steps = math.ceil(len(data) * args.num_train_epochs)
+        if (how := str(args.eval_strategy.value)) != "no":
+            each = args.eval_steps or args.logging_steps
+            each = math.ceil(each * loop.steps) if each < 1 else int(each)
+            loop.evaluate_every = each if how == "steps" else len(data)
+            loop.evaluation = self._evaluation(loop.schedule.plan().shares)  # type: ignore[union-attr]
         return loop
+
+    def _evaluation(self, shares: int) -> Any:
+        """Whole batches of the rows to evaluate, in their order."""
+        from torch.utils.data import DataLoader
+
+        rows = self.eval_dataset  # type: ignore[attr-defined]
+        if isinstance(rows, dict) or self.compute_metrics is not None:  # type: ignore[attr-defined]
+            what = "several sets" if isinstance(rows, dict) else "`compute_metrics`"
+            help_ = '`eval_strategy="no"`, and `evaluate()` after `train`'
+            raise _refused(f"{what} cannot be evaluated while a schedule trains", help_)
+        size = self.args.per_device_eval_batch_size * shares
+        return DataLoader(rows, size, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
     def _data(self, shares: int) -> Any:
         """Whole batches, in the order in which transformers' own loop takes the rows."""
@@ -118,7 +137,7 @@ class _Scheduled:
 
 
 class _Loss:
-    """Tells the figures to transformers' logs."""
+    """Tells the figures to transformers' logs, and evaluations to its callbacks."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -128,6 +147,13 @@ class _Loss:
         self.owner.state.global_step = int(figures["step"])
         names = {"loss": "loss", "gradient norm": "grad_norm", "learning rate": "learning_rate"}
         self.owner.log({names[key]: value for key, value in figures.items() if key in names})
+
+    def on_evaluate(self, trainer: Loop, figures: dict[str, float]) -> None:
+        """Log the loss; what callbacks answer stays without effect."""
+        owner, told = self.owner, {"eval_loss": figures["evaluation loss"]}
+        owner.state.global_step = int(figures["step"])
+        owner.log(dict(told))
+        owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, told)
 
 
 def _refused(title: str, help_: str) -> Refusal:

@@ -31,7 +31,7 @@ from schedlang.language import (
 from schedlang.language import nodes as n
 from schedlang.language.nodes import folded, without_last
 from schedlang.language.selector import Selector
-from schedlang.language.syntax import parse, parse_expr, parse_path, read
+from schedlang.language.syntax import given, parse, parse_expr, parse_path
 from schedlang.passes.elaborate.expand import Expander, expand, open_step
 from schedlang.passes.elaborate.lint import lint
 from schedlang.passes.elaborate.rows import comes_to
@@ -58,8 +58,11 @@ def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedul
 
 @at_the_callers_line()
 def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
-    """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it."""
-    return Schedule(model, parse(read(path)), Settings(knobs=knobs, world=job_size()))
+    """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it.
+
+    A text of several lines is the schedule itself, not the path of its file.
+    """
+    return Schedule(model, parse(given(path)), Settings(knobs=knobs, world=job_size()))
 
 
 @at_their_callers_lines

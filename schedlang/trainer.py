@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import schedlang
+from schedlang import elastic
 from schedlang.callbacks import Console, Meter
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
@@ -24,8 +25,8 @@ from schedlang.diagnostics.diagnostic import (
     guess,
     kind_of,
 )
-from schedlang.diagnostics.source import Source, python_span
-from schedlang.language.syntax import parse, read
+from schedlang.diagnostics.source import python_span
+from schedlang.language.syntax import given, parse
 from schedlang.passes.elaborate.state import Settings, job_size
 from schedlang.schedule import Schedule
 
@@ -66,6 +67,8 @@ class Trainer:
                     host waits for the loss in each step
     callbacks       what is told of the run; default: a line for each look, on the first rank
     accept          go on although the schedule is another than that of the checkpoint
+    elastic         the job may have other ranks at each start: the planner sets the knobs that are
+                    named, or else those that size the mesh or say `micro=`, for the quickest step
     build           further arguments of `Schedule.build`
 
     Raises Refusal S691 for arguments that do not go together.
@@ -91,6 +94,7 @@ class Trainer:
     spike: float = math.inf
     callbacks: Sequence[Any] | None = None
     accept: bool = False
+    elastic: bool | Sequence[str] = False
     build: Mapping[str, Any] = field(default_factory=dict)
     program: Program = field(init=False)
     skipped: int = field(default=0, init=False)  # updates that were left out
@@ -101,6 +105,7 @@ class Trainer:
     _lr: Any = field(default=None, init=False)
     _stream: Stream = field(init=False)
     _saved_at: int = field(default=-1, init=False)
+    _setting: dict[str, Any] | None = field(default=None, init=False)  # chosen for these ranks
 
     def __post_init__(self) -> None:
         if found := self._wrong():
@@ -149,8 +154,11 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint with all that the run needs to go on; all ranks together."""
+        from schedlang.runtime.launch.heart import inside
+
         assert self.folder is not None
-        self.program.save(self.folder, self.keep, wait=self.wait, beside=self._state())
+        with inside():
+            self.program.save(self.folder, self.keep, wait=self.wait, beside=self._state())
         self._saved_at = self.program.step
         self._tell("on_save")
 
@@ -176,7 +184,6 @@ class Trainer:
     def _start(self) -> None:
         """The program, and where it goes on: data, scheduler and generators before the first batch
         is taken, parameters when there is a program."""
-        from schedlang.passes.lower.build import check_job
         from schedlang.runtime.checkpointing import archive
         from schedlang.runtime.checkpointing.position import (
             Ended,
@@ -188,14 +195,15 @@ class Trainer:
             scheduled_on,
         )
         from schedlang.runtime.comm import world
+        from schedlang.runtime.launch.heart import inside
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
-        check_job(sch.plan())
+        met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
         last = told = None
         if self.folder is not None:
-            last = world.broadcast_object(0, schedlang.last_checkpoint(self.folder))
+            last = met.first(schedlang.last_checkpoint(self.folder))
         if last is not None:
             told = archive.beside(last, world.rank()) or archive.beside(last)
             if not self.accept:
@@ -210,19 +218,22 @@ class Trainer:
             raise self._ended(0) from None
         now = generators(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        built: Any = sch.build(batch=None if self.local else first, **given)
-        self.program = built
-        if self.local:
-            built._built(first, True)
-            self.program = built._program
-        if self.scheduler is not None and self.program.optimizer is not None:
-            self._lr = self.scheduler(self.program.optimizer)
-        if last is not None:
-            self.program.load(last)
-            self._saved_at = self.program.step
-            if told is not None:
-                self._mean = told["mean"]
-                scheduled_on(self._lr, told["scheduler"])
+        self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
+        given = {**drawing, **given}
+        with inside():
+            built: Any = self.schedule.build(batch=None if self.local else first, **given)
+            self.program = built
+            if self.local:
+                built._built(first, True)
+                self.program = built._program
+            if self.scheduler is not None and self.program.optimizer is not None:
+                self._lr = self.scheduler(self.program.optimizer)
+            if last is not None:
+                self.program.load(last)
+                self._saved_at = self.program.step
+        if told is not None:
+            self._mean = told["mean"]
+            scheduled_on(self._lr, told["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly
@@ -234,14 +245,13 @@ class Trainer:
             self.program.allowed = self._allowed
 
     def _scheduled(self) -> Schedule:
-        given = self.schedule
-        if isinstance(given, Schedule):
-            return given
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
         from schedlang.runtime.comm import world
 
-        text, size = str(given), job_size() or world.size()  # alone it is a job of one
-        source = Source("schedule", text) if "\n" in text else read(text)
-        return Schedule(self.model, parse(source), Settings(world=size))
+        # alone it is a job of one; an elastic one has its setting when the ranks are there
+        size = None if self.elastic else job_size() or world.size()
+        return Schedule(self.model, parse(given(self.schedule)), Settings(world=size))
 
     def _parts(self) -> int:
         """The parts that the data are read in: one, where every rank has whole batches."""
@@ -259,6 +269,7 @@ class Trainer:
             "mean": self._mean,
             "schedule": self.schedule.to_sched(),
             "versions": versions(),
+            "setting": self._setting,
         }
 
     # -- a step ----------------------------------------------------------------------------------
@@ -379,6 +390,10 @@ class Trainer:
                 return f"`{name}` is {getattr(self, name)!r}", f"give {least} or more steps"
         if self.on_spike not in ON_SPIKE:
             return f"no `on_spike={self.on_spike!r}`", guess(str(self.on_spike), ON_SPIKE, "it is")
+        if self.elastic and self.local:
+            return "an elastic run needs whole batches, alike on all ranks", (
+                "leave out `local`: rows of one rank are none of those of another number of ranks"
+            )
         if self.folder is None and (self.save_every or self.on_spike == "roll back"):
             return "there is no folder of checkpoints", 'give one: `folder="saved"`'
         return None

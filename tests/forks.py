@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import io
+import linecache
 import os
 import pickle
 import pkgutil
@@ -357,6 +358,9 @@ def _command(plain: Sequence[str], cwd: str, words: list[str]) -> int:
         elif words[0] == "-c":
             sys.path.insert(0, "")
             sys.argv[:] = ["-c", *words[2:]]
+            if sys.version_info >= (3, 13):  # a traceback shows the lines of such a text, too
+                lines = words[1].splitlines(keepends=True)
+                linecache.cache["<string>"] = (len(words[1]), None, lines, "<string>")
             exec(compile(words[1], "<string>", "exec"), vars(main))
         else:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))

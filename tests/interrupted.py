@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.runtime.checkpointing import boxes, export
+from schedlang.runtime import shards
+from schedlang.runtime.checkpointing import boxes
 from schedlang.runtime.checkpointing.export import MARK
 from schedlang.runtime.program import Program
 from schedlang.runtime.storage import folder as exchange
@@ -198,10 +199,10 @@ def _after_export(program: Program, place: Path, at_once: bool, seen: Counter[st
             "whole" if there in ({FIRST}, {FIRST + 1}) else "lost" if not there else "mixture"
         ] += 1
     else:  # the former waits under another name; one that fails puts it back
-        real, export._write = export._write, lambda *given: (_ for _ in ()).throw(OSError("no"))
+        real, shards._write = shards._write, lambda *given: (_ for _ in ()).throw(OSError("no"))
         with suppress(Refusal):
             program.export(place, Odd())
-        export._write = real
+        shards._write = real
         seen["put back" if _exported(place) == {FIRST} else "lost"] += 1
     filled(program, FIRST + 2)
     program.export(place, Odd())  # the next one sweeps

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.copied import copied
 from schedlang.ir.facets import Kept
 from schedlang.ir.features import Lowered, Recomputing
 from schedlang.ir.model import inside
@@ -176,7 +177,6 @@ def _seen(
 ) -> dict[Place, Seen]:
     """Return what the model saves, and the sensitivity of its gradient; without values only the
     first."""
-    import copy
 
     from schedlang.passes.propagate.context import lies_on_meta
     from schedlang.passes.propagate.propagate import backward_root
@@ -186,7 +186,7 @@ def _seen(
     blocks = {row.fqn: row.block for row in rows}
     empty = lies_on_meta(plan.model.model)
     module: Any = plan.model.compared
-    module = meta_model(module, {}) if empty else copy.deepcopy(module)
+    module = meta_model(module, {}) if empty else copied(module)
     module.train()
     run_again(plan, module, chains)
     if not empty:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.partition.staging import Staged
 
 if TYPE_CHECKING:
-    from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.passes.static_checks.roles import Role
     from schedlang.runtime.checkpointing.holding import Holding
 
 
@@ -81,16 +79,19 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
     """Parameters that stay whole on data-parallel ranks although the rest is sliced.
 
     Those that several units use: each gathers and frees its own. In a pipeline also what no unit
-    holds; without one the model itself takes that.
+    holds, or what is read while its unit does not run; without one the model itself takes that.
+    And what the forward writes into: of what was gathered that would be lost.
     """
+    lent = {f.name for n in staged.lent if (f := plan.model.parameters.get(n)) is not None}
     if staged.axis is None:
-        return frozenset(_across(plan, staged))
+        return frozenset(_across(plan, staged)) | lent
     units = [f"{name}." for name in staged.cut.graph.units]
     held = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
         for name, fact in plan.model.unique.items()
     }
-    return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}
+    apart = {name for name, count in held.items() if count != 1}
+    return frozenset(staged.cut.shared) | apart | lent
 
 
 def _across(plan: Plan, staged: Staged) -> Iterator[str]:
@@ -279,62 +280,3 @@ def _with_parts(
 def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which parameters that are gathered together lie in slices."""
     return holdings[names[0]].sliced if names else ()
-
-
-@dataclass(frozen=True)
-class Booked:
-    """One sum: plain axes, names, the places of the pipeline that take part, what divides it."""
-
-    axes: tuple[str, ...]
-    names: frozenset[str]
-    places: frozenset[int] = frozenset([0])
-    divisor: float = 1.0
-
-
-Book = Mapping[int, Sequence[Booked]]
-
-
-def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
-    """The sums as the plan has them: buckets after the last backward, and those of sliced units."""
-    mesh, staged = plan.mesh, prepared.staged
-    count = mesh.size(staged.axis) if staged.axis is not None else 1
-    book: dict[int, list[Booked]] = {place: [] for place in range(count)}
-    for one in reductions(plan, prepared.traced, prepared.holdings):
-        for place in one.stages if one.stages is not None else book:
-            at = frozenset([place]) if one.stages is None else one.stages
-            book[place].append(Booked(mesh.fold(one.axes), frozenset(one.names), at))
-    row, _ = slicing(plan)
-    for place in book if row is not None else ():
-        for stage in staged.stages_at(place):
-            units = sliced_names(plan, staged, prepared.holdings, stage)
-            for names in units.values():
-                axes = sliced_over(prepared.holdings, names)
-                book[place].append(Booked(axes, frozenset(names), frozenset([place])))
-    return book
-
-
-def executed(
-    plan: Plan,
-    prepared: Prepared,
-    played: Sequence[Role],
-    slices: Mapping[int, Sequence[Booked]],
-) -> dict[int, list[Booked]]:
-    """The sums as played ranks were seen to do them; at places that were not played, as planned.
-
-    Ranks are played with plain copies where state is sliced: there the sums of `slices` count.
-    """
-    plans = planned(plan, prepared)
-    book = dict(plans)
-    sliced = frozenset(n for n, holding in prepared.holdings.items() if holding.sliced)
-    data = set(plan.data_axes)
-    for role in sorted(played, key=lambda role: -role.rank):
-        seen = []
-        for one in role.sums:
-            left = one.names - sliced if data & set(one.axes) else one.names
-            if left:
-                seen.append(Booked(one.axes, left, one.places, one.divisor))
-        rest = slices.get(role.place)
-        if rest is None:
-            rest = [one for one in plans[role.place] if one.names <= sliced]
-        book[role.place] = [*seen, *rest]
-    return book

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.features import Settled
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
@@ -26,7 +26,7 @@ from schedlang.passes.propagate.original import Weight, with_statistics
 from schedlang.passes.propagate.propagate import Traced, propagate
 
 if TYPE_CHECKING:
-    from schedlang.runtime.checkpointing.holding import Holding
+    from schedlang.runtime.checkpointing.holding import Holding, Ways
     from schedlang.runtime.context_parallel.local_tokens import Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
@@ -57,6 +57,8 @@ class Prepared:
     bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
     # of units of earlier stages: their outputs, where they were found before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
+    # by which parts have become whole: the programs of a proof, one an optimizer, hold alike
+    ways: Ways = field(default_factory=dict, repr=False, compare=False)
 
 
 def prepare(
@@ -88,7 +90,9 @@ def prepare(
     if traced.lossless is not None:
         if trains:  # without a loss any key may be what one would read
             raise Refusal(traced.lossless)
-    elif traced.unread:
+    elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
+        _check_dense(plan)
+    if traced.lossless is None and traced.unread:
         check_keys(plan, sample, traced, loss, weight)
     check_settled(plan, traced)
     if plan.casts:
@@ -100,7 +104,8 @@ def prepare(
     chains: Chains = {}
     if plan.order is not None:
         check_stale(plan, staged)
-        slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+        _check_reentrant(plan, traced, staged)
+        slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
     if plan.stores:
         check_peers(plan, staged)
     if plan.kept:
@@ -120,6 +125,39 @@ def prepare(
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
+def _check_dense(plan: Plan) -> None:
+    """Refuse (S868) tables whose gradients are sparse: sums over ranks and norms are of dense
+    ones."""
+    for fqn, module in plan.model.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "sparse", False) is True and getattr(weight, "requires_grad", False):
+            raise Refusal.of(
+                "S868",
+                f"the gradient of `{fqn}.weight` would be sparse",
+                notes=(f"`{type(module).__name__}` was made with `sparse=True`",),
+                helps=(
+                    f"make it dense: `model.get_submodule({fqn!r}).sparse = False`",
+                    f"or freeze it: `{fqn}  freeze()`",
+                ),
+            )
+
+
+def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
+    """Refuse (S608) an order that halves backwards where the model has reentrant checkpoints."""
+    from schedlang.pipeline.timeline.table import Kind
+
+    if traced.reenters and (staged.timeline.kind == Kind.W).any():
+        note = "torch runs their backward for all inputs at once: no half of it can wait"
+        helps = (
+            "let the model say `torch.utils.checkpoint.checkpoint(.., use_reentrant=False)`",
+            'use an order of whole backwards: `order="1F1B"`, `order="Interleaved1F1B"`',
+        )
+        title = "this order runs backwards in two halves, and the model has reentrant checkpoints"
+        assert plan.order is not None
+        refusal = Refusal.of("S608", title, notes=(note,), helps=helps)
+        raise at_its_row(refusal, plan.origin(plan.order))
+
+
 def _apart(traced: Traced) -> Refusal:
     """S812: several ranks must draw alike, and cannot draw this as the model does."""
     from schedlang.runtime.rng.logical_dropout import without_form
@@ -132,9 +170,16 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
     """Check that a part's weight is a number; refuse (S865) at the line of a function that
     raises."""
     try:
-        float(weight(sample))
+        value = float(weight(sample))
     except Exception as error:
         raise told(error, "weight", weight) from error
+    if not 0 <= value < float("inf"):
+        raise Refusal.of(
+            "S621",
+            f"`weight` gives {value:g} for a part of the batch",
+            notes=("losses of parts are added up, each by its share of all weights",),
+            helps=("return a count of what the loss is a mean over: rows, tokens",),
+        )
 
 
 def check_axes(plan: Plan) -> None:

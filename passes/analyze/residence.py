@@ -6,28 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.model import inside
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Plan, at_its_row
 from schedlang.passes.partition.staging import on_peers
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from schedlang.passes.lower.build import Builder
     from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.checkpointing.holding import Holding
-    from schedlang.runtime.grad_reduction.zero import Sliced
-    from schedlang.runtime.offload.parameters import StreamedParameter, Window
-    from schedlang.runtime.offload.step import Home, Offloaded, Peer, Tiers
-    from schedlang.runtime.storage.tiers import Scratch
+    from schedlang.runtime.offload.step import Tiers
 
 
 NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
@@ -40,7 +32,7 @@ def check_peers(plan: Plan, staged: Staged) -> None:
         _check_axis(plan, one, staged)
     states, parked = on_peers(plan, "optimizer"), on_peers(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
-        _refuse(
+        refuse_peer(
             plan,
             states[0],
             "optimizer state cannot be sent to a peer where another row offloads to disk",
@@ -50,7 +42,7 @@ def check_peers(plan: Plan, staged: Staged) -> None:
     if states:
         _check_homes(plan, states[0])
     if parked and staged.timeline.slices > 1:
-        _refuse(
+        refuse_peer(
             plan,
             parked[0],
             "activations of slices cannot be sent to a peer",
@@ -70,7 +62,7 @@ def _check_axis(plan: Plan, one: Stored, staged: Staged) -> None:
         "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
         "activations": "or save fewer of them: `layers.*  checkpoint()`",
     }
-    _refuse(
+    refuse_peer(
         plan,
         one,
         f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
@@ -88,7 +80,7 @@ def _check_homes(plan: Plan, one: Stored) -> None:
     lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
     name = next(lost, None)
     if name is not None:
-        _refuse(
+        refuse_peer(
             plan,
             one,
             f"`{name}` is in host memory, and is updated there",
@@ -97,43 +89,11 @@ def _check_homes(plan: Plan, one: Stored) -> None:
         )
 
 
-def _refuse(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+def refuse_peer(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    """Refuse (S851) what a row sends to a peer, at that row."""
     row = plan.origin(one)
     refusal = Refusal.of("S851", said, notes=(note,), helps=helps)
-    raise refusal.at(row.span) if row is not None else refusal
-
-
-def peer_of(
-    builder: Builder,
-    found: Mapping[str, nn.Parameter],
-    tiers: Mapping[str, Tiers],
-    optimizer: Callable[..., torch.optim.Optimizer] | None,
-) -> Peer | None:
-    """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
-    from schedlang.runtime.comm import world
-    from schedlang.runtime.offload.step import Peer
-    from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
-    from schedlang.runtime.storage.offloaded_gradients import local
-
-    rows = on_peers(builder.plan, "optimizer")
-    if not rows or optimizer is None:
-        return None
-    if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
-        _refuse(
-            builder.plan,
-            rows[0],
-            "this optimizer is not elementwise",
-            "the state is moved back for only a few parameters at a time",
-            ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", NEAR),
-        )
-    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
-    rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
-    axis = rows[0].over
-    assert axis is not None
-    everyone = world.all_gather_object(len(rounds))
-    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
-    most = max(everyone[rank] for rank in group.ranks)
-    return Peer(group, found, rounds, most, builder.ranks.on_host(axis, "peer sizes"))
+    raise at_its_row(refusal, row)
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
@@ -143,11 +103,11 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
     held = [n for n in out if holdings[n].held(plan.mesh, rank)]
     facts = [plan.model.unique[n] for n in held if plan.model.unique[n].requires_grad]
     sizes = [f.itemsize * prod(holdings[f.name].local_shape(plan.mesh, rank)) for f in facts]
-    for turn in _rounds(sizes):
+    for turn in rounds(sizes):
         yield sum(sizes[k] for k in turn)
 
 
-def _rounds(sizes: Sequence[int]) -> list[list[int]]:
+def rounds(sizes: Sequence[int]) -> list[list[int]]:
     """Group parameters of these bytes into rounds that travel together."""
     from schedlang.runtime.grad_reduction.gradient import buckets
 
@@ -253,89 +213,5 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
                 "or leave the selector out: `offload(parameters, to=cpu)`",
             ),
         )
-        raise refusal.at(row.span) if row is not None else refusal
+        raise at_its_row(refusal, row)
     return kinds[0] if kinds else DEVICE
-
-
-def offload_state(
-    builder: Builder,
-    staged: Staged,
-    found: Mapping[str, nn.Parameter],
-    sliced: Mapping[int, Sliced],
-    optimizer: Callable[..., torch.optim.Optimizer] | None,
-) -> Offloaded | None:
-    """Put this rank's parameters where they lie; None where all is on the device."""
-    from schedlang.runtime.adapters.fully_shard import Shard
-    from schedlang.runtime.offload.parameters import Window
-    from schedlang.runtime.offload.step import Offloaded
-    from schedlang.runtime.optim.whole_step import is_tensorwise
-    from schedlang.runtime.storage.offloaded_gradients import offload_gradients
-    from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
-
-    plan = builder.plan
-    disk = any(row.tier == DISK for row in plan.stores)
-    if not disk and all(row.what == "activations" for row in plan.stores):
-        return None
-    scratch, window = builder.shared("scratch", Scratch), Window()
-    tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
-    homes = {**_sliced(found, sliced, scratch, tiers)}
-    homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
-    for tier, to in ((CPU, None), (DISK, scratch)):
-        leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
-        # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
-        told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
-        offload_gradients(leave.values(), to, told if to is None else ())
-    alone = optimizer is None or is_tensorwise(optimizer)
-    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    ring = peer_of(builder, found, tiers, optimizer)
-    made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
-    made.check("the program was not built")
-    return made
-
-
-def _sliced(
-    found: Mapping[str, nn.Parameter],
-    sliced: Mapping[int, Sliced],
-    scratch: Scratch,
-    tiers: Mapping[str, Tiers],
-) -> dict[str, Home]:
-    """Slices that fully_shard gathers from the host."""
-    from schedlang.runtime.adapters.fully_shard import shards_of
-    from schedlang.runtime.storage.tiers import DEVICE, DISK, mark
-
-    held: dict[str, Home] = {}
-    shards = shards_of(unit for one in sliced.values() for unit in one.units)
-    for name, one in tiers.items():
-        shard = shards.get(found[name])
-        if shard is not None and one.parameter != DEVICE:
-            held[name] = shard
-            if one.parameter == DISK:
-                shard.settle(scratch.put(shard.home))
-            else:
-                mark(shard.home, one.parameter)
-    return held
-
-
-def _streamed(
-    builder: Builder,
-    staged: Staged,
-    found: Mapping[str, nn.Parameter],
-    window: Window,
-    scratch: Scratch,
-    tiers: Mapping[str, Tiers],
-    sliced: frozenset[str],
-) -> dict[str, Home]:
-    """Move whole parameters to their homes, and let modules fetch them."""
-    from schedlang.runtime.offload.parameters import StreamedParameter, stream
-    from schedlang.runtime.storage.tiers import DISK, plain_copy
-
-    held: dict[str, StreamedParameter] = {}
-    for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
-        mine = [name for name in names if name in found and name not in sliced]
-        for name in mine:
-            if name not in held:
-                put = scratch.put if tiers[name].parameter == DISK else plain_copy
-                held[name] = StreamedParameter(found[name], put(found[name].detach()))
-        if mine:
-            stream(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
-    return {**held}

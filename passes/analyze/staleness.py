@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.plan import Action, Plan
+from schedlang.ir.plan import Action, Plan, at_its_row
 from schedlang.ir.primitive import Facet
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _refuse(
     title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
 ) -> NoReturn:
     refusal = Refusal.of("S625", title, notes=notes, helps=helps)
-    raise refusal.at(row.span) if row is not None else refusal
+    raise at_its_row(refusal, row)
 
 
 def whole_step(

@@ -127,7 +127,7 @@ def _optimizer(optimizer: object) -> None:
 def _numbers(given: Mapping[str, Any]) -> None:
     clip, seed = given["clip"], given["seed"]
     if clip is not None and (
-        isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0
+        isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
     ):
         _refuse(f"`clip` is {clip!r}", "give the maximum gradient norm, a number above 0")
     drawn = given["dropout"]

@@ -17,6 +17,7 @@ from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.program import check_optimizer
 from schedlang.passes.judge.subject import Kept
+from schedlang.passes.localize.diagnose import fits
 from schedlang.passes.verify.observe import HIDDEN, Condition, Key, Observation
 from schedlang.passes.verify.sides import Case
 from schedlang.report import Gap, Row
@@ -45,12 +46,13 @@ def alike(
             continue
         parts = list(_parts(actual, key))
         whole = _put_together(parts, want) if want is not None else None
-        if whole is None:
-            left[key.name] = (
-                "parts of ranks do not make it" if parts else "the program does not give it"
-            )
-        else:
+        if whole is not None:
             tensors[key] = whole
+        elif parts and want is not None and not _may_make(parts, want):
+            tensors[key] = parts[0]  # of another shape: it fails with both
+        else:
+            said = "parts of ranks do not make it"
+            left[key.name] = said if parts else "the program does not give it"
     gone = {
         k
         for k in expected.tensors
@@ -84,19 +86,46 @@ def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
 
 
 def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
-    """The whole output of the ranks' parts: alike ones once, side by side along one dim."""
+    """The whole output of the ranks' parts: alike ones once, laid as they make the right one.
+
+    Where no way makes that, it is the first that has its shape.
+    """
     alone: list[Tensor] = []
     for part in parts:
         if part.shape == want.shape:
             return part.to(want.dtype, copy=True)
         if not any(part.shape == one.shape and torch.equal(part, one) for one in alone):
             alone.append(part)
-    for dim in range(want.dim()):
-        if sum(part.shape[dim] for part in alone if part.dim() == want.dim()) == want.shape[dim]:
-            with contextlib.suppress(RuntimeError):
-                whole = torch.cat(alone, dim)
-                return whole if whole.shape == want.shape else None
-    return None
+    found = [one for one in _wholes(alone, len(want.shape)) if one.shape == want.shape]
+    right = (one for one in found if one.is_floating_point() and fits(one, want.to(one.dtype)))
+    return next(right, found[0] if found else None)
+
+
+def _wholes(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
+    """Yield what parts make side by side along a dim, in turns along one, and as a grid of two."""
+    for dim in range(dims):
+        yield from _along(parts, dim)
+        if len({part.shape for part in parts}) == 1 and parts[0].dim() > dim:
+            yield torch.stack([*parts], dim + 1).flatten(dim, dim + 1)
+    for count in (n for n in range(2, len(parts)) if len(parts) % n == 0):
+        runs = [parts[k : k + count] for k in range(0, len(parts), count)]
+        for outer, inner in itertools.permutations(range(dims), 2):
+            strips = [one for run in runs for one in _along(run, inner)]
+            if len(strips) == len(runs):
+                yield from _along(strips, outer)
+
+
+def _along(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """Yield the parts side by side along a dim, if they are alike in others."""
+    with contextlib.suppress(RuntimeError, IndexError):
+        yield torch.cat([*parts], dim)
+
+
+def _may_make(parts: Sequence[Tensor], want: Tensor) -> bool:
+    """Whether parts may be some of a tensor, cut in a way that is not known."""
+    fits = all(p.dim() == want.dim() for p in parts)
+    fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, want.shape))
+    return fits and sum(part.numel() for part in parts) >= want.numel()
 
 
 def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:

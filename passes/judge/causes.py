@@ -21,10 +21,10 @@ from schedlang.passes.judge.kinds import (
     MOST_GROUPS,
     MOST_NAMES,
     Located,
-    Means,
     counted,
     mean_of,
 )
+from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import numbers
 from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds
@@ -43,13 +43,13 @@ def causes(
     seen: Observation,
     kept: Kept,
     ranks: int,
-    means: Means,
+    parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
     """Say how wrong gradients of the first step, or else its loss or norm, come from right ones.
 
     Only of runs that clip nothing. Each sentence holds within the bounds of what it names. `where`
-    is the first module that is wrong, `means` yield gradients of parts of a batch in float64.
+    is the first module that is wrong, `parts` yield gradients of parts of a batch in float64.
     """
     first = (("first module", where.text),) if where.text else ()
     run = bounds.run
@@ -64,7 +64,7 @@ def causes(
         alike = dict.fromkeys(own, statistics.median(own.values()) if own else 0.0)
         ways = [_of_copies(kept, mean) for mean in (True, False)]
         ways += [_of_factor(sizes, factors) for factors in (alike, own)]
-        ways += _of_parts(bounds, seen, [*left], means) if kind == "gradients" else ()
+        ways += _of_parts(bounds, seen, [*left], parts) if kind == "gradients" else ()
         for way in ways:
             for key, words in _held(bounds, seen, list(left), way).items():
                 said.setdefault(words, []).append(key.name)
@@ -148,13 +148,16 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
 
 
 def _of_parts(
-    bounds: Bounds, seen: Observation, keys: Sequence[Key], means: Means
+    bounds: Bounds, seen: Observation, keys: Sequence[Key], parts: Parts
 ) -> Iterator[Mended]:
     """Yield for each cut of a batch what its parts make: their plain mean, or other sums of them.
 
     In few bits one tensor tells the weights of a sum too little: all together do.
     """
-    each = {key: list(means(key.name, key.condition)) for key in keys}
+    each = {
+        key: [*parts.of_rows(key.name, key.condition), *parts.of_words(key.name, key.condition)]
+        for key in keys
+    }
     for place in range(max(map(len, each.values()), default=0)):
         cut = {key: found[place] for key, found in each.items() if place < len(found)}
 
@@ -162,7 +165,7 @@ def _of_parts(
             want = bounds.exact.tensors[key]
             if key not in cut or want is None:
                 return None
-            made = torch.stack(cut[key]).mean(0)
+            made = torch.stack([*cut[key].parts]).mean(0)
             return mean_of(want, cut[key]), value.double() - made + want
 
         yield mean
@@ -176,27 +179,25 @@ def _of_parts(
             want = bounds.exact.tensors[key]
             if key not in cut or want is None:
                 return None
-            columns = torch.stack([part.reshape(-1) for part in cut[key]], 1)
+            columns = torch.stack([part.reshape(-1) for part in cut[key].parts], 1)
             weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution[:, 0]
             made = (columns @ (weights * torch.tensor(times, dtype=torch.float64))).reshape(
                 want.shape
             )
-            return counted(times), value.double() - made + want
+            return counted(times, cut[key].whole), value.double() - made + want
 
         yield weighed
 
 
-def _times(
-    bounds: Bounds, seen: Observation, cut: Mapping[Key, Sequence[Tensor]]
-) -> list[float] | None:
+def _times(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[float] | None:
     """Tell how often parts of a batch count in all gradients together, if they are sums of them."""
     columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
-    for key, parts in cut.items():
+    for key, one in cut.items():
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
         if x is None or r is None or not bool(r.any()):
             continue
         size = float(r.norm())
-        columns.append(torch.stack([part.reshape(-1) for part in parts], 1) / size)
+        columns.append(torch.stack([part.reshape(-1) for part in one.parts], 1) / size)
         got.append(x.double().reshape(-1) / size)
         want.append(r.reshape(-1) / size)
     if not columns:

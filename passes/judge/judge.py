@@ -8,7 +8,8 @@ holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `
 The original then trains likewise, and the two are compared: in float64 here, by the gates of
 `verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
 and gaps that only judged programs have are made in `beside.py`. Where rows fail, sentences say how:
-what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`), and
+what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`) of
+those of ranks or of parts of the batch (`parts.py`), and
 which module is the first to differ in a step that both sides run once more (`located.py`,
 `modules.py`), taken apart by the terms of its gradient (`terms.py`), the elements that ranks own
 (`owners.py`) and the words that it depends on (`sights.py`).
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.diagnostics.source import Source
@@ -43,9 +44,9 @@ from schedlang.passes.judge.beside import (
     saved,
 )
 from schedlang.passes.judge.causes import causes
-from schedlang.passes.judge.kinds import Means, kinds
+from schedlang.passes.judge.kinds import kinds
 from schedlang.passes.judge.located import located
-from schedlang.passes.judge.masks import Dropping
+from schedlang.passes.judge.parts import Parts
 from schedlang.passes.judge.program import Make, check_ranks, load_program
 from schedlang.passes.judge.rounded import Compared, lowered, rounded
 from schedlang.passes.judge.subject import Kept
@@ -54,7 +55,7 @@ from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import Batch, Condition, Observation, conditions, observe
-from schedlang.passes.verify.original import Sequential, randomised, rows
+from schedlang.passes.verify.original import Sequential, randomised
 from schedlang.passes.verify.runs import (
     HALVED,
     PADDED,
@@ -168,13 +169,13 @@ class _Judging:
         if all(row.ok for row in report.rows):
             return report
         progress("the kind of mistake")
-        where = located(trial, told, report, self.task.dtype, found.chosen)
+        where = located(trial, told, report, kept, self.task.dtype, found.chosen)
         named = replace(trial, told=tuple(told))
-        means = _means(named if trial.wide else named.exact)
+        parts = Parts(named if trial.wide else named.exact, self.seen.labels, where.rows)
         if found.bounds is None:
-            said = kinds(report, found.expected, found.actual, kept, trial.world, means, where)
+            said = kinds(report, found.expected, found.actual, kept, trial.world, parts, where)
         else:
-            about = found.bounds, found.actual, kept, trial.world, means, where
+            about = found.bounds, found.actual, kept, trial.world, parts, where
             said = causes(report.rows, *about)
         return replace(report, localised=said)
 
@@ -335,54 +336,3 @@ def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
     changed = batch[name].clone().reshape(-1)
     changed[-1:] = IGNORED
     return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
-
-
-# ---- Gradients of parts of a batch.
-
-
-def _means(trial: Trial) -> Means:
-    """Return a function that yields a gradient in each part of a batch by itself.
-
-    The batch is cut into every number of parts that divides the number of ranks, and into two and
-    four, as ranks or steps that accumulate may cut it; in blocks, and with strides.
-    """
-    known: dict[tuple[str, int, int], Mapping[str, Tensor | None]] = {}
-    case, drops = trial.case, trial.drops
-
-    def of_part(condition: Condition, parts: int, place: int, strided: bool) -> Any:
-        key = (condition.name, parts * (-1 if strided else 1), place)
-        if key not in known:
-            batch = condition.batches[0]
-            subject = Sequential(twin(case), loss=case.loss)
-            count = rows(batch)
-            chosen = range(place, count, parts) if strided else shares(count, parts)[place]
-            part = _chosen(batch, chosen, count)
-            with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(chosen))):
-                subject.derive(part, chosen)
-            known[key] = dict(subject.gradients())
-        return known[key]
-
-    def means(name: str, condition: str) -> Iterator[list[Tensor]]:
-        one = next(c for c in trial.told if c.name == condition)
-        count = rows(one.batches[0])
-        divisors = {n for n in range(2, trial.world + 1) if trial.world % n == 0}
-        for parts in sorted(n for n in divisors | {2, 4} if n <= count):
-            for strided in (False, True):
-                try:
-                    found = [of_part(one, parts, k, strided).get(name) for k in range(parts)]
-                except Exception:  # the original takes no part of its batch
-                    continue
-                there = [g for g in found if g is not None]
-                if len(there) == parts:
-                    yield there
-
-    return means
-
-
-def _chosen(batch: Batch, chosen: Sequence[int], count: int) -> dict[str, Any]:
-    return {
-        name: value[list(chosen)]
-        if isinstance(value, Tensor) and value.dim() and len(value) == count
-        else value
-        for name, value in batch.items()
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.loaded import LOADED, NEXT
+from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import diagnose, explain, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
-Means = Callable[[str, str], Iterator[list[Tensor]]]  # gradients of parts of a batch
 MOST_GROUPS, MOST_NAMES = 6, 4
 SPARE = 3  # numbers more than unknown ones, that none of them fits by chance
 INITIAL, DROPOUT = "initial weights", "dropout"
-SAVED, LOADED, NEXT = "saved state", "loaded state", "step after loading"
+SAVED = "saved state"
 MICRO = "microbatches"
 _OF_STATE = (SAVED, LOADED, NEXT)
 
@@ -31,11 +32,13 @@ class Located:
 
     turns    how often a rank runs what the original runs once: microbatches
     factors  by rank, that of the first gradient which it has
+    rows     of the batch in each of ranks' calls, where these share them
     """
 
     text: str = ""
     turns: int = 1
     factors: Mapping[int, float] = field(default_factory=dict)
+    rows: Sequence[Sequence[int]] = ()
 
 
 def kinds(
@@ -44,7 +47,7 @@ def kinds(
     actual: Observation,
     kept: Kept,
     world: int,
-    means: Means,
+    parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
     """Say a sentence of each group of tensors that are wrong alike, and `where`."""
@@ -66,7 +69,12 @@ def kinds(
             found.setdefault(text, []).append(row.name)
             continue
         counts = _counted(sizes, world, where, want, got)
-        text = of_gradient(want, got, _clipped(copies, got), counts, means, row)
+        others = {
+            k.name: value
+            for k, value in expected.tensors.items()
+            if k[:3] == key[:3] and k.name != row.name
+        }
+        text = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
         found.setdefault(text, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
     lines = [("first module", where.text)] * bool(where.text)
@@ -78,6 +86,9 @@ def kinds(
             f"the step itself changes {quoted(sorted(kept.stepped), MOST_NAMES)}: the judge steps"
         )
         lines.insert(0, ("parameters", f"{text} the optimizer after it"))
+    if kept.replaced:
+        text = f"the step puts other parameters for {quoted(sorted(kept.replaced), MOST_NAMES)}"
+        lines.insert(0, ("parameters", f"{text}: the optimizer steps those that were there before"))
     first = report.first
     if not lines and first is not None and first.kind not in _OF_STATE:
         text = _of_row(first, expected, actual, sizes)
@@ -159,10 +170,11 @@ def of_gradient(
     got: Tensor | None,
     copies: Sequence[Copy],
     sizes: Mapping[str, int],
-    means: Means,
+    parts: Parts,
     row: Row,
+    others: Mapping[str, Tensor | None] | None = None,
 ) -> str:
-    """Say how a wrong gradient comes from the right one, or from those of the ranks."""
+    """Say how a wrong gradient comes from the right one, those of the ranks, or of `others`."""
     if want is None:
         return "the original has none" if got is not None else ""
     if got is None:
@@ -171,25 +183,32 @@ def of_gradient(
     text = _of_copies(flat, copies)
     if text:
         return text
-    for parts in means(row.name, row.condition):
-        if text := _of_means(want.double(), got.double(), [part.double() for part in parts]):
-            return text
-    found = diagnose(got, want, sizes)
-    return found.text if found and found.how else _of_ranks(flat, copies) or found.text
+    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_rows(*_named(row)))
+    if text := next(filter(None, said), ""):
+        return text
+    found = diagnose(got, want, sizes, others)
+    if found and found.how:
+        return found.text
+    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_words(*_named(row)))
+    return _of_ranks(flat, copies) or next(filter(None, said), "") or found.text
 
 
-def _of_means(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+def _named(row: Row) -> tuple[str, str]:
+    return row.name, row.condition
+
+
+def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
     """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
-    mean = torch.stack(list(parts)).mean(0)
+    mean = torch.stack(list(cut.parts)).mean(0)
     if not _along(got, mean) or _along(want, mean):
-        return _weighed(want, got, parts)
-    return mean_of(want, parts)
+        return _weighed(want, got, cut)
+    return mean_of(want, cut)
 
 
-def mean_of(want: Tensor, parts: Sequence[Tensor]) -> str:
+def mean_of(want: Tensor, cut: Cut) -> str:
     """Say that something is the plain mean of what parts give, and why that is not right."""
-    said = f"it is the plain mean of what {len(parts)} parts of the batch give by themselves"
-    columns = torch.stack([part.reshape(-1) for part in parts], 1)
+    said = f"it is the plain mean of what {len(cut.parts)} parts of {cut.whole} give by themselves"
+    columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
     weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
     if fits((columns @ weights).reshape(want.shape), want):
         each = ", ".join(f"{float(w / weights.sum()):.3g}" for w in weights)
@@ -203,26 +222,28 @@ def mean_of(want: Tensor, parts: Sequence[Tensor]) -> str:
     )
 
 
-def _weighed(want: Tensor, got: Tensor, parts: Sequence[Tensor]) -> str:
+def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
     """Whether both gradients are sums of those of parts, with other weights; and by how much."""
-    columns = torch.stack([part.reshape(-1) for part in parts], 1)
-    if len(columns) < len(parts) + SPARE:
+    columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
+    if len(columns) < len(cut.parts) + SPARE:
         return ""  # too few numbers to show it
     both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
     weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
     sums = zip((columns @ weights).T, both.T)
-    if int(rank) < len(parts) or not all(fits(a, b) for a, b in sums):
+    if int(rank) < len(cut.parts) or not all(fits(a, b) for a, b in sums):
         return ""
     times = (weights[:, 0] / weights[:, 1]).tolist()
-    if not all(map(math.isfinite, times)) or max(times) - min(times) < 1e-6 * max(map(abs, times)):
+    most = max(map(abs, times))
+    apart = max(times) - min(times) >= 1e-6 * most > 1e-12  # else it is zero, or all count alike
+    if not all(map(math.isfinite, times)) or not apart:
         return ""
-    return counted([one if abs(one) > 1e-6 else 0.0 for one in times])
+    return counted([one if abs(one) > 1e-6 else 0.0 for one in times], cut.whole)
 
 
-def counted(times: Sequence[float]) -> str:
+def counted(times: Sequence[float], whole: str) -> str:
     """Say how often parts of a batch count that should count once."""
     each = ", ".join(f"{one:.4g}" for one in times)
-    return f"{len(times)} parts of the batch count {each} times what they should"
+    return f"{len(times)} parts of {whole} count {each} times what they should"
 
 
 def _along(x: Tensor, r: Tensor) -> bool:

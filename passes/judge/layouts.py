@@ -253,8 +253,11 @@ def declared(name: str, said: Any, whole: Tensor) -> Tensor:
     among = list(range(comm.size())) if ranks is None else list(ranks)
     if isinstance(placement, Replicate):
         return whole
-    if not isinstance(placement, Shard) or rank not in among:
+    there = isinstance(placement, Shard) and -whole.dim() <= placement.dim < whole.dim()
+    if not there or rank not in among:
         what = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
+        if isinstance(placement, Shard) and not there:
+            what = f"of dim {placement.dim}, and it has {whole.dim()}"
         title = f"the layout of `{name}` is {what}"
         helps = (
             "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "

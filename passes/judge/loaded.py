@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
-from schedlang.passes.judge.kinds import LOADED, NEXT
 from schedlang.passes.judge.program import takes_optimizer
 from schedlang.passes.judge.subject import Judged
 from schedlang.passes.verify.compare import RTOL, over
@@ -28,6 +27,8 @@ from schedlang.runtime.comm import world
 AS_BUILT = "not loaded: it is as it was built"
 OTHER, LOST, EXTRA = "not what was saved", "lost", "it was not there when the state was saved"
 _APART = 1.5  # by what saved statistics of the other program are multiplied
+
+LOADED, NEXT = "loaded state", "step after loading"  # kinds of rows
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge import modules, sights, terms
 from schedlang.passes.judge.choices import Choosing, Noted
+from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.kinds import INITIAL, Located
 from schedlang.passes.judge.owners import Note, Noting, shapes, unmasked
 from schedlang.passes.judge.rounded import kept_in, rounding
@@ -28,6 +29,7 @@ from schedlang.report import Report
 from schedlang.runtime.launch.pool import Hang, RankDied, threads_of_ranks
 from schedlang.runtime.modes import ambient
 
+MOST_PARAMETERS = 8
 _OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
 _FAILS = (Refusal, RankDied, Hang, RuntimeError)  # what has run before does not run with hooks
 
@@ -52,11 +54,14 @@ class Step:
         case = self.trial.case
         subject = Sequential(twin(case), loss=case.loss, follow=False)
         with ambient(*self._held(), *self.trial.modes, *modes):
-            return modules.followed(
+            run = modules.followed(
                 dict(subject.module.named_modules()),
                 lambda: subject.derive(batch, range(rows(batch))),
                 live=live,
             )
+        if live:
+            run.parameters.update(subject.module.named_parameters())
+        return run
 
     def _held(self) -> Iterator[Choosing]:
         def hold(_: Any, number: int, noted: Noted) -> Tensor | None:
@@ -89,6 +94,7 @@ def located(
     trial: Trial,
     told: Sequence[Condition],
     report: Report,
+    kept: Kept,
     dtype: str | None = None,
     chosen: Choosing | None = None,
 ) -> Located:
@@ -116,24 +122,30 @@ def located(
         return Located()
     followed = modules.Followed(looks, ranks, {"ranks": trial.world})
     turns, factors = followed.turns_and_factors()
+    cut = followed.rows(rows(step.batch))
     found = followed.first_difference()
     if found is None:
-        return Located("", turns, factors)
+        return Located("", turns, factors, cut)
     if trial.wide and not found.pattern.how:
         with contextlib.suppress(*_FAILS):
-            found = replace(found, because=_cause(step, found))
-    return Located(found.text, turns, factors)
+            wrong_ones = [row for row in of_a_step if row.step == 0 and row.kind == "gradients"]
+            copies = {row.name: kept.of(first.condition, row.name) for row in wrong_ones}
+            found = replace(found, because=found.because or _cause(step, found, copies))
+    return Located(found.text, turns, factors, cut)
 
 
-def _cause(step: Step, found: modules.Found) -> str:
+Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of parameters
+
+
+def _cause(step: Step, found: modules.Found, copies: Copies) -> str:
     """Say what makes an output or a gradient wrong whose numbers follow no known pattern."""
-    return _of_gradient(step, found) if found.back else _of_output(step, found)
+    return _of_gradient(step, found, copies) if found.back else _of_output(step, found)
 
 
 # ---- A gradient: its terms.
 
 
-def _of_gradient(step: Step, found: modules.Found) -> str:
+def _of_gradient(step: Step, found: modules.Found, copies: Copies) -> str:
     tape = terms.Tape()
     run = step.original(step.batch, tape, live=True)
     got = [
@@ -143,9 +155,21 @@ def _of_gradient(step: Step, found: modules.Found) -> str:
     ]
     with ambient(*step.trial.modes[:-1]):
         said = terms.made_of(tape, run.live[found.at], got) if got else ""
+        said = said or _of_parameters(tape, run, copies)
     if said or step.trial.world < 2:
         return said
     return unmasked(tape, step.on_ranks(_noted, shapes(tape)))
+
+
+def _of_parameters(tape: terms.Tape, run: modules.Run, copies: Copies) -> str:
+    """Say of which terms the first parameter's gradient is made of which that is known."""
+    for name, held in [*copies.items()][:MOST_PARAMETERS]:
+        got = [terms.Got(c.rank, c.values, c.places) for c in held if c.values is not None]
+        if got and name in run.parameters:
+            said = terms.made_of(tape, run.parameters[name], got)
+            if said:
+                return f"{said} (it gives the gradient of `{name}`)"
+    return ""
 
 
 # ---- An output: the places of the batch that it depends on.

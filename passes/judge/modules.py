@@ -8,6 +8,7 @@ divide by), which is that of the gradient that the loss sends back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from schedlang.runtime.isolated import Frame, parts_of
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
+MOST_PLACES, NEAR = 32, 1e-9
 At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
 
 
@@ -41,6 +43,7 @@ class Run:
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[At] = field(default_factory=list)
     live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
 
     def of(self, at: At, back: bool = False) -> Tensor:
         """An output, or the gradient that comes back to it."""
@@ -132,7 +135,7 @@ class Found:
     pending: tuple[str, ...] = ()  # where ranks have terms of a sum
     at: At = (("", 0), 0)
     parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
-    anchors: tuple[Part, ...] = ()  # what they have of the output that is right before it
+    anchors: tuple[Part, ...] = ()  # what they have of outputs that are right before it, last first
     because: str = ""
 
     @property
@@ -167,7 +170,9 @@ class Exact:
         frame, k = at
         if at not in self._wholes:
             self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
-        return placed(value, self._wholes[at])
+        places = placed(value, self._wholes[at])
+        shape = self._wholes[at].values.shape
+        return places if places is None or _all_there(places, shape) else None
 
     def known(self, at: At, value: Tensor) -> bool:
         """Whether an output that lies nowhere is wrong, and not laid in a way that is unknown."""
@@ -220,6 +225,10 @@ class Exact:
         """Say how a wrong value comes from the right one, or how much of it is wrong."""
         want = factor * self.right.of(at, back).reshape(-1)[places]
         found = diagnose(value, want, sizes)
+        if found and found.how:
+            return found
+        if not back and (said := _laid(value, want)):
+            return Pattern(said)
         if found and found != NONE:
             return found
         count = int(((value - want).abs() > 1e-9 * want.abs().max()).sum())
@@ -262,6 +271,22 @@ class Followed:
                 ]
         return parts
 
+    def rows(self, count: int) -> list[list[int]]:
+        """Return the rows of a batch of so many that ranks' calls have, where they share them."""
+        for at, found in self.parts.items():
+            whole = self.right.of(at)
+            if len(whole) != count or whole.dim() < 2 or any(p.places is None for p in found):
+                continue
+            size = whole[0].numel()
+            cut = {
+                tuple(torch.unique(p.places // size).tolist())
+                for p in found
+                if p.places is not None
+            }
+            if len(cut) > 1 and sorted(itertools.chain(*cut)) == [*range(count)]:
+                return [list(part) for part in sorted(cut)]
+        return []
+
     def gradients(self, at: At) -> list[Part]:
         """Gradients of the outputs of ranks whose places are known."""
         found = []
@@ -302,6 +327,9 @@ class Followed:
         """The first output that is wrong, else the first gradient; None: nothing is compared."""
         before = ""
         anchors: tuple[Part, ...] = ()
+        words: dict[
+            int, dict[str, tuple[int, ...]]
+        ] = {}  # by rank and module, of which it has some
         for at, found in self.parts.items():
             frame = at[0]
             if self._terms(at, found):
@@ -309,9 +337,15 @@ class Followed:
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
             elif frame[0] and (said := self._output(at, found)):  # a stage returns what it has
-                return Found(_named(frame), _OUTPUT, said, before, (), at, (*found,), anchors)
+                because = _apart(words)
+                return Found(
+                    _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
+                )
+            for part in found:
+                if (some := _words(part, self.right.of(at).shape)) and frame[0]:
+                    words.setdefault(part.rank, {})[_named(frame)] = some
             if found:
-                before, anchors = _named(frame), (*found,)
+                before, anchors = _named(frame), (*found, *anchors)
         return self._backward()
 
     def _output(self, at: At, parts: Sequence[Part]) -> Pattern:
@@ -427,6 +461,54 @@ class Followed:
             if not self.looks.total(at, True, _sum(group), first.places, mean):
                 return False
         return True
+
+
+def _all_there(places: Tensor, shape: torch.Size) -> bool:
+    """Whether a dim that is as long as the whole's has each of its places."""
+    if places.dim() != len(shape):
+        return True
+    pairs = zip(places.shape, torch.unravel_index(places, shape), shape)
+    return all(a != size or len(torch.unique(index)) == size for a, index, size in pairs)
+
+
+def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
+    """The places along the last dim but one that a rank has, where these are not all."""
+    if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
+        return ()
+    found = torch.unique(part.places[..., 0] // shape[-1] % shape[-2]).tolist()
+    return tuple(found) if len(found) < shape[-2] else ()
+
+
+def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
+    """Say that modules of a rank have as many words, and others; "" if none have."""
+    for rank, known in words.items():
+        for (a, some), (b, others) in itertools.combinations(known.items(), 2):
+            if len(some) == len(others) and some != others:
+                return (
+                    f"on rank {rank} `{a}` has the places {[*some]}, and `{b}` has {[*others]}: "
+                    "positions that are not those of its words"
+                )
+    return ""
+
+
+def _laid(value: Tensor, want: Tensor) -> str:
+    """Say which places of a right output each place of a dim holds, if they are of other ones."""
+    near = NEAR * float(want.abs().max())
+    for dim, size in enumerate(want.shape):
+        if not 2 <= size <= MOST_PLACES:
+            continue
+        ours, right = (one.movedim(dim, 0).flatten(1) for one in (value, want))
+        same = torch.stack([(one - right).abs().amax(1) <= near for one in ours])
+        order: list[int] = []
+        for place, there in enumerate(same):  # alike ones: in its place, or after the one before
+            known = there.nonzero().reshape(-1).tolist()
+            if not known:
+                break
+            likely = [n for n in (place, order[-1] + 1 if order else 0) if n in known]
+            order.append((likely or known)[0])
+        if len(order) == size:
+            return f"along dim {dim} it holds the places {order} of what is right"
+    return ""
 
 
 def _turns(run: Run, name: str) -> int:

@@ -82,9 +82,12 @@ class TrainingProgram:
 
     def original_name(self, name: str) -> str | None:
         """The original's name, where the user says it."""
-        if self.names is None:
-            return None
-        return self.names.get(name) if isinstance(self.names, Mapping) else self.names(name)
+        if self.names is None or isinstance(self.names, Mapping):
+            return (self.names or {}).get(name)
+        from schedlang.runtime.comm import world
+
+        with telling(self.names, "names", world.rank()):
+            return self.names(name)
 
 
 Make = Callable[[Any], Any]
@@ -157,10 +160,24 @@ def check(program: TrainingProgram, rank: int) -> None:
         title = f"`world_loss` is {program.world_loss!r}"
         helps = (guess(str(program.world_loss), WAYS, "choose one of"),)
         raise Refusal(Diagnostic("S767", title, helps=helps))
+    for part, (kinds, wanted) in _PARTS.items():
+        found = getattr(program, part)
+        if found is not None and not isinstance(found, kinds):
+            title = f"`{part}` of the program on rank {rank} is {kind_of(found)}, not {wanted}"
+            raise Refusal(Diagnostic("S767", title, helps=(f"give {wanted}",)))
     if program.load is not None and program.state_dict is None:
         title = "the program has a `load` and no `state_dict`"
         helps = ("give what it loads: `state_dict=lambda: module.state_dict()`",)
         raise Refusal(Diagnostic("S767", title, helps=helps))
+
+
+_FUNCTION = Callable, "a function"
+_PARTS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("optimizer", "clip", "evaluate", "state_dict", "load"), _FUNCTION),
+    "names": ((Mapping, Callable), "a dict of names, or a function"),
+    "layouts": (Mapping, "a dict: `{'its.name': Shard(0)}`"),
+    "dropout": (Mapping, "a dict: `{'its.module': Shard(0)}`"),
+}
 
 
 def check_optimizer(found: Any, where: str) -> Any:
@@ -219,12 +236,14 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     file = file_of(make)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
-    said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+    said = _words(error)
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
     deepest = frames[-1]
     if deepest not in own[-1:] and not os.path.realpath(deepest.filename).startswith(OURS):
         notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    if (root := _root(error)) is not error:
+        notes.append(f"it comes from {_words(root)}")
     if _GPU.search(str(error).lower()):
         title = f"`{what}` asks for a GPU on rank {rank}: {said}"
         helps = (
@@ -239,6 +258,19 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     return refusal
 
 
+def _words(error: BaseException) -> str:
+    """The kind of an error and the first line that it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that the first was raised from, in the end."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 _RETURN = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
@@ -247,5 +279,6 @@ _HELPS = {
     "clip": "it is called with the greatest norm, and returns the norm that it found",
     "evaluate": "it is called on every rank with the whole batch",
     "state_dict": "it is called on every rank, with `optimizer` if it takes one",
+    "names": "it is called with a name here, and returns the original's, or None",
     "load": "it is called on every rank of a program that was just made, with what was saved there",
 }

@@ -69,6 +69,7 @@ class Kept:
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
     stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes
+    replaced: set[str] = field(default_factory=set)  # for which it puts others
     loaded: Any = None  # see passes.judge.loaded; None: not offered
     chosen: Mapping[Any, Any] = field(default_factory=dict)  # see passes.judge.choices
     folder: str | None = None  # where ranks put large tensors for each other
@@ -210,6 +211,8 @@ class Judged:
         value = self.derive(batch)
         after = self._sums()
         self.kept.stepped |= {name for name in before if before[name] != after[name]}
+        known = {id(p) for _, p in self._own}
+        self.kept.replaced |= {n for n, p in named(self.program.modules) if id(p) not in known}
         if isinstance(value, tuple) and len(value) == 2:
             value, self._outputs = value
             self.kept.offers.add("output")

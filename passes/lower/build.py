@@ -25,7 +25,6 @@ from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
 from schedlang.passes.analyze.holdings import reductions
 from schedlang.passes.analyze.prepare import Prepared, check_axes, prepare
-from schedlang.passes.analyze.residence import offload_state
 from schedlang.passes.analyze.staleness import check_build, whole_step
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.complete.complete import completed
@@ -34,6 +33,7 @@ from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
 from schedlang.passes.lower.executor import (
     compressor_of,
     early_sums,
+    offload_state,
     pipeline_of,
     slice_state,
     sums_of,
@@ -311,6 +311,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         native=dropout.native,
         drawn_because=dropout.why,
         inputs=frozenset(batch),
+        ways=prepared.ways,
         lossless=traced.lossless,
         tokens=prepared.tokens,
         context=plan.context_axes if plan.contexts else (),
@@ -407,6 +408,15 @@ def _optimizer(
         return None
     made = make(trained)
     check_closure(made)
+    groups = getattr(made, "param_groups", ())
+    held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
+    if held and not held & ours and a.stage_axis is None:
+        raise Refusal.of(
+            "S618",
+            "the optimizer has none of the program's parameters",
+            notes=("a program trains copies of the model's parameters, and parts of them",),
+            helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
+        )
     return made
 
 

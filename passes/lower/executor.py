@@ -2,6 +2,7 @@
 
 * Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
 * What runs the timeline on this rank: its stages, its sums, and the groups that they use.
+* What does not lie on the device, and the modules that fetch it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,35 @@ from schedlang.passes.analyze.holdings import (
     slicing,
 )
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.analyze.residence import tier_of_unit
+from schedlang.passes.analyze.residence import (
+    NEAR,
+    refuse_peer,
+    rounds,
+    streamed_units,
+    tier_of_unit,
+    tiers_of,
+)
 from schedlang.passes.partition.staging import Staged, local_skeleton, meet, on_peers
 from schedlang.passes.propagate.casts import gathered_in
 from schedlang.passes.propagate.context import exchange, slices_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
+    from schedlang.passes.lower.build import Builder
     from schedlang.runtime.assembly import Weight
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.collectives import Ranks
     from schedlang.runtime.grad_reduction.compressed import Compressor
     from schedlang.runtime.grad_reduction.gradient import Sum
     from schedlang.runtime.grad_reduction.zero import Sliced
+    from schedlang.runtime.offload.parameters import StreamedParameter, Window
+    from schedlang.runtime.offload.step import Home, Offloaded, Peer, Tiers
     from schedlang.runtime.pipeline.executor import Pipeline
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
     from schedlang.runtime.pipeline.stage import Stub
+    from schedlang.runtime.storage.tiers import Scratch
 
 
 def slice_state(
@@ -219,11 +232,21 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
         of, ready, known = _last.made
         if of() is plan and ready() is prepared:
             return known
-    skeleton = local_skeleton(plan, prepared.traced)
-    exchange(plan, skeleton, prepared.tokens, ranks)
-    made = Stub(skeleton, prepared.staged.cut, prepared.outputs)
+    of, ready, cut = ref(plan), ref(prepared), prepared.staged.cut
+
+    def copied() -> nn.Module:
+        plan, prepared = of(), ready()
+        assert plan is not None and prepared is not None, "a proof holds what it proves"
+        skeleton = local_skeleton(plan, prepared.traced)
+        exchange(plan, skeleton, prepared.tokens, ranks)
+        return skeleton
+
+    if prepared.outputs:  # found by a proof, of which next to nothing is asked that it has not
+        made = Stub(plan.model.model, cut, prepared.outputs, copied)
+    else:
+        made = Stub(copied(), cut)
     if prepared.tokens is None:  # else it holds the groups of this rank
-        _last.made = ref(plan), ref(prepared), made
+        _last.made = of, ready, made
     return made
 
 
@@ -276,3 +299,124 @@ def _late(plan: Plan) -> frozenset[str] | None:
         for name in fact.names
         if any(other.startswith(inside) for other in fact.names)
     )
+
+
+# -- what does not lie on the device ---------------------------------------------------------------
+
+
+def offload_state(
+    builder: Builder,
+    staged: Staged,
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, Sliced],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> Offloaded | None:
+    """Put this rank's parameters where they lie; None where all is on the device."""
+    from schedlang.runtime.adapters.fully_shard import Shard
+    from schedlang.runtime.offload.parameters import Window
+    from schedlang.runtime.offload.step import Offloaded
+    from schedlang.runtime.optim.whole_step import is_tensorwise
+    from schedlang.runtime.storage.offloaded_gradients import offload_gradients
+    from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
+
+    plan = builder.plan
+    disk = any(row.tier == DISK for row in plan.stores)
+    if not disk and all(row.what == "activations" for row in plan.stores):
+        return None
+    scratch, window = builder.shared("scratch", Scratch), Window()
+    tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
+    homes = {**_sliced(found, sliced, scratch, tiers)}
+    homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
+    for tier, to in ((CPU, None), (DISK, scratch)):
+        leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
+        # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
+        told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
+        offload_gradients(leave.values(), to, told if to is None else ())
+    alone = optimizer is None or is_tensorwise(optimizer)
+    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
+    ring = peer_of(builder, found, tiers, optimizer)
+    made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
+    made.check("the program was not built")
+    return made
+
+
+def _sliced(
+    found: Mapping[str, nn.Parameter],
+    sliced: Mapping[int, Sliced],
+    scratch: Scratch,
+    tiers: Mapping[str, Tiers],
+) -> dict[str, Home]:
+    """Slices that fully_shard gathers from the host."""
+    from schedlang.runtime.adapters.fully_shard import shards_of
+    from schedlang.runtime.storage.tiers import DEVICE, DISK, mark
+
+    held: dict[str, Home] = {}
+    shards = shards_of(unit for one in sliced.values() for unit in one.units)
+    for name, one in tiers.items():
+        shard = shards.get(found[name])
+        if shard is not None and one.parameter != DEVICE:
+            held[name] = shard
+            if one.parameter == DISK:
+                shard.settle(scratch.put(shard.home))
+            else:
+                mark(shard.home, one.parameter)
+    return held
+
+
+def _streamed(
+    builder: Builder,
+    staged: Staged,
+    found: Mapping[str, nn.Parameter],
+    window: Window,
+    scratch: Scratch,
+    tiers: Mapping[str, Tiers],
+    sliced: frozenset[str],
+) -> dict[str, Home]:
+    """Move whole parameters to their homes, and let modules fetch them."""
+    from schedlang.runtime.offload.parameters import StreamedParameter, stream
+    from schedlang.runtime.storage.tiers import DISK, plain_copy
+
+    held: dict[str, StreamedParameter] = {}
+    for fqn, (row, names) in streamed_units(builder.plan, staged.trunk).items():
+        mine = [name for name in names if name in found and name not in sliced]
+        for name in mine:
+            if name not in held:
+                put = scratch.put if tiers[name].parameter == DISK else plain_copy
+                held[name] = StreamedParameter(found[name], put(found[name].detach()))
+        if mine:
+            stream(builder.at(fqn), [held[name] for name in mine], window, row.ahead)
+    return {**held}
+
+
+def peer_of(
+    builder: Builder,
+    found: Mapping[str, nn.Parameter],
+    tiers: Mapping[str, Tiers],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> Peer | None:
+    """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    from schedlang.runtime.comm import world
+    from schedlang.runtime.offload.step import Peer
+    from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
+    from schedlang.runtime.storage.offloaded_gradients import local
+
+    rows = on_peers(builder.plan, "optimizer")
+    if not rows or optimizer is None:
+        return None
+    if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
+        refuse_peer(
+            builder.plan,
+            rows[0],
+            "this optimizer is not elementwise",
+            "the state is moved back for only a few parameters at a time",
+            ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", NEAR),
+        )
+    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
+    sizes = [local(found[n]).nbytes for n in names]
+    turns = [[names[k] for k in turn] for turn in rounds(sizes)]
+    axis = rows[0].over
+    assert axis is not None
+    everyone = world.all_gather_object(len(turns))
+    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
+    most = max(everyone[rank] for rank in group.ranks)
+    return Peer(group, found, turns, most, builder.ranks.on_host(axis, "peer sizes"))

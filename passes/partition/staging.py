@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.features import Recomputing
-from schedlang.ir.plan import Plan
+from schedlang.ir.plan import Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.elaborate.legality import check_cuts
 from schedlang.passes.partition.chains import Counting, time_of
@@ -47,6 +47,8 @@ class Staged:
     `homes[replica][stage]` is a place along the pipeline's axis. `trunk`: modules that are gathered
     one by one, where rows slice or move parameters. `outside`: modules that are called
     while a module around them does not run (DiT's first block lends its embedding), and that one.
+    `lent`: parameters that are read, or replaced, while a unit of the cut around them does not run,
+    or written into by the forward.
     """
 
     cut: Cut
@@ -55,6 +57,7 @@ class Staged:
     axis: str | None
     trunk: frozenset[str]
     outside: frozenset[tuple[str, str]] = frozenset()
+    lent: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -162,7 +165,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         if plan.unrolled and traced.entries:
             _as_often(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside)
+        trunk -= {around for _, around in traced.lent}  # it would not be gathered: the model is
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside, traced.rewritten)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -172,10 +176,16 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
         made = cut(graph, numbers)
+        _check_derived(traced, graph)
+        if traced.reenters:
+            _check_reentered(traced, graph, numbers)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return with_parking(plan, Staged(made, timeline, homes, axis, _trunk(plan), traced.outside))
+    lent = frozenset(name for name, around in traced.lent if around in graph.units)
+    lent |= traced.rewritten
+    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent)
+    return with_parking(plan, staged)
 
 
 def _graph(
@@ -274,6 +284,36 @@ def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight
     return None if balance == "even" else weight_of(balance, plan, graph, timeline)
 
 
+def _check_derived(traced: Traced, graph: StageGraph) -> None:
+    """Refuse (S610) a forward that takes a gradient between units: no stage has all its graph."""
+    for fqn, line in traced.derives.items():
+        if not any(f"{fqn}.".startswith(f"{unit}.") for unit in graph.units):
+            raise Refusal.of(
+                "S610",
+                "the forward takes a gradient through modules of several stages",
+                notes=(f"at {line}: each stage has the graph of its own modules",),
+                helps=(
+                    "leave the axis out: `pp=1`",
+                    "or take the gradient inside of one module, and cut beside it",
+                ),
+            )
+
+
+def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) -> None:
+    """Refuse (S610) a unit in a reentrant checkpoint that stands between units, but in the last
+    stage: later stages go through the same code, and their backward would run it again."""
+    for unit, stage in zip(graph.units, numbers):
+        if unit in traced.ungraded and stage < max(numbers):
+            raise Refusal.of(
+                "S610",
+                f"`{unit}` runs in a reentrant checkpoint, which no later stage can run again",
+                helps=(
+                    "let the model say `use_reentrant=False` in `torch.utils.checkpoint`",
+                    "or take that checkpoint out of the model, and add a row `checkpoint()`",
+                ),
+            )
+
+
 def _trunk(plan: Plan) -> frozenset[str]:
     """The elements of the outermost module lists: what is gathered one by one."""
     lists = [
@@ -300,7 +340,7 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
 def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
-    return refusal.at(row.span) if row is not None else refusal
+    return at_its_row(refusal, row)
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
@@ -395,4 +435,4 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
             'or use an order without them: `pipeline(order="1F1B", micro=4)`',
         ),
     )
-    raise refusal.at(row.span) if row is not None else refusal
+    raise at_its_row(refusal, row)

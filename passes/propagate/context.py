@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir.facets import Context
-from schedlang.ir.plan import Action, Plan
+from schedlang.ir.plan import Action, Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Loss
 from schedlang.passes.propagate.original import Weight, weight_of
@@ -24,7 +24,6 @@ from schedlang.passes.propagate.propagate import Traced
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.passes.partition.staging import Staged
     from schedlang.runtime.comm.collectives import Group, Ranks
     from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, Tokens
     from schedlang.runtime.sequence_pipelining.slices import Slices, Slicing
@@ -141,7 +140,7 @@ def tokens_of(
         found = _found(Subject(plan, traced, sample, loss, weight))
         found.layout(sample)  # are there enough tokens?
     except Refusal as refusal:
-        raise _at(refusal, row_of(plan)) from refusal
+        raise at_its_row(refusal, row_of(plan)) from refusal
     row = row_of(plan)
     return found if row is None else replace(found, row=row.span)
 
@@ -164,11 +163,7 @@ def about_its_row(plan: Plan) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        raise _at(refusal, row_of(plan)) from refusal
-
-
-def _at(refusal: Refusal, row: Action | None) -> Refusal:
-    return refusal.at(row.span) if row is not None else refusal
+        raise at_its_row(refusal, row_of(plan)) from refusal
 
 
 def _check(plan: Plan) -> None:
@@ -279,17 +274,16 @@ def _levels(one: Context) -> list[str | tuple[str, ...]]:
 def slicing_of(
     plan: Plan,
     traced: Traced,
-    staged: Staged,
+    count: int,
     sample: Mapping[str, Any],
     loss: Loss | None,
     weight: Weight | None,
 ) -> Slicing | None:
-    """Return what the probe finds for a microbatch; None where sequences stay whole.
+    """Return what the probe finds for a microbatch in `count` slices; None where it stays whole.
 
     Raises Refusal S655 at the row that asks for slices if the model cannot be cut so. A model
     without values is not tried: it cannot be built either.
     """
-    count = staged.timeline.slices
     if count == 1:
         return None
     try:
@@ -298,7 +292,7 @@ def slicing_of(
         found.pieces(sample)  # are there enough tokens?
         return found
     except Refusal as refusal:
-        raise _at(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
+        raise at_its_row(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
 
 
 def _of_slices(subject: Subject, count: int) -> Slicing:

@@ -47,7 +47,12 @@ class Original:
     unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
+    reenters  whether the model has reentrant checkpoints, whose backward runs another one
+    ungraded  modules that are called without a graph: in such a checkpoint, or a teacher's
     outside   modules that are called while a module around them does not run, and that one
+    lent      parameters that are read, or replaced, while a module around them does not run, and it
+    rewritten parameters that the forward writes into: moving averages, weights that are clipped
+    derives   modules whose own forward takes a gradient -> the line of the model that does
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     entries   modules in the order of their first call, and how often each is called
@@ -63,7 +68,12 @@ class Original:
     unbatched: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
+    reenters: bool = False
+    ungraded: frozenset[str] = frozenset()
     outside: frozenset[tuple[str, str]] = frozenset()
+    lent: frozenset[tuple[str, str]] = frozenset()
+    rewritten: frozenset[str] = frozenset()
+    derives: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None
     asked: bool = False
     entries: Mapping[str, int] = field(default_factory=dict)
@@ -103,13 +113,15 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, no_loss, not_a_loss, taken
+    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    model, stack = meta_model(plan.model.model, {}), Stack()
+    parts = plan.data_axes or plan.cuts or plan.order or plan.stores
+    model, stack = meta_model(plan.model.model, {}), Stack(lending=Lending() if parts else None)
     model.train()
     if plan.computes:
         put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
@@ -135,12 +147,8 @@ def record(
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
     labels[at] = tuple(seen.labels), loss
     found = value if loss is None or is_loss(value) else None
-    lossless = None  # a batch without labels may have no loss, and still be evaluated
-    if found is None and loss is None:
-        lossless = no_loss(model, output, batch)
-    elif found is None:
-        lossless = not_a_loss(value, model, batch)
-    given = taken(plan.model.model, batch)
+    lossless = None if found is not None else _lossless(model, batch, loss, output, value)
+    given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
@@ -150,14 +158,26 @@ def record(
         drawn=seen.drawn,
         unbatched=_unbatched(plan, batch, loss, seen) if seen.sourceless else {},
         apart={} if watched is None else watched.apart,
-        reached=reached(model, found),
+        reached=trained,
+        reenters=reenters,
         outside=frozenset(stack.outside),
         lossless=lossless,
         asked=values.asked,
         entries=stack.turns,
         choices=seen.choices,
     )
+    if stack.lending is not None:
+        original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
+
+
+def _lossless(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, output: Any, value: Any
+) -> Diagnostic:
+    """The message about a missing loss: without labels a batch can still be evaluated."""
+    from schedlang.runtime.batch import no_loss, not_a_loss
+
+    return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
 
 
 class Many(NamedTuple):
@@ -175,7 +195,8 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
-        seen, sums = Recorded(stack, inputs, draws=True), Sums(stack, rows)
+        seen = Recorded(stack, inputs, draws=True)
+        sums = Sums(stack, rows, seen.means)
         with Trace(stack, seen, sums):
             _, value = forward(bare, inputs, sums.beside(loss))
         return Many(seen.drawn, None if value is None else sums.reaching(value))

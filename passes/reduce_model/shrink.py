@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.copied import copied
 from schedlang.ir.model import ModelFacts, Site
 from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
@@ -371,7 +371,7 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
     try:
         with torch.no_grad():
             for batch in batches:
-                output = called(copy.deepcopy(model), batch)
+                output = called(copied(model), batch)
                 if loss is not None:
                     loss(output, batch)
     except Exception as error:

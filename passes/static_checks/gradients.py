@@ -20,9 +20,9 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.axis_rows import axis_row
-from schedlang.passes.analyze.holdings import Book, Booked
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.static_checks.claim import Claim, folded, placed
+from schedlang.passes.static_checks.roles import Book, Booked
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged

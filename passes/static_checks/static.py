@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.holdings import Booked, executed
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim
 from schedlang.passes.static_checks.gradients import gradients, ledger, types
 from schedlang.passes.static_checks.owners import owners, weights
-from schedlang.passes.static_checks.roles import Role, matching, roles, slices
+from schedlang.passes.static_checks.roles import (
+    Booked,
+    Role,
+    executed,
+    matching,
+    roles,
+    slices,
+)
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Diagnostic

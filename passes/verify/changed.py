@@ -9,12 +9,12 @@ those of the untouched model, and have their gradients by the chain rule through
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from schedlang.ir.copied import copied
 from schedlang.ir.model import ModelFacts
 from schedlang.passes.verify.observe import flattened
 from schedlang.passes.verify.original import Sequential, rows
@@ -70,7 +70,7 @@ def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
 
     And these values, by name, and those of the copy, which are made of them.
     """
-    twin = copy.deepcopy(facts.base.model)
+    twin = copied(facts.base.model)
     named = facts.model.named_parameters(remove_duplicate=False)
     values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in named}
     merged = facts.merged(values)

@@ -195,10 +195,7 @@ class _Sight:
     brief: bool = False
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
-        """One training step, and before the first one the names and the output."""
-        if step == 0 and not self.brief:
-            self.names("trainable set", subject.trainable())
-            self.names("state_dict keys", subject.state_dict())
+        """One training step; before the first one the output, behind it names and state."""
         if step == 0:
             self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
@@ -238,6 +235,9 @@ class _Sight:
         """Parameters, buffers, and copies of them on other ranks."""
         trainable = set(subject.trainable())
         state = subject.state_dict()
+        if step == 0 and not self.brief:
+            self.names("trainable set", trainable)
+            self.names("state_dict keys", state)
         for name, value in state.items():
             self.tensor("parameters" if name in trainable else "other state", step, name, value)
         hidden = self.asked(subject, "buffers", HIDDEN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.copied import copied
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
 from schedlang.runtime.batch import called, followed, named_tensors, no_loss
@@ -59,6 +59,7 @@ class Sequential:
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
+        self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes into
         self.ties = tied(module)
         self.output: Any = None  # of the last training step
         self._training = Training(module)
@@ -213,7 +214,7 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
     Each is changed by noise of its own size, matrices at least by 1/2 per square root of their
     width, vectors by 1/10; the noise of a parameter depends on its name alone.
     """
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     with torch.no_grad():
         for name, p in twin.named_parameters():
             if not p.is_floating_point() or not p.numel():

@@ -6,7 +6,6 @@ All ranks of a stage find the same then, and this process has looked at most of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from schedlang.ir.copied import copied
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.verify.observe import Batch, Condition
@@ -85,7 +85,7 @@ def _met(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
     """Return what stand-ins find in a forward of each part of the batches."""
     assert run.prepared is not None
     plan, cut = run.plan, run.prepared.staged.cut
-    model = copy.deepcopy(plan.model.model)
+    model = copied(plan.model.model)
     stub = Stub(local_skeleton(plan, run.prepared.traced), cut)
     training = Training(model)
     switch, last = Switch(model, cut.graph.units), cut.units(cut.stages - 1).start

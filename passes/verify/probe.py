@@ -10,7 +10,6 @@ compare     tensor by tensor, relative error at most RTOL
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
+from schedlang.ir.copied import copied
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
@@ -69,7 +69,12 @@ class Probe:
         case, parts = self.case, self.parts
         weigh = part_weight(case.plan, parts[0].inputs, case.loss, case.weight, len(parts))
         with ambient(*modes_of(case)[0]):
-            return [weigh(part.inputs) for part in parts]
+            found = [weigh(part.inputs) for part in parts]
+        if case.weight is not None and not sum(found):
+            title = "`weight` gives 0 for every part of the batch"
+            helps = ("return a count of what the loss is a mean over: rows, tokens",)
+            raise Refusal.of("S621", title, helps=helps)
+        return found
 
     def together(self) -> list[Derived] | None:
         """Weighed losses and gradients of parts that share their sums; None: they share none.
@@ -176,12 +181,25 @@ def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derive
 
 @contextmanager
 def _buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
-    """The buffers of a subject as they are now, which they are again afterwards."""
-    before = {name: b.detach().clone() for name, b in subject.module.named_buffers()}
+    """The buffers of a subject as they are now, which they are again afterwards.
+
+    So are parameters that its forward writes into.
+    """
+    before = _kept(subject)
     yield before
     with torch.no_grad():
-        for name, buffer in subject.module.named_buffers():
-            buffer.copy_(before[name])
+        for name, value in _state(subject).items():
+            value.copy_(before[name])
+
+
+def _state(subject: Sequential) -> dict[str, Tensor]:
+    named = subject.module.named_parameters()
+    parameters = {name: p.data for name, p in named if name in subject.rewritten}
+    return {**dict(subject.module.named_buffers()), **parameters}
+
+
+def _kept(subject: Sequential) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in _state(subject).items()}
 
 
 # ---- The same of the model alone: whether it shows what our runs show.
@@ -223,7 +241,7 @@ def _called(
 ) -> dict[str, Tensor]:
     """The loss of rows of a batch, under "", and its gradients; the module stays as it is."""
     torch.manual_seed(seed)
-    fresh = copy.deepcopy(module)
+    fresh = copied(module)
     with ambient(Alone(ByRow(rows))):
         loss = (case.loss or loss_of)(called(fresh, batch), batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -257,7 +275,8 @@ def check_buffers(
         _, found = _buffers_after(subject, parts)
         for name in changed:
             if not _near(found[name], full[name], rtol):
-                raise _depends(name, len(parts))
+                kind = "parameter" if name in subject.rewritten else "buffer"
+                raise _depends(name, kind, len(parts))
 
 
 def _buffers_after(
@@ -267,7 +286,7 @@ def _buffers_after(
     with _buffers_put_back(subject) as before:
         for part in parts if before else ():
             subject.derive(part.inputs, part.rows)
-        after = {name: b.detach().clone() for name, b in subject.module.named_buffers()}
+        after = _kept(subject)
     return before, after
 
 
@@ -277,12 +296,12 @@ def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
     )
 
 
-def _depends(name: str, parts: int) -> Refusal:
+def _depends(name: str, kind: str, parts: int) -> Refusal:
     why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
     return Refusal(
         Diagnostic(
             "S708",
-            f"the buffer `{name}` depends on how the batch is split",
+            f"the {kind} `{name}` depends on how the batch is split",
             notes=(
                 f"on the original, after {why} it differs from its value after the full batch",
                 "a forward updates it: an average over calls, a count, statistics of the batch",
@@ -479,6 +498,8 @@ def cheaply(
         if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
             return
         raise
+    except OwnError:
+        raise  # parts do not make the whole, and we do not know why
     except Exception:  # a model that cannot be copied, or run in float64, trains all the same
         return
 

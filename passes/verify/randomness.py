@@ -151,13 +151,14 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
         return None
     noting, first = Noting(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
+    kept, program.keep_output = program.keep_output, False  # nobody asks for it
     try:
         for _ in range(STEPS):
             with ExitStack() as stack:
                 stack.enter_context(noting.on())
                 program.train_step(followed(batch, grad=False))
     finally:
-        program.assembly = assembly
+        program.assembly, program.keep_output = assembly, kept
     noted, step = noting.noted, min(trained, default=None)
     known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
     mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)

@@ -73,9 +73,8 @@ def reloaded(
 def _with_state(
     program: Program, other: Program, batch: Batch, folder: str
 ) -> tuple[Outputs, Outputs]:
-    """The outputs of both; the other has computed with weights of its own just before it loads."""
+    """The outputs of both; the other's last work was an evaluation with weights of its own."""
     other = replace(other, optimizer=None)  # it may be of another class
-    other.eval_step(batch)
     other.load(f"{folder}/state")
     program.evaluated = other.evaluated = (0, 0)  # what both draw is the same
     want, got = program.eval_step(batch), other.eval_step(batch)
@@ -91,6 +90,7 @@ def _frozen_alike(case: Case, condition: Condition) -> Program:
     run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
     program = built(case, replace(condition, case=run))
     program.train_step(run.batches[0])
+    program.eval_step(run.batches[0])
     return program
 
 

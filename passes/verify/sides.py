@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir import pytree
+from schedlang.ir.copied import copied
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.holdings import compressed_over
 from schedlang.passes.analyze.prepare import Prepared, prepare
@@ -147,7 +147,7 @@ def _typed(case: Case) -> nn.Module:
     module = case.plan.model.base.model
     if case.dtype in (None, "none"):
         return module
-    return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+    return copied(module).to(getattr(torch, str(case.dtype)))
 
 
 def _cast(case: Case, batch: Batch) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def dropout_of(case: Case) -> LogicalDropout:
 
 def twin(case: Case) -> nn.Module:
     """A copy of the original, which training may change; experts drop what rows let them drop."""
-    return limited(case.plan, copy.deepcopy(case.plan.model.compared))
+    return limited(case.plan, copied(case.plan.model.compared))
 
 
 @contextmanager
@@ -189,7 +189,10 @@ def alone(case: Case, **options: Any) -> Iterator[Sequential]:
     """The loop around a copy of the original, as a proof runs it: float64, with logical draws."""
     modes, _ = modes_of(case)
     with ambient(*modes):
-        yield Sequential(twin(case), loss=case.loss, **options)
+        subject = Sequential(twin(case), loss=case.loss, **options)
+        if case.prepared is not None:
+            subject.rewritten = case.prepared.traced.rewritten
+        yield subject
 
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, equal, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from schedlang.ir.copied import copied
 from schedlang.ir.features import Tried
 from schedlang.ir.plan import Action
 from schedlang.passes.verify.observe import Batch, Condition
@@ -70,7 +70,7 @@ def _calls(
 ) -> dict[str, dict[str, Call]]:
     """Give each module's first call, one with other values in the same shapes, one in others."""
     calls: dict[str, dict[str, Call]] = {}
-    model = copy.deepcopy(model).eval()
+    model = copied(model).eval()
     for place, batch in enumerate(batches):
         try:
             found = _called(model, batch, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.ir.copied import copied
 from schedlang.ir.facets import Cast
 from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
 from schedlang.passes.propagate.casts import lowest
@@ -158,7 +158,7 @@ def bounds_of(
 
     def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
         def make(c: Condition) -> Sequential:
-            twin: Any = copy.deepcopy(module)
+            twin: Any = copied(module)
             given = loss
             if autocast is not None:
                 twin.forward = torch.autocast("cpu", autocast)(twin.forward)

@@ -183,7 +183,9 @@ def closest(word: str, options: Iterable[str]) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """The class of a value, with its article: `an int`, `a Tensor`."""
+    """The class of a value, with its article: `an int`, `a Tensor`; or `None`."""
+    if value is None:
+        return "None"
     name = type(value).__name__
     return f"an {name}" if name[:1] in "AEIOaeio" else f"a {name}"
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from schedlang.diagnostics.diagnostic import Refusal
 
 JOB = "TORCHELASTIC_RUN_ID"  # torchrun's own
+FRESH = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # if it is 1, each round has a store of its own
 PATIENCE = 5.0  # seconds: for the store, and for the rank that speaks
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+from schedlang.ir.copied import copied
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -197,7 +198,7 @@ class ModelFacts:
 
     def undrawn(self) -> nn.Module:
         """A copy of the model in which nothing that a row brings draws numbers at random."""
-        twin = copy.deepcopy(self.model)
+        twin = copied(self.model)
         for change in self.changes:
             if isinstance(change, Adapting):
                 change.undrawn(twin)

@@ -64,14 +64,22 @@ class ModelFile:
     path: Path | None
 
     def model(self, *, meta: bool = False, seed: int = 0) -> nn.Module:
-        """The model as `model()` makes it, on the meta device if only its shapes are needed."""
+        """The model as `model()` makes it, on the meta device if only its shapes are needed.
+
+        One that asks for values as it is made (an orthogonal parametrization) is made with them.
+        """
         import torch
 
         torch.manual_seed(seed)
         if not meta:
             return self._checked(self._made("model"))
-        with torch.device("meta"):
-            return self._checked(self._made("model"))
+        try:
+            with torch.device("meta"):
+                return self._checked(self._made("model"))
+        except Refusal as refusal:
+            if "meta" not in str(refusal.__cause__):
+                raise
+        return self.model(seed=seed)
 
     def batch(self, seed: int = 0) -> dict[str, Any]:
         """The keyword arguments of a step; `batch(seed)` where it takes a seed, else `batch()`."""

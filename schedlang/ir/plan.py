@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
 from schedlang.ir.facets import (
     Annotation,
@@ -91,6 +92,11 @@ class Printed(Protocol):
 
 
 PRINTED: list[Printed] = []
+
+
+def at_its_row(refusal: Refusal, row: Action | None) -> Refusal:
+    """The refusal at the row that it is about; as it is where no row is."""
+    return refusal.at(row.span) if row is not None else refusal
 
 
 @dataclass(frozen=True, repr=False)

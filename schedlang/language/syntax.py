@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -118,6 +120,12 @@ def _fragment(text: str, span: Span, start: str, kind: type) -> Any:
     return n.placed(made, span)
 
 
+def given(schedule: str | os.PathLike[str]) -> Source:
+    """A schedule as it is given: its text, of several lines, or the path of its file."""
+    text = str(schedule)
+    return Source("schedule", text) if "\n" in text else read(text)
+
+
 def read(path: str | FilePath, name: str | None = None) -> Source:
     """A schedule file as a Source; refuses what is not a readable UTF-8 text."""
     shown = name or str(path)
@@ -126,7 +134,9 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
     except OSError as error:
         why = error.strerror or str(error)
         why = why[:1].lower() + why[1:]
-        there = {each.name for each in FilePath(path).parent.glob("*.sched")}
+        there: set[str] = set()
+        with suppress(OSError):  # nor may the folder be readable
+            there = {each.name for each in FilePath(path).parent.glob("*.sched")}
         others = there - {FilePath(path).name}
         near, facts = closest(FilePath(path).name, others), unknown(FilePath(path).name, others)
         helps = (

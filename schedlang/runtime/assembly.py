@@ -74,7 +74,7 @@ class Assembly:
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
-    ways: Ways = field(default_factory=dict)  # by which parts have become whole, found once
+    ways: Ways = field(default_factory=dict)  # by which parts have become whole
 
     @cached_property
     def primary_parameters(self) -> frozenset[str]:

@@ -124,6 +124,11 @@ def check_mapping(batch: object) -> None:
         if callable(batch):
             help_ = "call it: `batch(0)`"
         raise Refusal.of("S619", f"a batch is a dict, not {kind_of(batch)}", helps=(help_,))
+    other = next((key for key in batch if not isinstance(key, str)), None)
+    if other is not None:
+        title = f"the keys of a batch are names, not {kind_of(other)}"
+        helps = ("name the model's arguments: `{'input_ids': ids}`",)
+        raise Refusal.of("S619", title, notes=(f"this one is {other!r}",), helps=helps)
 
 
 def rows_of(batch: Batch) -> int:
@@ -486,7 +491,9 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
 
 def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = None) -> Diagnostic:
     """A loss function that returns something else than one number (S615)."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_complex():
+        said, help_ = "a complex number", "return a real one: `value.real`, or `value.abs()`"
+    elif isinstance(value, Tensor):
         said = f"a tensor of shape {list(value.shape)}"
         help_ = "return one number: its mean, `value.mean()`"
     else:
@@ -502,7 +509,7 @@ def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = 
 
 def is_loss(value: Any) -> bool:
     """Return whether a loss function gave what a backward can begin from."""
-    return isinstance(value, Tensor) and value.numel() == 1
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 def _absent(model: Any, batch: Mapping[str, Any]) -> list[str]:

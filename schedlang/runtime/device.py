@@ -205,6 +205,22 @@ def reset_peak(device: torch.device) -> None:
     _memory(device, "reset_peak_memory_stats")
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """The memory of a device, or of this machine; None: nobody tells it."""
+    if on_host(device):
+        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+        pages, size = (os.sysconf(n) if n in os.sysconf_names else -1 for n in names)
+        return pages * size if min(pages, size) > 0 else None
+    told = _memory(device, "mem_get_info")
+    return None if told is None else int(told[1])
+
+
+def name_of(device: torch.device) -> str:
+    """The name that a device's maker gave it; "" where nobody tells it."""
+    told = _memory(device, "get_device_name")
+    return "" if told is None else str(told)
+
+
 def _memory(device: torch.device, name: str) -> Any:
     if not _accelerates(device):
         return None

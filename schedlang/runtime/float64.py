@@ -7,7 +7,6 @@ float type becomes float64 (and complex64 complex128), and so does the default d
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.ir.copied import copied
 from schedlang.runtime.modes import ATTRIBUTE, Ambient
 
 WIDE: dict[Any, torch.dtype] = {
@@ -251,7 +251,7 @@ def widened(value: Any) -> Any:
 
 def as_float64(module: M) -> M:
     """A copy of `module` with float64 parameters, buffers and tensor attributes; ties are kept."""
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     done: dict[int, Tensor] = {}
     for child in twin.modules():
         for parameter in child.parameters(recurse=False):

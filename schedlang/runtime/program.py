@@ -20,10 +20,10 @@ from schedlang.diagnostics.diagnostic import (
 )
 from schedlang.diagnostics.tables import html_table, number
 from schedlang.pipeline.timeline.table import Op
-from schedlang.runtime import whole
+from schedlang.runtime import shards, whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
-from schedlang.runtime.checkpointing import archive, export
+from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.checkpointing.adapter import export_adapter
 from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.checkpointing.holding import first_rank
@@ -261,6 +261,7 @@ class Program:
         elif self.optimizer is not None:
             step_by_kinds(self.optimizer)
 
+    @inside()
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank.
 
@@ -580,13 +581,19 @@ class Program:
         archive.load(self, path)
 
     def export(
-        self, path: str | os.PathLike[str], model: nn.Module, *, adapter: bool = False
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        adapter: bool = False,
+        shard: int = shards.SHARD,
     ) -> None:
-        """Write whole weights, with adapters merged into them (`export.export`); with `adapter`
-        the adapters alone, for PEFT (`adapter.export_adapter`)."""
-        state = whole.state_dict(self.assembly, first_rank)  # which is the one that writes
-        rank, merges = self.assembly.ranks.rank, self.assembly.merges
-        if adapter:
-            export_adapter(rank, path, model, state, merges, self.trained())
-        else:
-            export.export(rank, path, model, state, merges)
+        """Write whole weights in files of `shard` bytes, with adapters merged into them
+        (`shards.export`); with `adapter` the adapters alone, for PEFT
+        (`adapter.export_adapter`)."""
+        a = self.assembly
+        if not adapter:
+            shards.export(a, path, model, whole.parts(a), whole.buffers(a), shard)
+            return
+        state = whole.state_dict(a, first_rank)  # which is the one that writes
+        export_adapter(a.ranks.rank, path, model, state, a.merges, self.trained())

@@ -172,7 +172,8 @@ def _from_last(a: Assembly, output: Any) -> Any:
     return world.broadcast_tensors(a.last_rank, output, a.ranks.device)
 
 
-def _parts(a: Assembly) -> dict[str, Tensor]:
+def parts(a: Assembly) -> dict[str, Tensor]:
+    """This rank's parts of the parameters, as they lie."""
     return {name: local(parameter) for name, parameter in a.parameters.items()}
 
 
@@ -192,7 +193,7 @@ def trained(a: Assembly) -> list[str]:
 
 def state_dict(a: Assembly, to: To | None = None) -> dict[str, Tensor]:
     """Parameters and buffers by the original's keys, on all ranks, or on those that `to` says."""
-    found = {**assembled(a.holdings, _parts(a), a.ranks, to, a.ways), **buffers(a)}
+    found = {**assembled(a.holdings, parts(a), a.ranks, to, a.ways), **buffers(a)}
     for names in a.ties:
         found.update({name: found[names[0]] for name in names if names[0] in found})
     return {key: found[key] for key in a.keys if to is None or key in found}
@@ -263,7 +264,7 @@ def replica_errors(a: Assembly) -> dict[str, float]:
     Each rank is given the part that it holds as the rank has it that is primary for it; padding is
     compared with zeros.
     """
-    own = _parts(a)
+    own = parts(a)
     sizes = {name: p.itemsize for name, p in a.module.named_parameters()}
     way = copies(a.holdings, {n: sizes[n] for n in a.holdings}, a.ranks.mesh, a.ways)
     theirs = {name: torch.zeros_like(part, device="cpu") for name, part in own.items()}

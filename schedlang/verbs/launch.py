@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 NODE = 8  # ranks of a node, where neither an option nor the mesh's `on` says it
 PORT = 29500  # torchrun's own default
+_RESTARTS = (3, 100)  # of a job, and of one that is elastic
+# of an elastic job: who keeps the store of all rounds is none of its nodes; seconds until one that
+# says nothing is given up, and in which others may still come
+ELASTIC = "is_host=0,keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=10"
+STORE = (
+    "import time; from torch.distributed import TCPStore; "
+    's = TCPStore("0.0.0.0", {port}, is_master=True, wait_for_workers=False); time.sleep(1e9)'
+)
 HEAD, SLURM_ID = f"$HEAD:{PORT}", "$SLURM_JOB_ID"  # words that a shell is to fill in
 
 
@@ -51,8 +59,21 @@ class Nodes:
         typer.Option(metavar="N", help="Ranks of a node; default: of the mesh's `on`, else 8."),
     ] = None
     restarts: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Restarts of the job when a rank has failed.")
-    ] = 3
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Restarts when a rank has failed; default: 3, of an elastic job 100.",
+        ),
+    ] = None
+    elastic: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Go on while so many nodes are left; for a script whose `Trainer` is `elastic`.",
+        ),
+    ] = None
     time: Annotated[
         str | None, typer.Option(metavar="H:MM:SS", help="Time limit that the engine enforces.")
     ] = None
@@ -89,6 +110,7 @@ class Job:
     image: str | None
     cpu: bool
     record: str | None
+    elastic: int | None  # the least nodes with which it goes on
     lies: Mapping[str, str]  # axis -> where its groups lie
 
     @property
@@ -99,7 +121,8 @@ class Job:
 
     def torchrun(self, *where: str) -> tuple[str, ...]:
         """The command of a node; `where` are the words about the rendezvous."""
-        counts = ("--nnodes", str(self.nodes), "--nproc-per-node", str(self.per_node))
+        nodes = f"{self.nodes}" if self.elastic is None else f"{self.elastic}:{self.nodes}"
+        counts = ("--nnodes", nodes, "--nproc-per-node", str(self.per_node))
         return (
             *("torchrun", *counts, "--max-restarts", str(self.restarts)),
             *("--rdzv-backend", "c10d", *where, *self.command),
@@ -129,6 +152,11 @@ def launch(
         )
     kind = named[0] if named else "torchrun"
     job = job_of(file, nodes, common)
+    if job.elastic is not None and kind != "torchrun":
+        bad_option(
+            f"an elastic job is not written for {kind}, whose own rules end or replace its nodes",
+            "print torchrun's command, and start it on each node that there is: `--torchrun`",
+        )
     if kind == "k8s" and job.image is None:
         bad_option("a Kubernetes job needs a container image", "give it: `--image NAME:TAG`")
     script = SCRIPTS[kind](job)
@@ -159,19 +187,34 @@ def job_of(file: Path, asked: Nodes, common: Common) -> Job:
             f"the mesh has {mesh.world} ranks, {held} have {asked.nodes * per_node}",
             f"give `--nodes {mesh.world // per_node}`, or other sizes: `--mesh AXIS=N`",
         )
+    if asked.elastic is not None:
+        _check_elastic(asked.elastic, mesh.world // per_node, asked)
     lies = {f"{axis}={size}": _lies(mesh, axis, per_node) for axis, size in mesh.axes if size > 1}
     return Job(
         _name(asked.name or file.stem),
         _command(file, asked, common),
         mesh.world // per_node,
         per_node,
-        asked.restarts,
+        asked.restarts if asked.restarts is not None else _RESTARTS[asked.elastic is not None],
         None if asked.time is None else _seconds(asked.time),
         asked.image,
         asked.cpu,
         asked.record,
+        asked.elastic,
         lies,
     )
+
+
+def _check_elastic(least: int, nodes: int, asked: Nodes) -> None:
+    """Refuse what cannot go on with fewer nodes."""
+    if least > nodes:
+        title = f"a job of {nodes} nodes cannot go on while {least} are left"
+        bad_option(title, f"give as many or fewer: `--elastic {nodes}`")
+    if asked.script is None:
+        bad_option(
+            "`schedlang run` begins anew, and an elastic job goes on",
+            "give a script with `Trainer(..., elastic=True)`: `--script train.py`",
+        )
 
 
 def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
@@ -237,11 +280,18 @@ def _seconds(text: str) -> int:
 
 def _torchrun(job: Job) -> str:
     """A command for each node; the first one's name stands where `HEAD` is."""
-    where = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
+    where: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
+    from schedlang.diagnostics.told_once import FRESH
     from schedlang.runtime.launch.job import RECORD
 
-    set_ = ("env", f"{RECORD}={job.record}") if job.record else ()
+    known = {RECORD: job.record} if job.record else {}
+    if job.elastic is not None:
+        known[FRESH] = "1"
+        where = (*where, "--rdzv-conf", ELASTIC)
+        store = shlex.join(("python", "-c", STORE.format(port=PORT)))
+        lines = [*job.notes, "on HEAD, a machine that stays:", store, "on each node, HEAD or not:"]
+    set_ = ("env", *(f"{name}={value}" for name, value in known.items())) if known else ()
     return _shell(lines) + _words((*set_, *job.torchrun(*where))) + "\n"
 
 

@@ -79,6 +79,7 @@ def verify(
         from schedlang.passes.prove import prove
         from schedlang.passes.reduce_model.shrink import remarked
         from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
+        from schedlang.runtime.launch.frames import in_one_piece
         from schedlang.runtime.launch.pool import Pool
         from schedlang.verbs.inputs import check_folders, posed, settings
         from schedlang.verbs.lockfile import demand_lock
@@ -114,7 +115,8 @@ def verify(
             dtype=dtype,
             shrink=shrink,
         )
-        report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
+        asked = {"pool": pool, "title": file.name, "command": one.command, "progress": said}
+        report = in_one_piece(prove, one.case, **asked)
     _show(remarked(report, one.small), as_json, html, verbose)
     raise typer.Exit(_code(report))
 

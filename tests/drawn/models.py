@@ -315,6 +315,12 @@ OWN = (
     ),
     Subject("looped", own.Looped, _plain, lambda output, batch: output[0]),
     Subject("sharing", own.Sharing, _plain, lambda output, batch: output[0]),
+    Subject("fast", own.Fast, _plain, lambda output, batch: output[0]),
+    Subject(
+        "taught",
+        own.Taught,
+        lambda seed: {"x": _noise(seed, 6), "domain": _numbers(seed, 2), "y": _numbers(seed, 4)},
+    ),
 )
 
 

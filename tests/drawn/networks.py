@@ -300,3 +300,50 @@ class Sharing(nn.Module):
             h = layer(h, kept)
         logits = self.head(h)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class Fast(nn.Module):
+    """Weights of layers that are never called, and layers called with others than their own."""
+
+    def __init__(self, words: int = 61, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(4))
+        self.fast = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(input_ids)
+        for up, down, fast in zip(self.up, self.down, self.fast):
+            made = {name: value * self.gain for name, value in fast.named_parameters()}
+            h = h + torch.func.functional_call(fast, made, (h,))
+            h = h + F.linear(F.gelu(up(h)), down.weight, down.bias)  # type: ignore[arg-type]
+        logits = self.head(h)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class Taught(nn.Module):
+    """A teacher that follows in the forward; losses of masked rows, and of an overlap."""
+
+    def __init__(self, width: int = 6, classes: int = 4) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
+        self.teacher = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
+        self.teacher.requires_grad_(False)
+        self.head, self.other = nn.Linear(width, classes), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor, domain: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, quick in zip(self.teacher.parameters(), self.student.parameters()):
+                if self.training:
+                    slow.lerp_(quick, 0.1)
+            goal = self.teacher(x)
+        h = self.student(x)
+        logits, kept = self.head(h), domain == 0
+        each = F.cross_entropy(logits, y, reduction="none")
+        p, t = logits.sigmoid()[:, 0], (y == 0).to(x.dtype)
+        overlap = 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+        masked = (each * kept).sum() / kept.sum().clamp(min=1)
+        loss: Tensor = masked + overlap + F.cross_entropy(self.other(h), domain)
+        return loss + F.mse_loss(h, goal)

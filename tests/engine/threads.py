@@ -71,6 +71,7 @@ class Threads:
         hang_after: float = 30.0,
         on_progress: Callable[[int, Any], None] | None = None,
         environ: Mapping[str, str] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Call `fn(*args)` on ranks 0..world-1 and return their results by rank.
 
@@ -78,6 +79,8 @@ class Threads:
         with a Mismatch as its cause, one that can never come about is Hang at once.
         """
         assert here() < 0, "a rank cannot start ranks"
+        if meanwhile is not None:  # beside the ranks it would share globals with them
+            meanwhile()
         with self._lock, _own_globals(world, environ), many_ranks() as store:
             run = _Run(world, packed(fn, args), self.faults, store)
             while len(self._workers) < world:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import schedlang
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge import judge
+from schedlang.passes.judge import beside, judge
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.job import Hang
 from schedlang.runtime.launch.pool import Pool
@@ -68,6 +68,10 @@ def stepping(*lines: str) -> str:
     return head + "    return schedlang.TrainingProgram(model, step)\n"
 
 
+OTHER = """    from torch.distributed.tensor import Shard
+    with torch.no_grad():
+        model.weight.mul_(2)
+"""
 REFUSED = {
     "returns nothing on one rank": (
         "    if rank == 1:\n        return None\n" + RIGHT,
@@ -148,6 +152,31 @@ REFUSED = {
         RIGHT.replace("))\n", "), clip=lambda most: None)\n"),
         "S767",
         "`clip` returns nothing on rank",
+    ),
+    "layouts in a list": (
+        RIGHT.replace("))\n", "), layouts=['weight'])\n"),
+        "S767",
+        "`layouts` of the program on rank 0 is a list, not a dict",
+    ),
+    "a clipping that is none": (
+        RIGHT.replace("))\n", "), clip=1.0)\n"),
+        "S767",
+        "`clip` of the program on rank 0 is a float, not a function",
+    ),
+    "names that raise": (
+        OTHER + RIGHT.replace("))\n", "), names=lambda name: {}[name])\n"),
+        "S762",
+        "`names` raises KeyError",
+    ),
+    "a layout of a dim that is not there": (
+        OTHER + RIGHT.replace("))\n", "), layouts={'weight': Shard(3)})\n"),
+        "S767",
+        "the layout of `weight` is of dim 3, and it has 2",
+    ),
+    "a step without a batch": (
+        "    return schedlang.TrainingProgram(model, lambda: ahead(model, {}))\n",
+        "S762",
+        "`step` raises TypeError",
     ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
@@ -233,14 +262,7 @@ def test_a_rank_that_leaves_before_backward(tmp_path: Path, pool: Pool) -> None:
     said = str(hang.value).splitlines()
     assert len(said) == 7 and said[3].endswith("in step") and "program.py" in said[3], hang.value
     assert "waits for the others" in said[6], hang.value
-    scope: dict[str, Any] = {"__name__": "leaves"}
-    text = HEAD + stepping("if rank == 1:", "    return torch.zeros(())")
-    exec(compile(text, "leaves.py", "exec"), scope)
-    exec(ORIGINAL, original := {"__name__": "original"})
-    parts = {name: original[name] for name in ("batch", "loss")}
-    report = schedlang.verify_program(
-        scope["program"], model=original["model"](), **parts, ranks=2, pool=pool
-    )
+    report = verdict(stepping("if rank == 1:", "    return torch.zeros(())"), pool)
     told = dict(report.localised)
     assert "only rank 0 has the right value: there is none on rank 1" in told["gradients"], told
     assert re.search(r"ranks return [\d.]+, 0$", told["loss"]), told
@@ -258,15 +280,68 @@ def test_a_step_that_steps_the_optimizer(pool: Pool) -> None:
 
     return schedlang.TrainingProgram(model, step)
 """
-    scope: dict[str, Any] = {"__name__": "steps"}
-    exec(compile(HEAD + body, "steps.py", "exec"), scope)
-    exec(ORIGINAL, original := {"__name__": "original"})
-    parts = {name: original[name] for name in ("batch", "loss")}
-    report = schedlang.verify_program(
-        scope["program"], model=original["model"](), **parts, ranks=2, pool=pool
-    )
+    report = verdict(body, pool)
     said = dict(report.localised)["parameters"]
     assert "the step itself changes `bias`, `weight`" in said, str(report)
+
+
+def verdict(body: str, pool: Pool) -> Report:
+    """The report on a program that is written in lines."""
+    scope: dict[str, Any] = {"__name__": "written"}
+    exec(compile(HEAD + body, "written.py", "exec"), scope)
+    exec(ORIGINAL, original := {"__name__": "original"})
+    parts = {name: original[name] for name in ("batch", "loss")}
+    return schedlang.verify_program(
+        scope["program"], model=original["model"](), **parts, ranks=2, pool=pool
+    )
+
+
+def test_a_step_that_puts_other_parameters(pool: Pool) -> None:
+    """The optimizer that was made before steps none of them, and the verdict says why."""
+    report = verdict(stepping("model.bias = torch.nn.Parameter(model.bias.detach() * 1)"), pool)
+    assert "the step puts other parameters for `bias`" in dict(report.localised)["parameters"]
+
+
+OUTPUT = """
+    def step(batch):
+        part = {{k: v.chunk(2)[rank] for k, v in batch.items()}}
+        loss = ahead(model, part)
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        return loss, {}
+
+    return schedlang.TrainingProgram(model, step)
+"""
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [
+        ("model(part['input'])", ""),
+        ("model(batch['input'])[rank:][:3]", ""),  # rows that overlap: not known
+        ("model(batch['input'])[rank * 2:][:2, :1]", "(2, 1) instead of torch.float64 (4, 2)"),
+        ("model(part['input'])[:1]", "(1, 2) instead of torch.float64 (4, 2)"),
+        ("model(batch['input'])[..., None]", "(4, 2, 1) instead of torch.float64 (4, 2)"),
+    ],
+)
+def test_an_output_of_another_shape(output: str, said: str, pool: Pool) -> None:
+    """What cannot be parts of the original's output fails with both shapes."""
+    report = verdict(OUTPUT.format(output), pool)
+    notes = [row.note for row in report.rows if row.kind == "training outputs" and not row.ok]
+    assert report.ok == (not said) and all(said in note for note in notes), str(report)
+    assert bool(notes) == bool(said)
+
+
+def test_parts_of_an_output_in_two_dims() -> None:
+    """Blocks of a grid of ranks are laid side by side, whichever dim their order begins with."""
+    whole = torch.arange(24.0).reshape(4, 6)
+    rows = [part for strip in whole.chunk(2) for part in strip.chunk(3, 1)]
+    columns = [part for strip in whole.chunk(3, 1) for part in strip.chunk(2)]
+    turns = [whole[k::2] for k in range(2)]  # as samplers deal rows out
+    for parts in (rows, columns, turns, whole.chunk(4), whole.chunk(3, 1)):
+        assert torch.equal(beside._put_together(parts, whole), whole)
+    assert beside._put_together(rows[:5], whole) is None
 
 
 def test_lines_that_ranks_print(tmp_path: Path) -> None:

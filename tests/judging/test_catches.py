@@ -16,6 +16,7 @@ CATCHES = (
     "expert_inputs",
     "experts_doubled",
     "gathered_logits",
+    "hybrid_of_one",
     "identity_backward",
     "label_smoothing",
     "lost_window",
@@ -27,8 +28,10 @@ CATCHES = (
     "shared_key",
     "shifted_labels",
     "sink_norm",
+    "sum_of_a_part",
     "summed_twice",
     "unsynchronised",
+    "whole_of_a_part",
 )
 
 

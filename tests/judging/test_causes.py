@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge.kinds import of_gradient
 from schedlang.passes.judge.owners import Note, unmasked
+from schedlang.passes.judge.parts import Cut
 from schedlang.passes.judge.sights import Changed, Part, changes, seen_otherwise
 from schedlang.passes.judge.terms import Got, Tape, made_of
 from schedlang.report import Row
@@ -255,13 +257,31 @@ def test_microbatches_or_ranks(pool: Pool) -> None:
 # ---- Parts of a batch that weigh otherwise.
 
 
+@dataclass(frozen=True)
+class Known:
+    """The gradients of one cut of the rows, or of the words."""
+
+    rows: Sequence[Cut] = ()
+    words: Sequence[Cut] = ()
+
+    def of_rows(self, *_: str) -> Iterator[Cut]:
+        """Those of rows."""
+        return iter(self.rows)
+
+    def of_words(self, *_: str) -> Iterator[Cut]:
+        """Those of words."""
+        return iter(self.words)
+
+
 def test_few_numbers_tell_the_weights_of_parts() -> None:
     """Eight numbers of a bias are enough for four parts; what is no sum of them is not said so."""
     torch.manual_seed(0)
     parts = [torch.randn(8, dtype=torch.float64) for _ in range(4)]
     want = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.3, 0.4)))
     got = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.6, 0.0)))
-    said = of_gradient(want, got, [], {}, lambda *_: iter([parts]), ROW)
+    said = of_gradient(want, got, [], {}, Known([Cut(parts)]), ROW)
     assert said == "4 parts of the batch count 1, 1, 2, 0 times what they should"
     other = got + 1e-3 * parts[0].square()
-    assert "parts" not in of_gradient(want, other, [], {}, lambda *_: iter([parts]), ROW)
+    assert "parts" not in of_gradient(want, other, [], {}, Known([Cut(parts)]), ROW)
+    of_words = of_gradient(want, got, [], {}, Known((), [Cut(parts, "the words")]), ROW)
+    assert of_words == "4 parts of the words count 1, 1, 2, 0 times what they should"

@@ -30,6 +30,12 @@ def test_a_kept_product_is_scaled_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
+def test_a_running_sum_of_the_last_dim(tmp_path: Path) -> None:
+    """The same sum by two names of its dim, and that of the plain tensor."""
+    assert played("DTensor's running sums", tmp_path) == ""
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about 2.13")
 def test_outputs_of_hooks_are_left_out(tmp_path: Path) -> None:
     """What hooks collect of a model is None once the model is sliced."""
     transformers = pytest.importorskip("transformers")

@@ -22,14 +22,18 @@ NEEDS = {
     "llama/deepspeed_zero": ("transformers", "deepspeed"),
     "llama/transformers_saved": ("transformers",),
     "llama3/torchtitan_tp_fsdp": ("torchtitan",),
+    "llama_gqa/megatron_tp": ("megatron.core", "transformers"),
     "llama_lora/peft_ddp": ("transformers", "peft"),
     "llama_lora/peft_fsdp2": ("transformers", "peft"),
     "llama_lora/peft_tp": ("transformers", "accelerate", "peft"),
+    "mixtral/megatron_ep": ("megatron.core", "transformers"),
     "qwen3/transformers_fsdp": ("transformers", "accelerate"),
     "qwen3/transformers_tp": ("transformers", "accelerate"),
     "qwen3_moe/transformers_ep": ("transformers", "accelerate"),
 }
-DROPOUTS = {"llama": 2, "llama_lora": 10, "qwen3": 2, "decoder": 0, "llama3": 0, "qwen3_moe": 0}
+DROPOUTS = {"llama": 2, "llama_lora": 10, "qwen3": 2} | dict.fromkeys(
+    ("decoder", "llama3", "llama_gqa", "mixtral", "qwen3_moe"), 0
+)
 OTHERWISE = [  # a setting of a program, and another that its page or its comment names
     ("decoder/torch_fsdp1", "NAMES = True", "NAMES = False"),
     ("llama/deepspeed_zero", "STAGE = 3", "STAGE = 1"),

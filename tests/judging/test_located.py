@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
 from tests.judging.catches import lost_window, pipeline_accumulated
+from tests.judging.catches.parts import Gathered, own, total
+from tests.judging.catches.words import batch, loss
 
 
 def _said(report: Report) -> dict[str, str]:
@@ -89,3 +92,67 @@ def test_sums_of_parts_with_other_weights_are_told(pool: Pool) -> None:
     original = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
     said = _said(verify_program(program, **original, ranks=1, pool=pool))
     assert "2 parts of the batch count 1, 3 times what they should" in said["gradients"], said
+
+
+class Placed(torch.nn.Module):
+    """Words and their positions, and something that mixes neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place = torch.nn.Embedding(12, 8), torch.nn.Embedding(6, 8)
+        self.mixed, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 12)
+
+    def forward(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Scores of words, of which the first has some position."""
+        places = torch.arange(first, first + ids.shape[1])
+        return self.head(torch.tanh(self.mixed(self.word(ids) + self.place(places))))
+
+
+def _words(right: bool) -> Any:
+    """Words in two: each rank counts positions from its own first word, or from that of all."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Any:
+            mine = own(batch["ids"], 1)
+            first = dist.get_rank() * mine.shape[1] if right else 0
+            scores = Gathered.apply(model(mine, first), 1)
+            value = loss(scores, batch)
+            value.backward()
+            for p in model.parameters():
+                p.grad = total(p.grad)
+            return value
+
+        return TrainingProgram(model, step, world_loss="same")
+
+    return program
+
+
+def test_positions_of_other_words_are_told(pool: Pool) -> None:
+    """The second rank's words have the positions of the first's."""
+    torch.manual_seed(0)
+    original = {"model": Placed(), "batch": batch, "loss": loss, "ranks": 2, "pool": pool}
+    assert verify_program(_words(True), **original).ok
+    said = _said(verify_program(_words(False), **original))["first module"]
+    assert "on rank 1 `word` has the places [3, 4, 5], and `place` has [0, 1, 2]" in said, said
+
+
+def test_an_output_that_is_laid_otherwise_is_told(pool: Pool) -> None:
+    """A half twice: which place of what is right each place holds."""
+
+    def program(model: Any) -> TrainingProgram:
+        def twice(_module: Any, _given: Any, output: torch.Tensor) -> torch.Tensor:
+            return torch.cat([output[:, :3], output[:, :3]], 1)
+
+        model.mixed.register_forward_hook(twice)
+
+        def step(batch: Any) -> Any:
+            value = loss(model(batch["ids"]), batch)
+            value.backward()
+            return value
+
+        return TrainingProgram(model, step)
+
+    torch.manual_seed(0)
+    original = {"model": Placed(), "batch": batch, "loss": loss, "ranks": 1, "pool": pool}
+    said = _said(verify_program(program, **original))["first module"]
+    assert "`mixed`: along dim 1 it holds the places [0, 1, 2, 0, 1, 2] of what is right" in said

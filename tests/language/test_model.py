@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
 from schedlang.passes.lower.build import build
 from tests import models
 from tests.proofs import adamw, planned
@@ -79,3 +83,20 @@ def test_a_forward_of_its_own_is_noticed() -> None:
     patched.forward = lambda x: x  # type: ignore[method-assign]
     facts = ModelFacts(nn.Sequential(Loud(2, 2), Quiet(2, 2), patched))
     assert [facts.computes_as(str(k), "Linear") for k in range(3)] == [False, True, False]
+
+
+def test_a_model_that_asks_for_values_as_it_is_made(tmp_path: Path) -> None:
+    """It is made with values where its shapes are wanted; another error is shown as it is."""
+    head = (
+        "import torch\nfrom torch import nn\n\n\ndef model():\n    {}\n    return nn.Linear(3, 4)\n"
+    )
+
+    def made(line: str) -> Any:
+        path = tmp_path / f"named_{len(line)}.py"
+        path.write_text(head.format(line))
+        return load_model_file(str(path)).model(meta=True)
+
+    assert not made("torch.ones(2).tolist()").weight.is_meta
+    assert made("pass").weight.is_meta
+    with pytest.raises(Refusal, match="undefined"):
+        made("undefined")

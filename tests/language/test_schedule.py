@@ -66,6 +66,16 @@ def test_python_and_text_are_one_language(tmp_path: Path) -> None:
     assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
 
 
+def test_a_text_is_loaded_as_its_file_is(tmp_path: Path) -> None:
+    """A text of several lines is the schedule; one line is the path of a file, which is missing."""
+    (tmp_path / "x.sched").write_text(GPT2)
+    loaded = [load(given, GPT2LMHeadModel()) for given in (GPT2, tmp_path / "x.sched")]
+    assert loaded[0].to_sched() == loaded[1].to_sched()
+    for missing in ("no.sched", "a/" * 3000 + "x.sched"):
+        with pytest.raises(Refusal, match="S000"):
+            load(missing, GPT2LMHeadModel())
+
+
 def test_text_comes_back_as_it_was(tmp_path: Path) -> None:
     """A schedule made from text prints as its canonical form, comments included."""
     loose = GPT2.replace("attn.c_proj  shard(row, over=tp)", "attn.c_proj shard( row,over=tp )")
@@ -243,6 +253,11 @@ def test_definitions_from_python(sch: Schedule, tmp_path: Path, monkeypatch: Any
     sch["transformer.h[:2]"].my.keep()
     assert sch.plan().actions[0].sites == ("transformer.h.0.attn", "transformer.h.1.attn")
     assert written(tmp_path, sch.to_sched()).plan() == sch.plan()
+
+
+def test_verbs_are_offered_where_one_types(sch: Schedule) -> None:
+    """A completion lists every verb, of the schedule and of some of its modules."""
+    assert set(registry()) <= set(dir(sch)) and set(registry()) <= set(dir(sch["transformer.h.*"]))
 
 
 def test_modules_of_a_cursor(sch: Schedule) -> None:

@@ -99,6 +99,51 @@ def test_progress_is_told(pool: Pool) -> None:
     progress("nobody")
 
 
+def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> None:
+    """Ranks wait for what is done here meanwhile, which is heard before anything of theirs."""
+    told: list[object] = []
+    sign = str(tmp_path / "sign")
+
+    def work() -> None:
+        progress("begun")
+        while not os.path.exists(sign):
+            time.sleep(0.01)
+
+    def meanwhile() -> None:
+        told.append("here")
+        Path(sign).touch()
+
+    pool.run(work, 2, on_progress=lambda rank, what: told.append(what), meanwhile=meanwhile)
+    assert told == ["here", "begun", "begun"]
+
+
+def test_an_error_meanwhile_ends_the_ranks(pool: Pool) -> None:
+    """It comes before one of theirs, does not wait for them, and the next job is served."""
+
+    def work() -> None:
+        if dist.get_rank():
+            raise KeyError("spoiled")
+        time.sleep(600)
+
+    def meanwhile() -> None:
+        time.sleep(0.5)
+        raise ValueError("not like this")
+
+    pids = pool.run(os.getpid, 2)
+    with pytest.raises(ValueError, match="not like this"):
+        pool.run(work, 2, meanwhile=meanwhile)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_nothing_of_a_job_is_left_in_its_folder(pool: Pool) -> None:
+    """Arguments and results are files, as large as they are, until they are read."""
+    large = torch.arange(1 << 20)
+    before = {path.name for path in pool._scratch.iterdir()}
+    assert all(map(large.equal, pool.run(lambda: large, 2)))
+    assert {p.name for p in pool._scratch.iterdir()} <= before | {"rank0.log", "rank1.log"}
+
+
 def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:
     """The rank that raised is named, though the others see a broken connection or wait."""
 

@@ -450,8 +450,8 @@ def test_what_a_step_is_given() -> None:
     ("call", "words"),
     [
         (lambda sch: sch[0], "not by an int"),
-        (lambda sch: sch[None], "not by a NoneType"),
-        (lambda sch: sch["blocks"][None], "not by a NoneType"),
+        (lambda sch: sch[None], "not by None"),
+        (lambda sch: sch["blocks"][None], "not by None"),
         (lambda sch: sch["blocks"][1.5], "not by a float"),
         (lambda sch: sch.undo(-1), "not -1"),
         (lambda sch: sch.undo(1.5), "not 1.5"),

@@ -91,6 +91,24 @@ def test_torchrun_reads_its_command(engine: str) -> None:
     assert [given.training_script, *given.training_script_args] == ["schedlang", *rest]
 
 
+def test_an_elastic_job_goes_on_with_fewer_nodes() -> None:
+    """From so many nodes to all, with a store of its own for each round; what cannot is refused."""
+    script = launched("--nodes", "4", "--elastic", "2", "--script", "train.py 5")
+    given = get_args_parser().parse_args(command(script))
+    assert (given.nnodes, given.max_restarts, given.rdzv_backend) == ("2:4", 100, "c10d")
+    conf = dict(word.split("=") for word in given.rdzv_conf.split(","))
+    assert conf["is_host"] == "0" and int(conf["last_call_timeout"]) < 30
+    assert "env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in script
+    store = next(line for line in script.splitlines() if line.startswith("# python"))
+    program, flag, code = shlex.split(store[2:])
+    assert (program, flag) == ("python", "-c") and "is_master=True" in code
+    compile(code, "store", "exec")
+    words = ("--nodes", "2", "--script", "train.py")
+    for odd in (("--elastic", "3", *words), ("--elastic", "1", "--slurm", *words)):
+        assert invoked(*odd).exit_code == 2
+    assert "begins anew" in invoked("--nodes", "2", "--elastic", "1").stderr
+
+
 @pytest.mark.parametrize(
     ("words", "sizes", "axes"),
     [

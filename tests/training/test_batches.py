@@ -223,6 +223,17 @@ def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads)
             torch.testing.assert_close(state[name], parameter.detach() - 0.1 * wanted[name])
 
 
+@pytest.mark.parametrize("layout", ["dp", "pp", "both"])
+def test_a_sum_that_is_divided_by_a_count_of_labels(layout: str, threads: Threads) -> None:
+    """It is the mean over labels, however few a part has: it is weighed by these."""
+    mesh, rows = LAYOUTS[layout]
+    ids = torch.arange(24).reshape(4, 6).remainder(9)
+    counts = torch.tensor([0, 6, 1, 3])[:, None]
+    batch = {"ids": ids, "labels": ids.masked_fill(torch.arange(6) >= counts, -100)}
+    report = proven(threads, planned(Worded(True), rows, mesh), [batch, {**batch, "labels": ids}])
+    assert report.equivalence == "algebraic"
+
+
 class Shifted(nn.Module):
     """Reads its labels twice: moved by one as what a decoder is given, and in its loss."""
 

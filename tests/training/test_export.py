@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from schedlang import create_schedule
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
+from schedlang.runtime import shards
 from tests import models, small_models
 from tests.engine import Threads
 from tests.layouts import Odd, points, program_of
@@ -61,6 +64,61 @@ def test_from_pretrained_loads_it(name: str, tmp_path: Path, threads: Threads) -
     assert any(not torch.equal(own[key], value) for key, value in model.state_dict().items())
     tied = model.lm_head.weight is model.get_input_embeddings().weight
     assert (found.lm_head.weight is found.get_input_embeddings().weight) == tied == ("tied" in name)
+
+
+def in_shards(plan: Plan, path: str, model: nn.Module, most: int) -> tuple[int, dict[str, Tensor]]:
+    """Export in several files; the most bytes of whole tensors that came here, and the state."""
+    program = build(plan, models.tokens(8), optimizer=sgd)
+    program.train_step(models.tokens(8))
+    held, largest = shards.Coming.part, 0
+
+    def counted(self: shards.Coming, *given: Any) -> Tensor:
+        nonlocal largest
+        found = held(self, *given)
+        here = self.kept[self.writer].values()
+        largest = max(largest, sum(one.nbytes for one in here if one is not None))
+        return found
+
+    program_shards = type("Counting", (shards.Coming,), {"part": counted})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards, "Coming", program_shards)
+        program.export(path, model, shard=most)
+    return largest, program.state_dict()
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, each in the file that the index names, and in no other."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        there = load_file(file)
+        assert all(index[name] == file.name for name in there) and not found.keys() & there.keys()
+        found.update(there)
+    assert found.keys() == index.keys()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_writes_files_of_its_own(name: str, tmp_path: Path, pool: Any) -> None:
+    """All that `save_pretrained` itself writes of the whole weights is there, bit by bit, and where
+    nothing is laid out anew the files are the same; no rank ever has more than two whole
+    parameters."""
+    make, rows, mesh = CASES[name]
+    model, folder, most = make(), tmp_path / "out", 12_000
+    plan = planned(model, rows, mesh)
+    told = pool.run(in_shards, plan.mesh.world, plan, str(folder), model, most)
+    state = told[0][1]
+    make().save_pretrained(tmp_path / "whole", state_dict=dict(state), max_shard_size=most)
+    ours, theirs = contents(folder), contents(tmp_path / "whole")
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert all(torch.equal(one, theirs[key]) for key, one in ours.items())
+    files = [one for one in folder.iterdir() if one.suffix == ".safetensors"]
+    assert len(files) > 2 and max(one.stat().st_size for one in files) < 2 * most
+    if "tied" in name:
+        same = {one.name: one.read_bytes() for one in folder.iterdir()}
+        assert same == {one.name: one.read_bytes() for one in (tmp_path / "whole").iterdir()}
+    sizes = sorted(value.nbytes for value in state.values())
+    assert all(0 < largest <= sum(sizes[-2:]) < sum(sizes) / 2 for largest, _ in told)
 
 
 def test_any_module(tmp_path: Path) -> None:

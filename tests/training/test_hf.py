@@ -58,7 +58,7 @@ def _trainer(folder: Path, rows: int, schedule: str | None, **more: Any) -> Any:
         (transformers.Trainer, {}) if schedule is None else (Trainer, {"schedule": schedule})
     )
     model = transformers.GPT2LMHeadModel(config)
-    return kind(model=model, args=args, train_dataset=_rows(), **mine)
+    return kind(model=model, args=args, train_dataset=_rows(), eval_dataset=_rows()[:8], **mine)
 
 
 def _losses(trainer: Any) -> list[tuple[float, float, float]]:
@@ -102,3 +102,43 @@ def test_what_is_not_followed_is_refused(tmp_path: Path) -> None:
     assert not math.isnan(trainer.train(resume_from_checkpoint=True).training_loss)
     with pytest.raises(Refusal, match="earlier run"):
         _trainer(tmp_path, 8, ONE, save_strategy="steps").train()
+
+
+def _evaluating(rank: int, folder: Path, rows: int, text: str | None) -> Any:
+    """The evaluations of a run, as callbacks and logs are told them."""
+    heard: list[float] = []
+
+    class Hears(transformers.TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            heard.append(metrics["eval_loss"])
+
+    strategy = dict(eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=rows)
+    trainer = _trainer(folder, rows, text, **strategy)
+    trainer.add_callback(Hears())
+    trainer.train()
+    logged = [
+        (one["step"], one["eval_loss"]) for one in trainer.state.log_history if "eval_loss" in one
+    ]
+    assert [loss for _, loss in logged] == heard
+    return logged
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_evaluation_while_it_trains(tmp_path: Path, ranks: int) -> None:
+    """At the steps that `args` say, the losses of transformers' own loop, on one rank and four."""
+    own = _evaluating(0, tmp_path / "own", 4, None)
+    assert [step for step, _ in own] == [3, 6, 7]
+    text, rows = (ONE, 4) if ranks == 1 else (FOUR, 2)
+    for told in run_ranks(ranks, _evaluating, tmp_path / "ours", rows, text):
+        assert [step for step, _ in told] == [3, 6, 7]
+        for (_, loss), (_, other) in zip(told, own):
+            assert math.isclose(loss, other, rel_tol=1e-5)
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+    """Metrics of one's own need outputs of all rows: refused before anything is trained."""
+    trainer = _trainer(tmp_path, 4, ONE, eval_strategy="steps", eval_steps=3)
+    trainer.compute_metrics = lambda _: {}
+    with pytest.raises(Refusal, match="compute_metrics") as caught:
+        trainer.train()
+    assert caught.value.diagnostic.code == "S691"

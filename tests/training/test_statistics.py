@@ -157,3 +157,43 @@ def test_another_way_through_the_model() -> None:
     with pytest.raises(Refusal, match=r"is not the sum that was recorded\s+there") as caught:
         model(**models.batch(0))
     assert caught.value.diagnostic.code == "S669"
+
+
+class Masked(nn.Module):
+    """Two parts of a loss beside a mean: over rows that a mask keeps, and an overlap (Dice)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.other = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, domain: Tensor, y: Tensor) -> Tensor:
+        """Few rows are of the first domain; a part of the batch may have none."""
+        hidden = torch.tanh(self.up(x))
+        logits, kept = self.head(hidden), domain == 0
+        each = nn.functional.cross_entropy(logits, y, reduction="none")
+        masked = (each * kept).sum() / kept.sum().clamp(min=1)
+        p, t = logits.sigmoid()[:, 0], (y == 0).to(x.dtype)
+        dice = 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+        return masked + dice + nn.functional.cross_entropy(self.other(hidden), domain)
+
+
+def masked_batch(seed: int, first: int) -> dict[str, Tensor]:
+    """Eight rows, `first` of them of the first domain, in front."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 6, generator=g, dtype=torch.float64)
+    y = torch.randint(4, (8,), generator=g)
+    return {"x": x, "domain": (torch.arange(8) >= first).long(), "y": y}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_counts_that_are_bounded_and_sums_with_a_number_added(ranks: int, threads: Any) -> None:
+    """A count that is clamped is a statistic; bounds and numbers are those of the whole batch.
+
+    One row of the whole batch counts, or none, or more than there are ranks.
+    """
+    torch.manual_seed(0)
+    plan = planned(Masked().double(), ZERO.format(0), f"dp={ranks}")
+    batches = [masked_batch(seed, first) for seed, first in enumerate((3, 1, 0, 5))]
+    report = proven(threads, plan, batches)
+    assert report.equivalence == "algebraic"

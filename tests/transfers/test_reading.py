@@ -22,7 +22,7 @@ from schedlang.runtime.comm import world as comm
 from schedlang.runtime.storage.offloaded_gradients import local
 from tests.engine import Threads
 from tests.layouts import equal, ids, last, program_under, seen
-from tests.models import gpt2
+from tests.models import gpt2, llama
 from tests.ranks import run_ranks
 from tests.transfers.test_transfer import world_of
 
@@ -119,14 +119,34 @@ def from_dcp(folder: str, head: str) -> None:
 
 
 def test_a_folder_of_torchs_own(tmp_path: Path, threads: Threads) -> None:
-    """With the names of the model, or below `model` beside an optimizer's state."""
-    state = gpt2(layers=2).state_dict()
-    every = {"flat": state, "nested": {"model": state, "optim": {"momentum": torch.ones(3)}}}
+    """With the names of the model, or below `model`, beside an optimizer's state or alone."""
+    state, beside = gpt2(layers=2).state_dict(), {"momentum": torch.ones(3)}
+    every = {"flat": state, "nested": {"model": state, "optim": beside}, "alone": {"model": state}}
     for head, saved in every.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save(saved, storage_writer=FileSystemWriter(tmp_path / head), no_dist=True)
         threads.run(from_dcp, 2, str(tmp_path), head)
+
+
+@pytest.mark.parametrize("beside", [(), ("optimizer", "train_state")], ids=["alone", "beside"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_names_that_begin_as_the_word_before_them(
+    tmp_path: Path, nested: bool, beside: tuple[str, ...]
+) -> None:
+    """`model.layers...` of Llama is a name of the model, and may lie below `model` all the same."""
+    real, other = llama(), llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    state = dict(real.state_dict())
+    saved = {"model": state} if nested else state
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        more = {word: {"x": torch.ones(3)} for word in beside}
+        dcp_save({**saved, **more}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    schedlang.transfer(tmp_path, other)
+    equal(dict(other.state_dict()), state)
 
 
 def with_dtensors(_: int) -> None:

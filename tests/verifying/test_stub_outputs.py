@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.passes.lower import executor
 from schedlang.passes.verify.observe import Condition, conditions
 from schedlang.passes.verify.outputs import with_outputs
 from schedlang.passes.verify.sides import Case, as_worked, prepared, tried, widened
@@ -51,6 +53,32 @@ def test_ranks_find_nothing_more(threads: Threads, monkeypatch: pytest.MonkeyPat
     found = threads.run(tried, 4, knowing, sent)[0]
     assert not met
     assert found.tensors.keys() == right.tensors.keys()
+    for key, value in right.tensors.items():
+        other = found.tensors[key]
+        assert value is other or (other is not None and torch.equal(value, other)), key
+
+
+def test_the_model_is_copied_only_where_something_is_not_known(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has all outputs needs no copy without values; who has some finds the others the same."""
+    case, _, told = _case(ROWS.format("transformer.h", ZERO), "dp=2, pp=2")
+    knowing, _, sent = with_outputs(case, None, told)
+    assert knowing.prepared is not None
+    some = dict(list(knowing.prepared.outputs.items())[:1])
+    less = replace(knowing, prepared=replace(knowing.prepared, outputs=some))
+    copies: list[object] = []
+    real = executor.local_skeleton
+
+    def skeleton(*given: Any) -> nn.Module:
+        copies.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(executor, "local_skeleton", skeleton)
+    right = threads.run(tried, 4, knowing, sent)[0]
+    assert not copies
+    found = threads.run(tried, 4, less, sent)[0]
+    assert copies and found.tensors.keys() == right.tensors.keys()
     for key, value in right.tensors.items():
         other = found.tensors[key]
         assert value is other or (other is not None and torch.equal(value, other)), key

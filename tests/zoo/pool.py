@@ -21,6 +21,8 @@ class Mutated:
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
         """As Pool.run."""
         if getattr(self.pool, "one_process", False):  # its ranks run what is patched here
+            if (meanwhile := options.pop("meanwhile", None)) is not None:
+                meanwhile()  # what is no rank's is not mutated
             with _injected(self.mutant):
                 return self.pool.run(fn, world, *args, **options)
         return self.pool.run(_mutated, world, self.mutant, fn, args, **options)

@@ -196,4 +196,9 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a loss that is not finite, or far above those before",
         "`Trainer(on_spike=)` says whether the run stops, skips such updates, or rolls back.",
     ),
+    "S695": (
+        "an elastic run that cannot go on with the ranks there are",
+        "`Trainer(elastic=True)` looks for a setting of the schedule's knobs that makes a mesh of\n"
+        "all ranks and keeps what is computed; each round of torchrun needs a store of its own.",
+    ),
 }

@@ -117,6 +117,15 @@ CODES: Mapping[str, tuple[str, str]] = {
         "without values.",
     ),
     "S866": ("a collective number that does not exist", "`why FILE --collectives` lists them."),
+    "S867": (
+        "the model has no copy",
+        "A model is never changed: its copies are. So `copy.deepcopy(model)` has to work, also\n"
+        "for attributes that are no modules.",
+    ),
+    "S868": (
+        "a sparse gradient",
+        "Gradients are summed over ranks, clipped and sliced as dense tensors.",
+    ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S871": (
         "angles that are learned",

@@ -204,7 +204,7 @@ class Way:
 
 Having = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
 To = Callable[[Sharding], Sequence[int]]
-Ways = dict[Any, Way]  # those of one program, whose holdings never change
+Ways = dict[Any, Way]  # those of programs that hold alike, which never changes
 _SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
 
 

@@ -87,6 +87,8 @@ class Stream:
         if saved["data"] is not None and self.stateful:
             self.data.load_state_dict(saved["data"])
             self.taken = saved["taken"]
+            if self.taken:  # now: an iterator draws a seed for its workers when it begins
+                self._begin()
         elif saved["taken"]:
             put_back(self.data, saved["began"])
             self._begin()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.told_once import job_store
+from schedlang.diagnostics.told_once import FRESH, JOB, job_store
 from schedlang.runtime import device as devices
 from schedlang.runtime.comm import world as comm
 
@@ -43,23 +43,28 @@ _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of
 _PR_SET_PDEATHSIG = 1
 
 
-def join_world(wait: float | None = None) -> None:
+def join_world(wait: float | None = None, met: Any = None) -> None:
     """Join the job that torchrun started, if there is one and nobody has joined yet.
 
     LOCAL_RANK chooses the device; the world is that of its backend alone, so that groups can be
-    split off it.  `wait`: seconds in which all ranks have to come, else Refusal S651.
+    split off it.  `wait`: seconds in which all ranks have to come, else Refusal S651; `met` is the
+    store where they have, if it is not torch's own (`meet`).
     """
     _prepare_end()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return
-    if wait is not None:
-        _all_come(wait)
+    given: dict[str, Any] = {"timeout": TIMEOUT}
+    made = meet(wait) if wait is not None and met is None else met
+    if own_round() and made is not None:
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        made.set_timeout(TIMEOUT)  # ranks that are there may take their time
+        given |= {"store": made, **place}
     device = devices.own_device()
     if devices.on_host(device):
-        dist.init_process_group(comm.HOSTS, timeout=TIMEOUT)
+        dist.init_process_group(comm.HOSTS, **given)
     else:
         kind = dist.get_default_backend_for_device(device)
-        dist.init_process_group(kind, timeout=TIMEOUT, device_id=device)
+        dist.init_process_group(kind, device_id=device, **given)
     comm.here().ours = True
 
 
@@ -166,21 +171,67 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     _Meeting(store, wait).hold(items)
 
 
-def _all_come(wait: float) -> None:
-    """Raise Refusal S651 where ranks that torchrun has started do not come to join the job.
+def round_name() -> str:
+    """A name of this round of the job, the same on all ranks, for keys in its store.
 
-    Whoever joins waits for them for minutes, and names nobody.
+    With a store of its own each round needs none: torchrun counts restarts on each node by itself,
+    so that nodes which came later have other numbers.
     """
-    store, world = job_store(), int(os.environ["WORLD_SIZE"])
-    if store is None or world == 1:
-        return
-    room = f"schedlang/came/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world}"
+    return "" if own_round() else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def own_round() -> bool:
+    """Return whether torchrun lets the first rank keep a store for this round alone."""
+    return os.environ.get(FRESH) == "1" and JOB in os.environ
+
+
+def meet(wait: float) -> Any:
+    """Return the store of this round of the job, once all of its ranks have come there.
+
+    Raises Refusal S651 where ranks that torchrun has started do not come: whoever joins waits for
+    them for minutes, and names nobody.  None: there are no others, or they meet in torch's own way.
+    """
+    _prepare_end()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return None
+    store = _store_of_round(world, wait) if own_round() else job_store()
+    if store is None:
+        return None
+    room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
     store.add(count, 1)
     if not until(lambda: bool(store.add(count, 0) >= world), wait):
-        gone = [one for one in range(world) if not store.check([f"{room}/{one}"])]
-        raise _refusal(missing(gone, world, wait))
+        refuse_missing(
+            [one for one in range(world) if not store.check([f"{room}/{one}"])], world, wait
+        )
+    return store
+
+
+def refuse_missing(gone: Sequence[int], world: int, wait: float) -> NoReturn:
+    """Raise Refusal S651 for ranks that have not come, or are not heard of any more."""
+    raise _refusal(missing(gone, world, wait))
+
+
+def _store_of_round(world: int, wait: float) -> Any:
+    """The store that the first rank keeps, where torchrun has told all to look for it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    keeps = os.environ["RANK"] == "0"
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            world,
+            is_master=keeps,
+            timeout=timedelta(seconds=wait),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, TimeoutError):
+        if keeps:
+            raise
+        refuse_missing([0], world, wait)
 
 
 def tell(error: Exception) -> None:

@@ -225,7 +225,8 @@ def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
     def enter(frame: FrameType, event: str, arg: Any) -> _Trace | None:
         if _is_foreign(frame.f_code) or not _tests(frame.f_code):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        # from Python 3.13 on a frame that is not traced yet is not made to tell of instructions
+        frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = step, True, False
         return step
 
     def step(frame: FrameType, event: str, arg: Any) -> _Trace:
@@ -242,6 +243,7 @@ def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
         return step
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks once, when tracing begins
     sys.settrace(enter)
     try:
         yield found
@@ -269,11 +271,20 @@ def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
         is_op = is_op and line[-1].argval is None
         if of_none or is_op:
             before = line[:-1] if is_op else line
-            loads = [i for i in before if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))]
-            near = [i for i in loads if i is before[-1]] or loads  # else what it is made of
-            found[one.offset] = tuple((str(i.argval), i is before[-1]) for i in near)
+            loaded = [_loaded(i) for i in before]
+            itself = loaded[-1][-1:] if loaded else ()  # else what it is made of
+            names = itself or tuple(name for names in loaded for name in names)
+            found[one.offset] = tuple((name, bool(itself)) for name in names)
         line.append(one)
     return found
+
+
+def _loaded(one: dis.Instruction) -> tuple[str, ...]:
+    """The names of variables that an instruction loads, in order; from Python 3.13 on up to two."""
+    names = one.argval if isinstance(one.argval, tuple) else (str(one.argval),)
+    if one.opname == "STORE_FAST_LOAD_FAST":
+        return names[1:]
+    return names if one.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else ()
 
 
 def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:

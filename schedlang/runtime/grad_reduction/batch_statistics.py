@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -34,6 +34,13 @@ SUMS = {
     *("index_add_", *(SUMMING - {"linear", "conv1d", "conv2d", "conv3d"})),
 }
 MEANS = {"mean"}
+# whole numbers stay numbers in these, and do not choose
+COUNTING = {
+    *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "max", "maximum", "min"),
+    *("minimum", "where", "pow", "__pow__", "sqrt", "rsqrt", "reciprocal", "__rtruediv__", "log"),
+    *("log1p", "exp", "square", "abs", "true_divide", "__floordiv__", "floor_divide", "__rpow__"),
+    *("masked_fill", "masked_fill_", "amax", "amin", "type_as", "prod", "cumsum", "nan_to_num"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,16 @@ Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear c
 
 
 class Sums(Lattice):
-    """The sums over all rows that each tensor is made of, in a forward with `rows` rows."""
+    """The sums over all rows that each tensor is made of, in a forward with `rows` rows.
+
+    `means`: tensors, by identity, that are means over labels although a sum was divided by a count.
+    """
 
     mark: str = "_schedlang_sums"
     nothing: Mix = MappingProxyType({})
 
-    def __init__(self, stack: Stack, rows: int) -> None:
-        self.stack, self.rows = stack, rows
+    def __init__(self, stack: Stack, rows: int, means: Container[int] = ()) -> None:
+        self.stack, self.rows, self.means = stack, rows, means
         self.turns: dict[tuple[str, str], int] = {}
         self.inside = True  # the model, not a loss that is given beside it
         self._mixes: list[Mix] = []  # of what the call that runs is given
@@ -114,6 +124,8 @@ class Sums(Lattice):
         if not call.outputs:
             return
         mix = _mixed(call.name, call.inputs, self._mixes)
+        if id(call.out) in self.means:
+            mix = {LABELS: True}
         rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
         if rowed and not any(map(self._rowed, call.outputs)):
             mix = {**mix, **self._summed(call, rowed[0])}
@@ -147,7 +159,7 @@ def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
     known = [
         (place, mix)
         for place, (tensor, mix) in enumerate(zip(given, mixes))
-        if mix and (plain or tensor.is_floating_point())
+        if mix and (plain or name in COUNTING or tensor.is_floating_point())
     ]
     linear = plain
     if name in TIMES or name in ("div", "__truediv__", "div_", "true_divide"):
@@ -259,9 +271,15 @@ class _Global(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, name_of(func)
+        part = _fraction(args[0]) if args else None
+        stays = part is not None and _stays_share(name, args)
+        if part is not None and name in (BOUNDS | ADDS):
+            args, kwargs = (_in_share(one, part) for one in (args, kwargs))
         out = func(*args, **kwargs)
-        fqn, name = self.known.get(scope.innermost()), name_of(func)
+        if stays:
+            setattr(out, FRACTION, part)
+        fqn = self.known.get(scope.innermost())
         if fqn is None or not (name in SUMS or name in MEANS):
             return out
         at = fqn, name
@@ -286,7 +304,47 @@ class _Global(TorchFunctionMode):
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
         found = found.to(torch.get_default_dtype() if counts else own.dtype)
-        return own.copy_(found) if one.name.endswith("_") else found
+        found = own.copy_(found) if one.name.endswith("_") else found
+        if not one.mean:
+            setattr(found, FRACTION, (count / total[-1]).to(found.dtype))
+        return found
+
+
+# A share of a sum that gets a number added, or is bounded by one, wants that part of the number
+# which it is of the sum: as in `(2 * common + 1) / (a + b + 1)`, or `total / count.clamp(min=1)`.
+
+FRACTION = "_schedlang_fraction"  # of a tensor: the part that it is of a sum over all parts
+BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clip"}
+KEPT = {
+    *("to", "float", "double", "type", "view", "reshape", "squeeze", "unsqueeze", "clone", "sum"),
+    *("contiguous", "neg", "__neg__", "__getitem__", "flatten", "expand", "detach"),
+}
+
+
+def _fraction(value: Any) -> Tensor | None:
+    """The part that a tensor is of a sum over all parts; None of any other value."""
+    found = value.__dict__.get(FRACTION) if isinstance(value, Tensor) else None
+    assert found is None or isinstance(found, Tensor)
+    return found
+
+
+def _in_share(given: Any, part: Tensor) -> Any:
+    """The arguments of a call, of plain numbers the part."""
+    if isinstance(given, dict):
+        return {k: v if k == "alpha" else _in_share(v, part) for k, v in given.items()}
+    if isinstance(given, tuple):
+        return tuple(_in_share(value, part) for value in given)
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    return given * part if number else given
+
+
+def _stays_share(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of such a share gives one."""
+    others = [one for one in args[1:] if isinstance(one, Tensor | float | int)]
+    if name in TIMES:  # a number of one's own, or 1 / rows?  Whole numbers are no such quotient
+        return all(isinstance(one, int) for one in others)
+    alike = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
+    return name in KEPT or name in BOUNDS or name in ADDS and alike
 
 
 def _other(one: BatchSum) -> Diagnostic:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from schedlang.runtime.redistribution.sharding import Part, box_part, overlaps
 Box = tuple[tuple[int, int], ...]  # dim by dim where it begins and where it ends
 Read = Callable[[Box], Tensor]
 _aten = torch.ops.aten
+_PLACES = count(1)
 
 # the dtypes of safetensors by the names that checkpoints use
 KINDS = {
@@ -58,11 +59,31 @@ class Leaf:
         return found  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Stands for the memory of a tensor that has none: where it would lie, and its bytes."""
+
+    place: int
+    size: int
+
+    def data_ptr(self) -> int:
+        """A number of this tensor alone."""
+        return self.place
+
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size
+
+
 class Stored(Tensor):
-    """A tensor whose elements are read box by box: `part`.  Operators give further ones."""
+    """A tensor whose elements are read box by box: `part`.  Operators give further ones.
+
+    Libraries that ask what is tied, or how large, find each in a memory of its own.
+    """
 
     part: Read
     leaves: tuple[Leaf, ...]
+    place: int
 
     @staticmethod
     def __new__(
@@ -70,7 +91,16 @@ class Stored(Tensor):
     ) -> Stored:
         made: Stored = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=HOST)
         made.part, made.leaves = part, leaves
+        made.place = next(_PLACES) << 40  # further apart than any is long
         return made
+
+    def data_ptr(self) -> int:
+        """Return where it would lie."""
+        return self.place
+
+    def untyped_storage(self) -> Any:
+        """The memory that it would have."""
+        return Memory(self.place, self.numel() * self.element_size())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<stored {self.dtype} {[*self.shape]} of {len(self.leaves)} tensors>"
@@ -120,11 +150,24 @@ def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def made(number: int | None, like: Tensor) -> Stored:
         read = given(number, like, args, kwargs) if given is not None else None
         read = read or partial(_whole, func, args, kwargs, number)
-        return Stored(read, like.shape, like.dtype, leaves)
+        one = Stored(read, like.shape, like.dtype, leaves)
+        one.place = _within(func.overloadpacket, args, one.place)
+        return one
 
     if isinstance(shapes, Tensor):
         return made(None, shapes)
     return type(shapes)(made(number, like) for number, like in enumerate(shapes))
+
+
+def _within(operator: Any, args: Any, new: int) -> int:
+    """Return where a result would lie: within its source, for what asks where a tensor ends."""
+    if operator in (_aten.view, _aten.alias, _aten.detach):
+        return int(args[0].place)
+    if operator is _aten.select:
+        source, dim, at = args
+        step = math.prod(source.shape[dim % source.ndim + 1 :]) * source.element_size()
+        return int(source.place + at % source.shape[dim] * step)
+    return new
 
 
 def _whole(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> Tensor:

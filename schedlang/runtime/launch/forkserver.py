@@ -23,6 +23,7 @@ from typing import Any
 
 from schedlang.ir.modelfile import module_of
 from schedlang.runtime.launch import pickled
+from schedlang.runtime.launch.frames import in_one_piece
 
 # ---- What ranks would import one by one while they run a program, imported once before the
 # forks.
@@ -322,17 +323,23 @@ def _detach(close: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blob: bytes) -> None:
-    """Run one job and send its result, or its error as text and, if it can be sent, as itself."""
+def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> None:
+    """Run one job; write its result, or send its error as text and, if it can be sent, itself.
+
+    What is large goes by files: through a socket it would be copied from buffer to buffer.
+    """
     try:
         sys.path[:] = setup["path"]
         os.environ.update(setup["environ"])
         load_files(setup["files"])
         _join(rank, world, setup["store"], setup["threads"])
-        fn, args = pickle.loads(blob)
+        with open(setup["job"], "rb") as file:
+            fn, args = pickle.load(file)
         send(sock, ("progress", None))
-        result = fn(*args)
-        send_bytes(sock, pickle.dumps(("done", pickled.dumps(result))))
+        result = in_one_piece(fn, *args)
+        with open(made := f"{setup['job']}.{rank}", "wb") as file:
+            pickled.dump(result, file)
+        send(sock, ("done", made))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = is_consequence(error)

@@ -24,7 +24,7 @@ from typing import Any
 
 from schedlang.runtime import device
 from schedlang.runtime.comm import world as comm
-from schedlang.runtime.comm.agreement import own_store, until
+from schedlang.runtime.comm.agreement import own_store, round_name, until
 from schedlang.runtime.launch import record
 from schedlang.runtime.launch.job import RECORD, Hang, cpu_seconds, queued_seconds, works
 
@@ -85,7 +85,7 @@ class Heart:
         self.store, self.rank, self.world, self.hang_after = store, rank, world, hang_after
         self.end = end or _end
         self.ended = threading.Event()
-        self.key = f"schedlang/heart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.key = f"schedlang/heart/{round_name()}"
         self.beats = 0
         self.moved = self.looked = time.monotonic()
         self.spent: tuple[float, float, int] | None = None  # when first looked at since then

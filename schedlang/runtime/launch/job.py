@@ -124,6 +124,7 @@ _NOT_USERS = (  # where files lie that no user wrote
     str(Path(__file__).parents[2]),
     '"<',
 )
+_STARTERS = ("launch/forkserver.py", "launch/frames.py")  # call what a job is
 HERE = -1  # in the place of a rank: the process that started them
 _WORDS, _CALLS = 20, 12  # lines that are told of what a process wrote, and of where it stood
 _DUMP = "Fatal Python error: "  # with this faulthandler begins
@@ -267,7 +268,7 @@ def account(code: int, log: Path) -> str:
         threads[-1],
     )
     calls = [line for line in where.splitlines()[1:] if line.startswith("  File ")]
-    own = [line for line in calls if "launch/forkserver.py" not in line][:_CALLS]
+    own = [line for line in calls if not any(one in line for one in _STARTERS)][:_CALLS]
     last = words.strip().splitlines()[-_WORDS:]
     return "\n".join([how, *last, fatal + dump.partition("\n")[0], *own])
 

@@ -7,11 +7,18 @@ import marshal
 import pickle
 import sys
 import types
-from typing import Any
+from typing import IO, Any
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value by cloudpickle (closures and `__main__` included), for `pickle.loads`.
+    """Pickle a value for `pickle.loads`; see `dump`."""
+    with io.BytesIO() as file:
+        dump(value, file)
+        return file.getvalue()
+
+
+def dump(value: Any, file: IO[bytes]) -> None:
+    """Pickle a value by cloudpickle (closures and `__main__` included), for `pickle.load`.
 
     Code keeps the name of its file, which cloudpickle drops from 3.1.3 on: without it a traceback
     of a rank shows no lines, and nothing there can find the source of a function.  `marshal` keeps
@@ -28,9 +35,7 @@ def dumps(value: Any) -> bytes:
             found = plain(value)
             return super().reducer_override(value) if found is NotImplemented else found
 
-    with io.BytesIO() as file:
-        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
 
 
 def _reduced(value: Any) -> Any:

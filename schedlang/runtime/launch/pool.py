@@ -212,12 +212,16 @@ class Pool:
         hang_after: float = 30.0,
         on_progress: Callable[[int, Any], None] | None = None,
         environ: Mapping[str, str] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Call `fn(*args)` on ranks 0..world-1 of a gloo group and return their results by rank.
 
         `on_progress(rank, message)` is called for each `progress(message)` of a rank. Raises
         RankDied with the failed rank's own error, Hang, or the Refusal that a rank raised; then all
         ranks are gone and the next call starts new ones.
+
+        `meanwhile` is called here once the ranks have begun, before anything that they say is
+        heard: what it raises ends them, and comes before any error of theirs.
         """
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
         let_kernels_travel()
@@ -225,20 +229,25 @@ class Pool:
             blob = pickled.dumps((fn, args))
             job = Job(world, on_progress)
             self._jobs += 1
-            store = self._scratch / f"store{self._jobs}"
-            setup: dict[str, Any] = {"path": sys.path, "files": self.files, "store": str(store)}
+            folder = self._scratch / str(self._jobs)
+            setup: dict[str, Any] = {"path": sys.path, "files": self.files}
+            setup |= {"store": str(folder / "store"), "job": str(folder / "job")}
             setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
             try:
                 self._grow(world, job, blob)
+                folder.mkdir()
+                (folder / "job").write_bytes(blob)
                 for rank in self._ranks[:world]:
-                    self._send(rank, pickle.dumps((world, setup, blob)))
+                    self._send(rank, pickle.dumps((world, setup)))
+                if meanwhile is not None:
+                    meanwhile()
                 with _watching():
                     self._watch(job, timeout, hang_after)
             except BaseException:
                 self._kill()
                 raise
             finally:
-                store.unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
             return [job.results[rank] for rank in range(world)]
 
     def _grow(self, world: int, job: Job, blob: bytes) -> None:
@@ -325,7 +334,8 @@ class Pool:
         for kind, *what in rank.read():
             job.moved, job.spent = time.monotonic(), None
             if kind == "done":
-                job.results[rank.rank] = pickle.loads(what[0])
+                with open(what[0], "rb") as file:
+                    job.results[rank.rank] = pickle.load(file)
             elif kind == "error":
                 cause = unpickled(what[2])
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
 from schedlang.runtime.checkpointing.moments import is_laid_like_parameter, laid
 from schedlang.runtime.comm import world
@@ -87,7 +87,12 @@ def _moved(
 
 
 def check_closure(made: torch.optim.Optimizer) -> None:
-    """Raises Refusal S622 for an optimizer that would compute the loss again in it."""
+    """Raises Refusal S622 for an optimizer that would compute the loss again in it, S618 for
+    none."""
+    if not hasattr(made, "step"):
+        title = f"`optimizer` returns {kind_of(made)}, not an optimizer"
+        helps = ("let it return one: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",)
+        raise Refusal.of("S618", title, helps=helps)
     given = inspect.signature(made.step).parameters.get("closure")
     if given is not None and given.default is inspect.Parameter.empty:
         raise Refusal.of(

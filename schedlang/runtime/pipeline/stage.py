@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.mixed_precision import imitated
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
@@ -136,16 +137,31 @@ def _travels(made: tuple[list[Any], Any, Mapping[str, int], list[_Told]]) -> boo
 class Stub:
     """Knows the output of every unit for every shape of its arguments, by running it on meta.
 
-    `known` is what another one of the same preparation has found.
+    `known` is what another one of the same preparation has found. `copied` makes, once something is
+    not known, the copy of `reference` that is run; None: it is on meta itself.
     """
 
-    def __init__(self, reference: nn.Module, cut: Cut, known: Outputs | None = None) -> None:
-        self.names = cut.graph.labels
-        self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
-        named_sites(reference)
+    def __init__(
+        self,
+        reference: nn.Module,
+        cut: Cut,
+        known: Outputs | None = None,
+        copied: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        self.names, self._units = cut.graph.labels, cut.graph.units
+        self._copied = copied or (lambda: reference)
+        self.training = tuple(reference.get_submodule(name).training for name in self._units)
         self.leaves = cut.graph.leaves
         self._known = dict(known or {})
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
+
+    @cached_property
+    def units(self) -> tuple[nn.Module, ...]:
+        """The units, without values."""
+        with outside():
+            reference = self._copied()
+        named_sites(reference)
+        return tuple(reference.get_submodule(name) for name in self._units)
 
     def __call__(
         self,
@@ -158,7 +174,7 @@ class Stub:
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
         default = torch.get_default_dtype()  # float64 while a proof computes in it
-        key = (unit, default, self.units[unit].training, _signature((args, kwargs)))
+        key = (unit, default, self.training[unit], _signature((args, kwargs)))
         if key not in self._known:
             with imitated(torch.device(device).type):
                 self._known[key] = self._shapes(unit, args, kwargs, module)

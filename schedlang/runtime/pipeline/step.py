@@ -115,7 +115,8 @@ class Step:
                     else no_loss(stage.model, done.output, batch)
                 )
             loss = None if done.loss is None else done.loss.detach()
-            self.finish(work, loss, _detached(done.output, self.keep))
+            output = _detached(done.output, stage.model) if self.keep else None
+            self.finish(work, loss, output)
 
     def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
         """Run a stage's forward, and keep what its backward needs."""
@@ -242,14 +243,25 @@ def _name(back: bool, source: int, target: int, work: Work) -> Message:
     return Message(back, source, target, work.replica, work.microbatch, work.slice)
 
 
-def _detached(output: Any, keep: bool) -> Any:
-    """The output without history; logits that were never needed are computed for whoever looks."""
+def _detached(output: Any, model: torch.nn.Module) -> Any:
+    """The output without history; logits that were never needed are computed for whoever looks.
+
+    A parameter of the model that it gives is copied: what was gathered will be freed.
+    """
+    held = {one for p in model.parameters() if (one := _storage(p)) is not None}
 
     def made(leaf: Any) -> Any:
         leaf = leaf.whole() if isinstance(leaf, LazyLogits) else leaf
-        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone() if _storage(leaf) in held else leaf.detach()
 
-    if not keep:
-        return None
     with torch.no_grad():
         return pytree.tree_map(made, output)
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """The address of what a plain tensor lies in; None of slices and of what has no values."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None

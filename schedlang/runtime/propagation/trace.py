@@ -13,8 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
+from schedlang.runtime.propagation.lending import Lending, not_running
 from schedlang.runtime.rng.draws import masks, shapes_of
 from schedlang.runtime.storage.saved import (
     given_whole,
@@ -148,6 +149,7 @@ class Stack:
     mains    the main tensor that each frame was given
     turns    modules in the order of their first call, and how often each was called
     outside  modules that are called while a module around them does not run, and that one
+    lending  what is read, replaced and written beside the modules that hold it, if that is asked
     seen     told what each call is given, and what it gives
     """
 
@@ -155,34 +157,31 @@ class Stack:
     mains: list[Tensor | None] = field(default_factory=lambda: [None])
     turns: dict[str, int] = field(default_factory=dict)
     outside: set[tuple[str, str]] = field(default_factory=set)
+    lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
+        if self.lending is not None:
+            self.lending.watch(model)
         for fqn, module in model.named_modules():
             if fqn:
                 module.forward = partial(self._run, fqn, module.forward, fqn in opaque)
-
-    def _not_running(self, fqn: str) -> Iterator[str]:
-        """The modules around one that is called now which do not run, nor anything else in them."""
-        names = fqn.split(".")
-        running = [name for name, _ in self.frames]
-        for depth in range(1, len(names)):
-            around = ".".join(names[:depth])
-            if not any(name == around or name.startswith(f"{around}.") for name in running):
-                yield around
 
     def _run(
         self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a module, with its frame on the stack."""
+        if self.lending is not None:
+            self.lending.begin(fqn, bool(self.muted))
         if self.muted:
             return inner(*args, **kwargs)
         turn = self.turns.get(fqn, 0)
         self.turns[fqn] = turn + 1
         if "." in fqn:
-            self.outside.update((fqn, around) for around in self._not_running(fqn))
+            running = [name for name, _ in self.frames]
+            self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
         floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
         self.mains.append(next(floats, None))
@@ -254,6 +253,7 @@ class Recorded(Lattice):
     drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
                 only if `draws`: what is drawn is looked for
     sourceless  those of them that are made of no tensor of the batch
+    means       sums of cross-entropies, divided by how many of their labels count: by identity
     """
 
     mark, nothing = "_schedlang_batched", False
@@ -274,6 +274,9 @@ class Recorded(Lattice):
         self._batched = False  # whether the call that runs is given something of the batch
         # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
         self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
+        self.means: dict[int, Tensor] = {}
+        self._summed: dict[int, tuple[Tensor, LabelRule]] = {}
+        self._counts: dict[int, tuple[Tensor, Count]] = {}
         for name, value in named_tensors(inputs).items():
             self.put(value, True)
             if not value.is_floating_point():
@@ -305,6 +308,8 @@ class Recorded(Lattice):
             )
             known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
             self.frames.setdefault(call.frame, []).append(known)
+        if self.stack.lending is not None and not self.stack.muted:
+            self.stack.lending.after(call, [name for name, _ in self.stack.frames])
         if call.outputs and self.draws:  # inside of opaque modules too
             self._note_draw(call)
         if self._lineage:
@@ -330,10 +335,14 @@ class Recorded(Lattice):
         func, args, kwargs = call.func, call.args, call.kwargs
         if func in LOSSES:
             known = self._lineage.get(id(call.argument(1, "target")))
-            if known is not None and kwargs.get("reduction", "mean") == "mean":
-                ignore = int(kwargs.get("ignore_index", -100))
-                self.labels.append(LabelRule(known[1], known[2], ignore))
+            if known is not None and kwargs.get("reduction", "mean") in ("mean", "sum"):
+                rule = LabelRule(known[1], known[2], int(kwargs.get("ignore_index", -100)))
+                if kwargs.get("reduction", "mean") == "mean":
+                    self.labels.append(rule)
+                else:
+                    self._summed[id(call.out)] = call.out, rule
             return
+        self._follow_count(call)
         out = call.out
         if not args or not isinstance(out, Tensor) or out.is_floating_point():
             return
@@ -344,7 +353,40 @@ class Recorded(Lattice):
         steps = (*known[2], step) if call.name in _COUNT else known[2]
         self._lineage[id(out)] = (out, known[1], steps)
 
+    def _follow_count(self, call: Running) -> None:
+        """Follow a count of labels to where a sum over them is divided by it: that is a mean."""
+        args, out = call.args, call.out
+        if not args or not isinstance(out, Tensor):
+            return
+        count = self._counts.get(id(args[0]))
+        if call.name in ("ne", "__ne__") and len(args) == 2 and type(args[1]) is int:
+            if known := self._lineage.get(id(args[0])):
+                self._counts[id(out)] = out, Count(known[1], args[1])
+        elif count is not None and call.name in BOUNDED and out.dim() == 0:
+            least = call.argument(1, "min")
+            if isinstance(least, int | float) and 0 < least <= 1:
+                self._counts[id(out)] = out, replace(count[1], bounded=True)
+        elif count is not None and call.name in ("sum", "to", "float", "double", "long", "type"):
+            self._counts[id(out)] = out, count[1]
+        elif call.name in ("div", "__truediv__") and len(args) == 2 and id(args[0]) in self._summed:
+            _, rule = self._summed[id(args[0])]
+            held = self._counts.get(id(args[1]))
+            wanted = Count(rule.source, rule.ignore_index, bounded=True)
+            if held is not None and held[1] == wanted and held[0].dim() == 0:
+                self.labels.append(rule)
+                self.means[id(out)] = out
 
+
+@dataclass(frozen=True)
+class Count:
+    """A count of the labels of an input that differ from one number; `bounded`: one at least."""
+
+    source: str
+    ignore_index: int
+    bounded: bool = False
+
+
+BOUNDED = ("clamp", "clamp_min", "clip")
 # calls of torch that choose or add labels; moves and reshapes do not change how many count
 _COUNT = frozenset({"__getitem__", "pad", "narrow"})
 
@@ -358,15 +400,17 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return step
 
 
-def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
-    """First names of the parameters that a backward from this loss would give a gradient.
+def reached(model: nn.Module, loss: Tensor | None) -> tuple[frozenset[str], bool]:
+    """First names of the parameters that a backward from this loss would give a gradient, and
+    whether it would run another backward: that of a reentrant checkpoint of the model's.
 
     What stands inside of reentrant checkpoints is not seen.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: set[str] = set()
     todo: list[Any] = [loss.grad_fn] if loss is not None else []
     seen: set[Any] = {None}
+    found: set[str] = set()
+    reenters = False
     while todo:
         node = todo.pop()
         if node in seen:
@@ -374,8 +418,9 @@ def reached(model: nn.Module, loss: Tensor | None) -> frozenset[str]:
         seen.add(node)
         name = names.get(id(getattr(node, "variable", None)))
         found |= {name} if name is not None else set()
+        reenters |= node.name() == "CheckpointFunctionBackward"
         todo += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    return frozenset(found), reenters
 
 
 Result = TypeVar("Result")

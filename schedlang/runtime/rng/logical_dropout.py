@@ -73,6 +73,7 @@ def within(
     return Window(tuple(whole), tuple(index))
 
 
+_FEW, _SHAPES = 1 << 18, 16  # positions that are kept, of so many shapes
 NOTED = 8  # numbers of a stream that tell it from all others
 Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
 
@@ -125,6 +126,7 @@ class LogicalDropout(Carrying):
         self.unbatched = unbatched or {}
         self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
         self.begun: dict[Stream, Begun] | None = None
+        self._scaled: dict[Any, Tensor] = {}  # positions that steps ask for again
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -153,10 +155,27 @@ class LogicalDropout(Carrying):
         keys, per_sample, window, call = self._drawn(shape)
         with DisableTorchFunction():  # whole numbers, which no mode changes
             streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
-            made = mixed(_positions(per_sample, window, device, scope.site()), streams)
+            made = _mix(self._places(per_sample, window, device) + streams)
         if self.begun is not None:
             self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
         return made.reshape(tuple(shape))
+
+    def _places(
+        self, local: tuple[int, ...], window: Window | None, device: torch.device
+    ) -> Tensor:
+        """Positions times the step of a stream, kept where they are few: they hang on shapes."""
+        index = () if window is None else window.index
+        key: Any = None
+        if math.prod(local) <= _FEW and not any(isinstance(one, Tensor) for one in index):
+            listed = (None if one is None else tuple(one) for one in index)
+            key = local, window and window.shape, *listed, device
+        if key is None or (found := self._scaled.get(key)) is None:
+            found = _positions(local, window, device, scope.site()).mul_(_signed(_GAMMA))
+            if key is not None:
+                if len(self._scaled) == _SHAPES:
+                    self._scaled.clear()
+                self._scaled[key] = found
+        return found
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
         """Return the streams for who draws a tensor of `shape` in parts: one for each row, int64

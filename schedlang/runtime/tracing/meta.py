@@ -36,6 +36,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.ir import pytree
+from schedlang.ir.copied import without_copy
 
 
 @cache
@@ -107,7 +108,10 @@ def copy_with(
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise without_copy(model, error) from error
 
 
 def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from schedlang.runtime.transfer.ends import Tensors, size_of
 
 # what a job of torchtitan keeps beside a model, whose names have no word before them there
 BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
+HEAD = "model."
 Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # of each tensor its whole shape and dtype
 Wanted = tuple[str, Tensor, Part]  # a tensor of the folder, this rank's part, where that lies in it
 Diagnose = Callable[[BaseException], Diagnostic]
@@ -44,21 +45,22 @@ Diagnose = Callable[[BaseException], Diagnostic]
 class Checkpoint:
     """A checkpoint that `program.save` wrote, the last of a folder of them, or a folder of DCP's.
 
-    What others save by torch.distributed.checkpoint has the names that they gave it; beside an
-    optimizer's state those below `model` are meant.
+    What others save by torch.distributed.checkpoint has the names that they gave it: those of the
+    model, or the same below `model`, whichever has more of the names that are wanted.
     """
 
-    def __init__(self, folder: Path, fresh: bool = False) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[str], fresh: bool = False) -> None:
         self.fresh = fresh  # what is written into has no values to lose
         self.folder, id_ = steps.to_load(folder)
         self.index = steps.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
-        words = {key.partition(".")[0] for key in self.index.tensors}
-        self.head = "model." if "model" in words and words & {"optim", "optimizer"} else ""
+        names, known = set(wanted), self.index.tensors.keys()
+        below = sum(f"{HEAD}{name}" in known for name in names)
+        self.head = HEAD if below > len(names & known) else ""
         if ".".join(CONTENTS) in self.index.values:
             contents = checked(read_value(self.folder, self.index, CONTENTS))
             self.also = {o: names[0] for names in contents["ties"] for o in names[1:]}
-            self.head = "model."
+            self.head = HEAD
         self.kinds: Kinds = {
             key.removeprefix(self.head): (one.shape, one.dtype)
             for key, one in self.index.tensors.items()
@@ -127,15 +129,21 @@ Folder = Checkpoint | Safetensors
 
 
 def opened(
-    path: Path, model: nn.Module | None, parts: bool, most: int, fresh: bool = False
+    path: Path,
+    wanted: Iterable[str],
+    model: nn.Module | None,
+    parts: bool,
+    most: int,
+    fresh: bool = False,
 ) -> Folder:
     """Open what lies in a folder, for a model, which may have parts of its parameters.
 
+    `wanted` are the names of what is to be read, all that a tensor has.
     Raises Refusal, Unreadable or OSError.
     """
     if is_weights(path):
         return Safetensors(path, model, parts, most)
-    return Checkpoint(path, fresh)
+    return Checkpoint(path, wanted, fresh)
 
 
 def tensors_of(folder: Folder, world: int) -> Tensors:

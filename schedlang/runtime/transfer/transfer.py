@@ -493,9 +493,9 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
     done = Traffic()
     if not optimizer:
         module, parts = _model(b)
-        path = Path(os.path.realpath(a))
+        path, wanted = Path(os.path.realpath(a)), (*ends.target.lying, *ends.target.also)
         folder = together(
-            lambda: opened(path, module, parts, ends.bucket, fresh),
+            lambda: opened(path, wanted, module, parts, ends.bucket, fresh),
             partial(_unread, path),
             (Exception,),
         )

@@ -1,0 +1,146 @@
+"""Gradients of the original in parts of a batch: of some of its rows, or of some of its words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge.masks import Dropping
+from schedlang.passes.judge.trial import Trial
+from schedlang.passes.verify.observe import Batch, Condition
+from schedlang.passes.verify.original import Sequential, rows
+from schedlang.passes.verify.runs import Labels
+from schedlang.passes.verify.sides import twin
+from schedlang.runtime.batch import shares
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+
+Gradients = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor's gradient in each part of `whole`: the batch, or the words."""
+
+    parts: Sequence[Tensor]
+    whole: str = "the batch"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Gradients of the original in parts, in float64; the batch is cut as programs may cut it.
+
+    labels  inputs whose words do not count where another number stands: by it words are cut
+    shared  rows as ranks' calls were seen to share them
+    """
+
+    trial: Trial
+    labels: Sequence[Labels] = ()
+    shared: Sequence[Sequence[int]] = ()
+    _known: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
+
+    def of_rows(self, name: str, condition: str) -> Iterator[Cut]:
+        """Yield a tensor's gradients in each cut of the rows, into blocks and with strides.
+
+        Into every number of parts that divides that of ranks, into two and four, as steps that
+        accumulate do, and as ranks share them.
+        """
+        one = self._condition(condition)
+        count = rows(one.batches[0])
+        for parts in sorted({*self._divisors, 2, 4}):
+            if parts <= count:
+                yield from self._cut(one, name, [list(part) for part in shares(count, parts)])
+                yield from self._cut(one, name, [[*range(k, count, parts)] for k in range(parts)])
+        if self.shared:
+            yield from self._cut(one, name, [list(part) for part in self.shared])
+
+    def of_words(self, name: str, condition: str) -> Iterator[Cut]:
+        """Yield likewise those in each cut of the words, where labels tell which of them count.
+
+        As context parallel programs cut them: blocks, the first and the last of twice as many
+        together, and strides; of labels as they are, and shifted by one.
+        """
+        one = self._condition(condition)
+        held = [(label, one.batches[0][label.source]) for label in self.labels]
+        if len(held) != 1 or held[0][1].dim() < 2:
+            return
+        label, given = held[0]
+        count = given.shape[1]
+        for parts in self._divisors:
+            blocks, pairs = shares(count, parts), shares(count, 2 * parts)
+            ways = [
+                [list(block) for block in blocks],
+                [[*pairs[k], *pairs[-1 - k]] for k in range(parts)],
+                [[*range(k, count, parts)] for k in range(parts)],
+            ]
+            for way in ways if count >= 2 * parts else ():
+                for shift in (0, 1):
+                    chosen = [[(place + shift) % count for place in part] for part in way]
+                    yield from self._cut(one, name, chosen, label)
+
+    @property
+    def _divisors(self) -> list[int]:
+        world = self.trial.world
+        return [n for n in range(2, world + 1) if world % n == 0]
+
+    def _condition(self, name: str) -> Condition:
+        return next(one for one in self.trial.told if one.name == name)
+
+    def _cut(
+        self, one: Condition, name: str, chosen: list[list[int]], label: Labels | None = None
+    ) -> Iterator[Cut]:
+        """Yield one cut, where the original takes all of its parts and has a gradient in each."""
+        key = one.name, label, *map(tuple, chosen)
+        if key not in self._known:
+            self._known[key] = self._derived(one.batches[0], chosen, label)
+        found = [of_part.get(name) for of_part in self._known[key]]
+        there = [g for g in found if g is not None and bool(g.isfinite().all())]
+        if found and len(there) == len(found):
+            yield Cut(there, "the batch" if label is None else "the words")
+
+    def _derived(
+        self, batch: Batch, chosen: list[list[int]], label: Labels | None
+    ) -> Sequence[Gradients]:
+        """Derive each part; nothing of a cut of which the original does not take a part."""
+        count, found = rows(batch), list[Gradients]()
+        for places in chosen:
+            part = of_words(batch, places, label) if label else of_rows(batch, places)
+            here = range(count) if label else places
+            subject = Sequential(twin(self.trial.case), loss=self.trial.case.loss)
+            drops = self.trial.drops
+            with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(here))):
+                try:
+                    subject.derive(part, here)
+                except _REJECTS:
+                    return []
+            found.append(dict(subject.gradients()))
+        return found
+
+
+# what models and losses raise for sizes or rows that they do not take; where nothing is trained
+_REJECTS = (Refusal, RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError)
+
+
+def of_rows(batch: Batch, chosen: Sequence[int]) -> dict[str, Any]:
+    """Some rows of a batch."""
+    count = rows(batch)
+    return {
+        name: value[list(chosen)]
+        if isinstance(value, Tensor) and value.dim() and len(value) == count
+        else value
+        for name, value in batch.items()
+    }
+
+
+def of_words(batch: Batch, chosen: Sequence[int], label: Labels) -> dict[str, Any]:
+    """A batch in which only some words count."""
+    given = batch[label.source]
+    there = torch.zeros(given.shape[1], dtype=torch.bool)
+    there[list(chosen)] = True
+    hidden = ~there.reshape(-1, *[1] * (given.dim() - 2))
+    return {**batch, label.source: given.masked_fill(hidden, label.ignored)}

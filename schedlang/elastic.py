@@ -1,0 +1,375 @@
+"""Elastic runs: the setting of a schedule's knobs for the ranks that a job has now.
+
+A job that has lost ranks, or gained some, begins anew with those that there are.  Of the settings
+of one file that are for so many ranks the planner takes the one whose step is the shortest: those
+that size the mesh, and those that cut a batch.  What is computed stays: the batch of a step, what
+is trained, what may be given up.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, unknown
+from schedlang.diagnostics.source import python_span
+from schedlang.diagnostics.told_once import FRESH
+from schedlang.language import nodes as n
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.elaborate.state import Settings
+from schedlang.schedule import Schedule
+
+if TYPE_CHECKING:
+    from schedlang.ir.plan import Plan
+    from schedlang.language.knob import Knob
+    from schedlang.passes.autoshard.tune import Tried
+    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.trainer import Trainer
+
+COMES = 30.0  # seconds in which all ranks come: a node may have died since torchrun counted them
+_LOOK = 3.0  # seconds between two looks at who is still there
+_TOLD = 4  # reasons of settings that are refused
+_CUTS = "micro"  # the argument that says into how many parts a batch is cut
+Given = dict[str, Any]  # values of knobs, by name
+Setting = dict[str, Any]  # `ranks`, and the `knobs` for them: plain data
+
+
+class Meeting:
+    """The ranks of this round of a job before they join it, in its store.
+
+    Steps are only played where no rank is one of a job yet: what is planned comes before that.
+    """
+
+    def __init__(self, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Wait until all ranks have come, as long as the `wait` of `build` says, 30 s at least.
+
+        Raises Refusal S651 where one does not, and S695 where ranks have joined already, or under a
+        torchrun that restarts and keeps one store for all rounds: nodes that stay go on asking that
+        of the first, which may have been on one that is gone, and find there the addresses of ranks
+        that are gone.
+        """
+        from schedlang.runtime.comm import agreement, world
+
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._turn, self._room = 0, f"schedlang/elastic/{agreement.round_name()}/{self.ranks}"
+        if world.joined():
+            title = "an elastic run chooses its mesh before the ranks join their job"
+            raise _refused(title, "", "leave `init_process_group` to the trainer")
+        keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if keeps and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            title = "this torchrun keeps one store for all rounds of the job"
+            note = "ranks that come back would meet in what those before have left there"
+            help_ = f"have each round begin with a store of its own: `{FRESH}=1 torchrun ...`"
+            raise _refused(title, note, help_)
+        self._wait = max(COMES, options.get("wait", 0.0))
+        self._store = agreement.meet(self._wait)
+        if self._store is None and self.ranks > 1:
+            title = f"{self.ranks} ranks have no store of torchrun's to meet in"
+            raise _refused(title, "", "start them by `torchrun`: `schedlang launch FILE`")
+        self._done = threading.Event()
+        if self._store is not None:
+            beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
+            beats.start()
+
+    def first(self, value: Any) -> Any:
+        """Return what the first rank tells, on all of them."""
+        return self.every(value)[0]
+
+    def every(self, value: Any) -> list[Any]:
+        """Return what each rank tells, on all of them.
+
+        Raises Refusal S651 on the first rank where one has not told, and is not heard of for 30
+        seconds.
+        """
+        from schedlang.runtime.comm.agreement import refuse_missing, until
+
+        if self._store is None:
+            return [value]
+        self._turn += 1
+        room = f"{self._room}/{self._turn}"
+        keys = [f"{room}/{rank}" for rank in range(self.ranks)]
+        self._store.set(keys[self.rank], pickle.dumps(value))
+        self._store.add(f"{room}/count", 1)
+        told = lambda: bool(self._store.add(f"{room}/count", 0) >= self.ranks)  # noqa: E731
+        heard: dict[int, tuple[int, float]] = {}  # beats of a rank, and since when it has no more
+        while not until(told, _LOOK):
+            before, now = heard, time.monotonic()
+            heard = {rank: (beats, now) for rank, beats in self._heard(keys).items()}
+            for rank in heard.keys() & before.keys():
+                if before[rank][0] == heard[rank][0]:
+                    heard[rank] = before[rank]
+            gone = [rank for rank, (_, since) in heard.items() if now - since > COMES - 2 * _LOOK]
+            if gone:  # the others end with the store, which this rank has
+                refuse_missing(gone, self.ranks, COMES)
+        return [pickle.loads(one) for one in self._store.multi_get(keys)]
+
+    def _heard(self, keys: Sequence[str]) -> dict[int, int]:
+        """Count the beats of each rank that has not told yet."""
+        if self.rank:
+            return {}
+        late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return {rank: self._store.add(f"{self._room}/beats/{rank}", 0) for rank in late}
+
+    def _beat(self, store: Any) -> None:
+        """Tell that this rank is there, until it joins, or the store is gone."""
+        with suppress(RuntimeError):
+            while not self._done.wait(1.0):
+                store.add(f"{self._room}/beats/{self.rank}", 1)
+
+    def fitted(
+        self,
+        run: Trainer,
+        given: Schedule,
+        batch: Mapping[str, Any],
+        told: Mapping[str, Any] | None,
+    ) -> tuple[Schedule, Setting, Given]:
+        """Return the schedule under the best setting for the ranks there are, and join them.
+
+        Beside it that setting, and options of `build`: dropout draws on one rank as on several,
+        since those of the process's own generator would move the order in which a loader shuffles.
+        told   what a checkpoint has of the run: with as many ranks, its setting stays.  All ranks
+        together.  Raises Refusal S695 where there is no setting for so many.
+        """
+        from schedlang.runtime.comm.agreement import join_world
+
+        named = [run.elastic] if isinstance(run.elastic, str) else run.elastic
+        names = () if named is True else tuple(named or ())
+        fit = Fit(given, names, self, batch, run.loss, run.build.get("weight"))
+        same = told is not None and told["schedule"] == given.to_sched()
+        before = told.get("setting") if told is not None and same else None
+        if before is None or before["ranks"] != self.ranks:
+            before = {"ranks": self.ranks, "knobs": fit.best()}
+        self._done.set()
+        guard = threading.Timer(self._wait, _alone, (self._wait,))
+        guard.daemon = True
+        guard.start()
+        try:
+            join_world(met=self._store)
+        finally:
+            guard.cancel()
+        drawing = {} if {"dropout", "seed"} & run.build.keys() else {"dropout": "native"}
+        return fit.under(before["knobs"]), before, drawing
+
+
+def _alone(seconds: float) -> None:
+    """End this rank, which waits in torch for one that died after all had met."""
+    title = f"another rank has not joined the job within {seconds:g} s, and was there before"
+    print(Refusal(Diagnostic("S651", title)), file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Joined:
+    """The ranks of a job that are as many as the schedule is for; asked as a meeting is."""
+
+    def __init__(self, given: Schedule) -> None:
+        """Join the job.  Raises Refusal S205 or S607 where its ranks are not those of the mesh."""
+        from schedlang.passes.lower.build import check_job
+
+        check_job(given.plan())
+
+    def first(self, value: Any) -> Any:
+        """Return what the first rank tells, on all of them."""
+        from schedlang.runtime.comm import world
+
+        return world.broadcast_object(0, value)
+
+    def fitted(
+        self, _run: Trainer, given: Schedule, *_: Any
+    ) -> tuple[Schedule, Setting | None, Given]:
+        """Return the schedule as it is."""
+        return given, None, {}
+
+
+def _refused(title: str, note: str, help_: str) -> Refusal:
+    notes = (note,) if note else ()
+    return Refusal(Diagnostic("S695", title, Label(python_span()), notes=notes, helps=(help_,)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A search for the setting of a schedule for some ranks; all ranks of the job together.
+
+    given     the schedule, under whatever setting
+    names     the knobs that may change; none: those that size the mesh, and those of `micro=`
+    meeting   the ranks, which price settings together
+    batch     a batch of a whole step
+    """
+
+    given: Schedule
+    names: Sequence[str]
+    meeting: Meeting
+    batch: Mapping[str, Any]
+    loss: Callable[..., Any] | None = None
+    weight: Callable[..., Any] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the job."""
+        return self.meeting.ranks
+
+    def under(self, knobs: Mapping[str, Any]) -> Schedule:
+        """The schedule under a setting, for these ranks."""
+        model = self.given._facts.base.model
+        return Schedule(model, self.given.tree, self._settings(knobs))
+
+    def _settings(self, knobs: Mapping[str, Any]) -> Settings:
+        return Settings({**self.given._settings.knobs, **knobs}, {}, self.ranks)
+
+    def best(self) -> Given:
+        """Return the knobs with which a step is the shortest.
+
+        Those are compared that make a mesh of all ranks, train the same parameters and give up the
+        same as the schedule does as it is given, and fit into the memory of the ranks; each rank
+        prices some.  Raises Refusal S695 where there are none, with what is against each.
+        """
+        menu, refused = self._menu()
+        if len(menu) == 1:
+            return menu[0]
+        from schedlang.passes.autoshard.tune import ranked
+
+        cluster = _cluster(self.given.tree, self.meeting)
+        found = self._priced(menu, cluster)
+        if best := ranked(found, cluster.memory):
+            return dict(best[0].given)
+        raise self._nothing([*refused, *_against(found, cluster.memory)])
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def _menu(self) -> tuple[list[Given], list[str]]:
+        """The settings that are for these ranks, and why others are not."""
+        from schedlang.passes.autoshard.tune import setting, settings_of
+
+        tree, fixed = self.given.tree, dict(self.given._settings.knobs)
+        state = expand(tree, None, Settings(fixed))
+        knobs, sizing = state.knobs, {*state.sized.values(), *_named(_mesh(tree))}
+        free = self._free(knobs, sizing)
+        kept = {name: knob.value for name, knob in knobs.items() if name not in free}
+        sizes = {name: _divisors(self.ranks, knobs[name]) for name in free & sizing}
+        menu, refused = [], []
+        like = _kin(self.given.plan())
+        for one in settings_of(tree, kept, {name: each for name, each in sizes.items() if each}):
+            if why := self._unfit(one, like):
+                refused.append(f"{setting(one)}: {why}" if one else why)
+            else:
+                menu.append(one)
+        if not menu:
+            raise self._nothing(refused)
+        return menu, refused
+
+    def _free(self, knobs: Mapping[str, Knob], sizing: set[str]) -> set[str]:
+        """The knobs that may change.  Raises Refusal S106 for one that there is not."""
+        for name in self.names:
+            if name not in knobs:
+                title = f"the schedule has no knob `{name}`"
+                help_, facts = guess(name, knobs, "its knobs are"), unknown(name, knobs)
+                raise Refusal.of("S106", title, helps=(help_,), facts=facts)
+        if self.names:
+            return set(self.names)
+        every = n.walk(self.given.tree)
+        cuts = (one for one in every if isinstance(one, n.Keyword) and one.name == _CUTS)
+        return (sizing | _named(*cuts)) & knobs.keys()
+
+    def _unfit(self, knobs: Given, like: object) -> str:
+        """Say what is against a setting before it is priced; nothing, if nothing is."""
+        settings = self._settings(knobs)
+        try:  # without the model, which takes no time, most are out already
+            mesh = expand(self.given.tree, None, settings).mesh
+            if (made := mesh.world if mesh is not None else 1) != self.ranks:
+                return f"its mesh has {made} ranks"
+            plan = expand(self.given.tree, self.given._facts.base, settings).plan
+        except Refusal as refusal:
+            return refusal.diagnostics[0].title
+        assert plan is not None
+        return "" if _kin(plan) == like else "it trains other parameters, or gives up other things"
+
+    def _priced(self, menu: Sequence[Given], cluster: Cluster) -> list[Tried]:
+        """Every setting priced, each by one of the ranks."""
+        from schedlang.passes.autoshard.tune import Job, tune
+
+        facts = self.given._facts.base
+        job = Job(facts, self.batch, self.loss, self.weight, cluster, self.ranks)
+        rank, size = self.meeting.rank, self.ranks
+        mine = [self._settings(one).knobs for one in menu[rank::size]]
+        everyone = self.meeting.every(list(tune(job, self.given.tree, mine)))
+        found = (everyone[place % size][place // size] for place in range(len(menu)))
+        return [replace(tried, given=one) for tried, one in zip(found, menu)]
+
+    def _nothing(self, reasons: Sequence[str]) -> Refusal:
+        plural = "s" * (self.ranks > 1)
+        title = f"no setting of the schedule is for {self.ranks} rank{plural}"
+        over = len(reasons) - _TOLD
+        more = (f"and {over} more",) if over > 0 else ()
+        rest = "_" in _named(_mesh(self.given.tree))
+        helps = (
+            "let knobs size the axes beside `_`: `knob tp: int = 2 in [1, 2]`, `mesh(dp=_, tp=tp)`"
+            if rest
+            else "let an axis have the ranks that there are: `mesh(dp=_)`",
+            "or let torchrun begin with other numbers of nodes only: `--nnodes 2:4`",
+        )
+        return Refusal(Diagnostic("S695", title, notes=(*reasons[:_TOLD], *more), helps=helps))
+
+
+def _mesh(tree: n.File) -> n.Mesh | None:
+    return next((one for one in tree.items if isinstance(one, n.Mesh)), None)
+
+
+def _named(*found: n.Node | None) -> set[str]:
+    """The names in these parts of a schedule, of knobs among others."""
+    return {one.text for part in found for one in n.walk(part) if isinstance(one, n.Name)}
+
+
+def _divisors(ranks: int, knob: Knob) -> list[Any]:
+    """The sizes of an axis that divide the ranks, where the knob's domain lists none itself."""
+    if knob.type != "int" or knob.choices is not None:
+        return []
+    return [size for size in range(1, ranks + 1) if ranks % size == 0 and knob.allows(size)]
+
+
+def _kin(plan: Plan) -> object:
+    """Return what settings of a family have alike: what is trained, and what is given up."""
+    parameters = plan.model.model.named_parameters()
+    trained = {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in parameters}
+    return trained, plan.gives_up
+
+
+def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
+    """Say what is against settings that were priced."""
+    from schedlang.diagnostics.tables import size
+    from schedlang.passes.autoshard.tune import setting
+
+    for one in found:
+        why = f"needs {size(one.peak)} of {size(memory)}"
+        if one.refusal is not None:
+            why = ", ".join((one.refusal.title, *one.refusal.notes[:1]))
+        yield f"{setting(one.given)}: {why}"
+
+
+# -- what the ranks are ----------------------------------------------------------------------------
+
+
+def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
+    """The cluster of the mesh's `on`, else of the devices that there are; the least memory."""
+    from schedlang.passes.simulate.step_time import CLUSTERS, GIB, Cluster, cluster_named
+    from schedlang.runtime import device as devices
+
+    here = devices.own_device()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    name, held = devices.name_of(here).lower(), devices.total_bytes(here)
+    if devices.on_host(here) and held is not None:
+        held //= local  # whose ranks share it
+    mesh = _mesh(tree)
+    known = cluster_named(mesh.on if mesh is not None else None)[0]
+    known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
+    # of what is known nowhere only proportions count: a core, its memory, a network
+    known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)
+    least = min(meeting.every(held or known.memory))
+    return replace(known, node=local, memory=least)

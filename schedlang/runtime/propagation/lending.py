@@ -1,0 +1,131 @@
+"""Parameters that a forward reads, replaces or writes into beside the modules that hold them.
+
+Who slices state gathers a module's parameters when it is called, and frees them behind it: what is
+read while no module around it runs was never gathered, what stands in for it is put away, and what
+is written into it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.tracing.meta import model_line, tensors_in
+
+if TYPE_CHECKING:
+    from schedlang.runtime.propagation.trace import Running
+
+BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+WRITING_OPERATORS = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"),
+}
+
+
+class Lending:
+    """Notes what is read, replaced and written in one forward on a throwaway copy.
+
+    lent      parameters that are read, or replaced, while a module around them does not run, and it
+    written   parameters that are written into
+    derives   modules whose own forward takes a gradient -> the line of the model that does
+    ungraded  modules that are called without a graph
+    entering  modules whose hooks run before them: what gathers them has come first
+    """
+
+    def __init__(self) -> None:
+        self.lent: set[tuple[str, str]] = set()
+        self.written: set[str] = set()
+        self.derives: dict[str, str] = {}
+        self.ungraded: set[str] = set()
+        self.entering: list[str] = []
+        self._names: dict[int, list[str]] = {}  # of each parameter, by its id
+        self._lies_in: dict[int, list[str]] = {}  # and by its storage
+        self._own: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+
+    def noted(self) -> dict[str, Any]:
+        """Return what was noted, by the names that an `Original` has for it."""
+        lent, written = frozenset(self.lent), frozenset(self.written)
+        ungraded = frozenset(self.ungraded)
+        return {"lent": lent, "rewritten": written, "derives": self.derives, "ungraded": ungraded}
+
+    def watch(self, model: nn.Module) -> None:
+        """Know a model's parameters, and when a module is about to be called."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+            self._lies_in.setdefault(_storage(parameter), []).append(name)
+        for fqn, module in model.named_modules():
+            self._own[fqn] = module, dict(module._parameters)
+            if fqn and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hooks
+                module.register_forward_pre_hook(partial(self._enter, fqn), prepend=True)
+
+    def _enter(self, fqn: str, *unused: object) -> None:
+        self.entering.append(fqn)
+
+    def begin(self, fqn: str, muted: bool = False) -> None:
+        """Note that the forward of a module begins; `muted`: nothing is recorded there."""
+        module, own = self._own[fqn]
+        called = fqn in self.entering
+        if called:
+            self.entering.remove(fqn)
+        if muted or isinstance(module, torch.jit.ScriptModule):
+            return
+        if not torch.is_grad_enabled():
+            self.ungraded.add(fqn)
+        if not called:
+            # it was not called, its `.forward` was: no hooks run, that which gathers it among them
+            below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
+            self.lent.update((name, fqn) for name in below)
+        for name, parameter in own.items():
+            if module._parameters.get(name, parameter) is not parameter:
+                self.lent.update((f"{fqn}.{name}", one) for one in _around(f"{fqn}.{name}"))
+
+    def after(self, call: Running, running: Sequence[str]) -> None:
+        """Note what a call reads and writes, while some modules run."""
+        if call.func in BACKWARDS:  # units that it ends with are freed while the forward runs on
+            every = (name for names in self._names.values() for name in names)
+            self.lent.update((name, one) for name in every for one in _around(name))
+            self.derives.setdefault(running[-1], model_line())
+        for tensor in tensors_in(call.args[:1]) if _writes(call) else ():
+            self.written.update(self._lies_in.get(_storage(tensor), ()))
+            self.written.update(self._names.get(id(tensor), ()))  # it may have got another storage
+        if call.outputs and (call.name != "to" or len(call.inputs) == 1):  # else a dtype is read
+            for tensor in call.inputs:
+                if id(tensor) in self._names:
+                    self._read(self._names[id(tensor)], running)
+
+    def _read(self, names: Sequence[str], running: Sequence[str]) -> None:
+        """Note what is read under these names, unless a module that holds it runs."""
+        away = [[one for one in not_running(name, running, self.entering)] for name in names]
+        if all(away):
+            self.lent.update((name, one) for name, some in zip(names, away) for one in some)
+
+
+def not_running(fqn: str, running: Sequence[str], entering: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the modules around one, or a parameter, which do not run, nor anything else in them."""
+    busy = [*running, *entering]
+    for around in _around(fqn):
+        if not any(name == around or name.startswith(f"{around}.") for name in busy):
+            yield around
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the modules around a module or a parameter, but for the model."""
+    parts = name.split(".")
+    return (".".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
+def _storage(tensor: Tensor) -> int:
+    """The identity of the storage of a tensor, which its views share; 0 where there is none."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _writes(call: Running) -> bool:
+    """Return whether a call writes into what it is given first."""
+    if call.name.startswith("__"):
+        return call.name in WRITING_OPERATORS
+    plain = call.name.endswith("_") and call.name not in ("requires_grad_", "detach_")
+    return plain or call.name == "data" and call.func == SETS_DATA

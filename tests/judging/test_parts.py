@@ -1,0 +1,70 @@
+"""Gradients in parts of a batch: of rows and of words; what the original does not take is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.judge import parts
+from schedlang.passes.judge.judge import Task, _conditions, _widened
+from schedlang.passes.judge.parts import Parts
+from schedlang.passes.judge.trial import Trial
+from tests.judging.catches.words import Words
+from tests.judging.versions.balanced import of_words, padded
+
+
+class Even(nn.Module):
+    """Something that asks for two rows at least."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Those that it got."""
+        if len(x) < 2:
+            raise ValueError("one row has no statistics")
+        return torch.tanh(x)
+
+
+def made(inner: nn.Module, world: int = 2) -> tuple[Parts, str]:
+    """Parts of a small model with padded rows, and the first condition's name."""
+    torch.manual_seed(0)
+    batches = tuple(padded(seed, 4, 3) for seed in range(3))
+    never: Any = None
+    task = Task(never, Words(inner), batches, world, of_words)
+    case = _widened(task)
+    told, seen, _ = _conditions(case, task)
+    return Parts(Trial(case, never, world, tuple(told), never, True), seen.labels), told[0].name
+
+
+def test_parts_of_rows_and_words_make_the_whole() -> None:
+    """Weighed by their counts of labels, gradients in parts add up to that of the batch."""
+    found, condition = made(nn.Tanh())
+    batch = found.trial.told[0].batches[0]
+    (whole,) = found._derived(batch, [list(range(4))], None)
+    rows = next(found.of_rows("head.weight", condition))
+    words = next(found.of_words("head.weight", condition))
+    assert (rows.whole, words.whole) == ("the batch", "the words")
+    for cut, dim in ((rows, 0), (words, 1)):
+        each = [(part != -100).sum() for part in batch["labels"].chunk(2, dim)]
+        total = sum(part * n for part, n in zip(cut.parts, each)) / sum(each)
+        assert torch.allclose(total, whole["head.weight"], rtol=1e-12)
+
+
+def test_an_original_that_takes_no_single_row() -> None:
+    """Cuts into single rows are left out, and those into two remain."""
+    found, condition = made(Even(), world=4)
+    counts = {len(cut.parts) for cut in found.of_rows("head.weight", condition)}
+    assert counts == {2}
+
+
+def test_an_error_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the original raises says that it takes no part of its batch."""
+
+    def broken(*_: object) -> Any:
+        raise ValueError("not the original's")
+
+    monkeypatch.setattr(parts, "of_rows", broken)
+    found, condition = made(nn.Tanh())
+    with pytest.raises(ValueError, match="not the original's"):
+        list(found.of_rows("head.weight", condition))

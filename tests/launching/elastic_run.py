@@ -1,0 +1,134 @@
+"""A run that agents of torchrun start on each node, and that tells what it saw of the data.
+
+    torchrun ... tests/launching/elastic_run.py FOLDER STEPS PAUSE [HOLDS AT STEPS]
+
+Each rank writes a line for each step into a file of its own: the step, the number of the round, the
+ranks of the job, and the samples that the loss has seen here.  At some steps it waits for a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import schedlang
+from examples.custom.model import Watcher
+from schedlang.runtime.comm import world
+from schedlang.runtime.launch.heart import inside
+
+SCHEDULE = """schedule 1 for Watcher
+
+knob pp: int = 1 in [1, 2]
+knob micro: int = 1 in [1, 2]
+
+mesh(dp=_, pp=pp)
+
+blocks  pipeline_split(over=pp)
+zero(stage=1, over=dp)
+pipeline(order="1F1B", micro=micro)
+"""
+SAMPLES, ROWS = 36, 6
+BUILD = {"dropout": "logical", "seed": 7}
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Rows, each with its number and the class that is right for it."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        {
+            "series": torch.randn(6, 7, generator=draw, dtype=torch.float64),
+            "lengths": torch.tensor(6 - number % 3),
+            "target": torch.tensor(number % 5),
+            "number": torch.tensor(number),
+        }
+        for number in range(SAMPLES)
+    ]
+
+
+class Seen:
+    """What this rank's loss saw since the last step, and the losses of all steps."""
+
+    def __init__(self, folder: Path | None, holds: list[int], pause: float) -> None:
+        self.folder, self.holds, self.pause = folder, holds, pause
+        self.numbers: list[int] = []
+        self.losses: dict[int, float] = {}
+        self.round = 0
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The cross entropy; which samples it was asked for is kept."""
+        if not batch["number"].is_meta and output.requires_grad:
+            self.numbers += batch["number"].tolist()
+        return F.cross_entropy(output, batch["target"])
+
+    def on_begin(self, trainer: Any) -> None:
+        """Forget what was asked for while the program was built; all ranks name the round alike."""
+        self.numbers.clear()
+        with inside():  # waits for nobody but the other ranks
+            self.round = world.broadcast_object(0, time.time_ns())
+
+    def on_step(self, trainer: Any) -> None:
+        """Write a line, in one piece; then wait, if that is asked for."""
+        numbers, step = list(self.numbers), trainer.program.step
+        self.numbers.clear()
+        if self.folder is None:
+            return
+        size = world.size()
+        line = f"{step} {self.round} {size} {os.getpid()} {','.join(map(str, numbers)) or '-'}\n"
+        with (self.folder / f"seen.{os.getpid()}.{self.round}").open("a") as file:
+            file.write(line)
+        time.sleep(self.pause)
+        while step in self.holds and not (self.folder / f"go.{step}").exists():
+            time.sleep(0.02)
+
+    def on_log(self, trainer: Any, figures: dict[str, float]) -> None:
+        """Keep the loss of the step; the first rank writes it."""
+        if "loss" not in figures:
+            return
+        self.losses[int(figures["step"])] = figures["loss"]
+        if self.folder is not None and world.rank() == 0:
+            with (self.folder / "losses").open("a") as file:
+                file.write(f"{int(figures['step'])} {figures['loss'].hex()}\n")
+
+
+def trained(folder: Path | None, steps: int, holds: list[int], pause: float) -> Seen:
+    """A run of shuffled samples, to its end."""
+    torch.manual_seed(0)
+    seen = Seen(folder, holds, pause)
+    schedlang.Trainer(
+        schedule=SCHEDULE,
+        model=Watcher().double(),
+        data=DataLoader(samples(), batch_size=ROWS, shuffle=True),  # type: ignore[arg-type]
+        steps=steps,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
+        scheduler=lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, 50),
+        loss=seen.loss,
+        folder=None if folder is None else folder / "saved",
+        save_every=0 if folder is None else 1,
+        log_every=1,
+        callbacks=(seen,),
+        elastic=True,
+        build=BUILD,
+    ).fit()
+    return seen
+
+
+def main() -> None:
+    """The run, as torchrun starts it."""
+    folder, steps, pause, *holds = sys.argv[1:]
+    trained(Path(folder), int(steps), list(map(int, holds)), float(pause))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Settings of a schedule for the ranks that a job has: which there are, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import schedlang
+from examples.custom.model import Watcher, batch, loss
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.elastic import Fit, Meeting
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.schedule import Schedule
+from tests.launching.elastic_run import samples
+from tests.training.test_trainer import ONE, Heard, _plain, adamw, refused
+
+SPLIT = """schedule 1 for Watcher
+
+knob tp: int = 2 in 1..6
+knob rank: int = 4 in [4, 8]
+knob micro: int = 1 in [1, 3]
+
+mesh(dp=_, tp=tp)
+
+step "adapters" relax(model) {
+  blocks.*.gate.back  adapt(lora, rank=rank)
+  at blocks.*.gate {
+    both  shard(col, blocks=2, over=tp)
+    back  shard(row, over=tp)
+  }
+  zero(stage=1, over=dp)
+  pipeline(order="GPipe", micro=micro)
+}
+"""
+
+
+def fit(text: str, ranks: int, names: tuple[str, ...] = (), **knobs: object) -> Fit:
+    """A search by one rank of so many, before it has met the others."""
+    given = Schedule(Watcher(), parse(Source("my.sched", text)), Settings(knobs))
+    meeting = Meeting()
+    meeting.ranks = ranks
+    return Fit(given, names, meeting, batch(0), loss)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_settings_make_a_mesh_of_all_ranks(ranks: int) -> None:
+    """Axes take every size of their domain that divides the ranks, `micro` every value; knobs of
+    other things stay as the file has them."""
+    menu, _ = fit(SPLIT, ranks)._menu()
+    sizes = [tp for tp in range(1, 7) if ranks % tp == 0]
+    assert {tuple(sorted(one.items())) for one in menu} == {
+        (("micro", micro), ("tp", tp)) for tp in sizes for micro in (1, 3)
+    }
+    for one in menu:
+        plan = fit(SPLIT, ranks).under(one).plan()
+        assert plan.mesh.world == ranks and dict(plan.decisions)["rank"] == 4
+
+
+def test_what_is_trained_stays() -> None:
+    """A knob that is named changes, too, but not to what brings other parameters; knobs that were
+    set stay in all settings."""
+    menu, against = fit(SPLIT, 2, ("tp", "rank"))._menu()
+    assert [one["rank"] for one in menu] == [4, 4]
+    assert against == [
+        f"tp = {tp}, rank = 8: it trains other parameters, or gives up other things"
+        for tp in (1, 2)
+    ]
+    found = fit(SPLIT, 2, rank=8)
+    menu, _ = found._menu()
+    assert all(dict(found.under(one).plan().decisions)["rank"] == 8 for one in menu)
+
+
+def test_the_quickest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the planner ranks all of them; where none fits into memory that is said of each."""
+    from schedlang.passes.autoshard.tune import ranked
+    from schedlang.runtime import device
+
+    one = fit(SPLIT, 1)
+    assert one.best() == {"tp": 1, "micro": 1}
+    seen: list[Any] = []
+    priced = Fit._priced
+
+    def keeps(self: Fit, *given: Any) -> Any:
+        seen.extend(priced(self, *given))
+        return seen
+
+    monkeypatch.setattr(Fit, "_priced", keeps)
+    best = fit(SPLIT, 1).best()
+    assert len(seen) == 2 and best == dict(ranked(seen, 1 << 60)[0].given)
+    seen.clear()
+    monkeypatch.setattr(device, "total_bytes", lambda _: 1000)
+    with pytest.raises(Refusal, match="no setting of the schedule is for 1 rank") as caught:
+        fit(SPLIT, 1).best()
+    assert caught.value.diagnostic.code == "S695"
+    notes = caught.value.diagnostic.notes
+    assert [note.partition(": needs ")[0] for note in notes] == [
+        f"tp = 1, micro = {micro}" for micro in (1, 3)
+    ]
+
+
+def test_no_setting_is_told_with_the_reasons() -> None:
+    """Of ranks that no mesh is for, and of a knob that there is not."""
+    two = SPLIT.replace("in 1..6", "in [2]")
+    with pytest.raises(Refusal, match="the other axes take 2 of 3 ranks|do not divide") as caught:
+        fit(two, 3).best()
+    assert caught.value.diagnostic.code == "S695"
+    with pytest.raises(Refusal) as caught:
+        fit(SPLIT, 2, ("pp",)).best()
+    assert caught.value.diagnostic.code == "S106"
+
+
+def test_what_a_trainer_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of each rank's own; a torchrun whose rounds share a store; ranks without any."""
+    assert "leave out `local`" in refused("S691", elastic=True, local=True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    said = refused("S695", elastic=True, data=_plain())
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in said
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "no store of torchrun's" in refused("S695", elastic=True, data=_plain())
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_draws_do_not_move_the_order(tmp_path: Path, elastic: bool) -> None:
+    """On one rank, too, dropout leaves the generator alone by which a loader shuffles, epoch after
+    epoch; without `elastic` it draws from there, as torch does."""
+    seen: list[list[int]] = []
+
+    def counted(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        if output.requires_grad and not batch["number"].is_meta:
+            seen.append(batch["number"].tolist())
+        return F.cross_entropy(output, batch["target"])
+
+    data: Any = DataLoader(samples(), batch_size=6, shuffle=True)  # type: ignore[arg-type]
+    run = schedlang.Trainer(
+        ONE,
+        Watcher().double(),
+        data,
+        18,
+        adamw,
+        loss=counted,
+        callbacks=(Heard(tmp_path / "heard"),),
+        elastic=elastic,
+    )
+    torch.manual_seed(0)
+    run.fit()
+    torch.manual_seed(0)
+    order = [batch["number"].tolist() for _ in range(3) for batch in data]
+    assert (seen[-18:] == order) == elastic

@@ -1,0 +1,86 @@
+"""What a user gives to `build` and `verify` beside the model, given wrongly: each is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.schedule import create_schedule
+from tests.engine import Threads
+
+
+def net() -> nn.Module:
+    """Two projections."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(seed: int = 0) -> dict[str, Any]:
+    """Eight rows."""
+    g = torch.Generator().manual_seed(seed)
+    return {"input": torch.randn(8, 6, generator=g), "y": torch.randn(8, 4, generator=g)}
+
+
+def loss(output: Any, batch: Any) -> Any:
+    """The mean error."""
+    return F.mse_loss(output, batch["y"])
+
+
+def built(threads: Threads, given: Any = None, **options: Any) -> Any:
+    """The loss of a step on two ranks."""
+
+    def body() -> Any:
+        sch = create_schedule(net())
+        sch.mesh(dp=2)
+        sch.zero(stage=1, over="dp")
+        sgd: Any = lambda named: torch.optim.SGD(named, lr=0.1)  # noqa: E731
+        program = sch.build(**{"batch": batch(), "loss": loss, "optimizer": sgd, **options})
+        return program.train_step(batch() if given is None else given)
+
+    return threads.run(body, 2)[0]
+
+
+OTHERS = list(net().parameters())
+WRONG: tuple[tuple[dict[str, Any], str, str], ...] = (
+    ({"optimizer": lambda named: None}, "S618", "`optimizer` returns None"),
+    ({"optimizer": lambda named: [torch.optim.SGD(named)]}, "S618", "returns a list"),
+    ({"optimizer": lambda named: torch.optim.SGD(OTHERS)}, "S618", "none of the program's"),
+    ({"clip": float("nan")}, "S618", "`clip` is nan"),
+    ({"weight": lambda part: -1.0}, "S621", "`weight` gives -1 for a part"),
+    ({"weight": lambda part: float("nan")}, "S621", "`weight` gives nan for a part"),
+    ({"loss": lambda output, batch: loss(output, batch) * 1j}, "S615", "a complex number"),
+    ({"given": {1: torch.ones(8, 6)}}, "S619", "the keys of a batch are names, not an int"),
+)
+
+
+@pytest.mark.parametrize("options, code, said", WRONG, ids=[said for *_, said in WRONG])
+def test_what_is_given_wrongly_to_build(
+    options: dict[str, Any], code: str, said: str, threads: Threads
+) -> None:
+    """Each is refused with its reason and with what would be legal: nothing trains in vain."""
+    assert torch.isfinite(built(threads))
+    with pytest.raises(Refusal) as caught:
+        built(threads, **options)
+    assert caught.value.diagnostic.code == code and said in caught.value.render()
+    assert caught.value.diagnostic.helps
+
+
+BATCHES: tuple[tuple[Any, str], ...] = (
+    (lambda seed: None, "`batch` returns None"),
+    (lambda seed: [1], "`batch` returns a list"),
+    (lambda a, b: batch(), "`batch` needs `a` and `b`"),
+    (3, "`batch` is an int"),
+)
+
+
+@pytest.mark.parametrize("given, said", BATCHES, ids=[said for _, said in BATCHES])
+def test_batches_that_are_none(given: Any, said: str) -> None:
+    """A function of batches takes a seed and gives a dict."""
+    sch = create_schedule(net())
+    with pytest.raises(Refusal) as caught:
+        sch.verify(batch=given, loss=loss)
+    assert caught.value.diagnostic.code == "S902" and said in caught.value.render()
