@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from schedlang.ir.modelfile import load_model_file
 from tests import models, survey
@@ -99,6 +100,36 @@ def mixtral() -> nn.Module:
     return model
 
 
+class Named(nn.Module):
+    """Words to words; each layer finds its expert by a name that is made of a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(models.VOCAB, 8), nn.Linear(8, models.VOCAB)
+        self.layers = nn.ModuleList(Chosen() for _ in range(3))
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+class Chosen(nn.Module):
+    """One of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{k}": nn.Linear(8, 8) for k in range(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.detach().isfinite().all().logical_not().long()
+        chosen: Tensor = self.experts[f"expert_{first}"](x)
+        return x + chosen.tanh()
+
+
 def albert() -> nn.Module:
     """One group of layers, called four times."""
     return _hf(
@@ -164,6 +195,7 @@ CASES: dict[str, Case] = {
     "whisper": (whisper, sound, 4, ("model.encoder.layers", "model.decoder.layers")),
     "vit": (vit, pictures, 4, ("vit.layers",)),
     "mixtral": (mixtral, words, 3, ("model.layers",)),
+    "named experts": (Named, words, 3, ("layers",)),
     "unet": (unet, squares, 5, ("down", "middle", "up")),
     "albert": (albert, words, 3, (GROUP,)),
 }

@@ -23,7 +23,7 @@ from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch, meta_model
+from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
@@ -252,7 +252,13 @@ class Stub:
             part = visit()
             shapes = visiting(part.on_meta() if part is not None else None)
             with ExitStack() as stack:
-                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                modes = (
+                    torch.no_grad(),
+                    self._outside(),
+                    shapes,
+                    torch.device("meta"),
+                    on_meta((), ()),
+                )
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
