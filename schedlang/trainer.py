@@ -28,6 +28,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import python_span
 from schedlang.language.syntax import given, parse
 from schedlang.passes.elaborate.state import Settings, job_size
+from schedlang.runtime.launch.heart import inside
 from schedlang.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -154,8 +155,6 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint with all that the run needs to go on; all ranks together."""
-        from schedlang.runtime.launch.heart import inside
-
         assert self.folder is not None
         with inside():
             self.program.save(self.folder, self.keep, wait=self.wait, beside=self._state())
@@ -195,7 +194,6 @@ class Trainer:
             scheduled_on,
         )
         from schedlang.runtime.comm import world
-        from schedlang.runtime.launch.heart import inside
 
         sch = self.schedule
         assert isinstance(sch, Schedule)
@@ -219,9 +217,8 @@ class Trainer:
         now = generators(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
         self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
-        given = {**drawing, **given}
         with inside():
-            built: Any = self.schedule.build(batch=None if self.local else first, **given)
+            built: Any = self.schedule.build(batch=None if self.local else first, **drawing | given)
             self.program = built
             if self.local:
                 built._built(first, True)
