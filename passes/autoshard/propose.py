@@ -46,11 +46,14 @@ from schedlang.passes.reduce_model.blocks import (
     splits,
 )
 from schedlang.passes.simulate.account import account
+from schedlang.passes.verify.probe import batch_norm
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+RELAX = "relax(batch_stats) "
+PARTING = ("data", "sliced", "stages", "experts")  # axes whose ranks see other rows
 METHODS = ("ring", "gather")  # the first that is legal
 
 
@@ -368,6 +371,10 @@ def propose(
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
     notes: list[str] = []
+    parted = any(mesh.get(asked.axis(role) or "", 1) > 1 for role in PARTING)
+    if parted and (norm := batch_norm(facts.model, traced)) is not None:
+        notes.append("relaxed: `{}`, a `{}`, takes statistics of each part by itself".format(*norm))
+        asked = replace(asked, relax=RELAX)
     if adapters is not None:
         asked = replace(asked, adapters=adapters.rows(blocks, notes))
     rows = _rows(asked, notes)
@@ -380,7 +387,7 @@ def propose(
             raise
         # as trainers of such models do: the statistics are those of a microbatch
         notes.append("relaxed: the loss takes statistics of each microbatch by itself")
-        again = replace(asked, relax="relax(batch_stats) ")
+        again = replace(asked, relax=RELAX)
         file = _tried(asked.trial, lambda blocks: _file(again, blocks, rows, rest, notes), stages)
     return Proposed(file, tuple(notes))
 

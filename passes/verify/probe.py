@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, OwnError, Refusal
@@ -27,7 +28,8 @@ from schedlang.ir.copied import copied
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
-from schedlang.passes.propagate.original import check_microbatches, part_weight
+from schedlang.passes.propagate.original import ALLOW, check_microbatches, part_weight, relaxed
+from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
@@ -41,7 +43,8 @@ from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_st
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Alone, ByRow
-from schedlang.runtime.tracing.meta import model_line, name_of
+from schedlang.runtime.tracing.meta import meta_model, model_line, name_of
+from schedlang.runtime.training import Training
 
 Derived = dict[str, Tensor | None]  # the loss under "", and gradients by name
 
@@ -403,16 +406,16 @@ def check_parts(case: Case) -> Case:
     bad = probe.disagreement()
     if bad is not None:
         check_batch(free, 0)
-    relaxed = any("batch_stats" in names for _, names in case.plan.relaxed)
+    loose = relaxed(case.plan)
     if bad is None:
         try:
             if len(probe.parts) > 1:
                 _check_buffers_of(probe)
             return case
         except Refusal:
-            if not relaxed:
+            if not loose:
                 raise
-    if relaxed:
+    if loose:
         return replace(case, parted=True)
     assert bad is not None
     _of_the_model(probe, bad)
@@ -452,6 +455,29 @@ def _of_the_model(probe: Probe, bad: Row) -> None:
         )
 
 
+def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
+    """The first module, and its class, that trains by statistics of the rows that it is given."""
+    bare = meta_model(model, {})
+    Training(bare).on()
+    for fqn, one in bare.named_modules():
+        by_rows = isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)
+        if by_rows and one.training and fqn in traced.entries:
+            return fqn, type(one).__name__
+    return None
+
+
+def _check_batch_norms(plan: Plan, found: Prepared) -> None:
+    """Refuse (S703) a model with a batch norm that trains by the rows of a part, without a run."""
+    first = None if relaxed(plan) else batch_norm(plan.model.model, found.traced)
+    if first is not None:
+        raise Refusal.of(
+            "S703",
+            "splitting the batch changes the loss of this model",
+            notes=("`{}`, a `{}`, takes statistics over the rows of a part".format(*first),),
+            helps=(ALLOW.removeprefix("or "), "or replace it by a norm of each row"),
+        )
+
+
 def _check_buffers_of(probe: Probe) -> None:
     """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
     assert probe.case.prepared is not None
@@ -484,12 +510,16 @@ def cheaply(
     """Refuse as `verify` does where parts do not make the whole (S703, S708), if soon found out.
 
     For `build`, on each rank alike: it runs the model on the whole batch, which for a large one
-    takes as long as steps do, and memory that its ranks may not have.  There `verify` says it.
+    takes as long as steps do, and memory that its ranks may not have.  Of one only its batch norms
+    are looked at; the rest `verify` says.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
     apart = plan.shares * plan.micro > 1 and found.traced.lossless is None
-    if not apart or size * numbers > CHEAP or _on_meta(plan) or not _has_float64(plan):
+    if not apart:
+        return
+    if size * numbers > CHEAP or _on_meta(plan) or not _has_float64(plan):
+        _check_batch_norms(plan, found)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:

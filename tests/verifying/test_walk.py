@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -400,3 +400,25 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Summed, "forward", dies)
     cheaply(plan, batch, found)
+
+
+@pytest.mark.parametrize("name", ["batch norm, dp", "batch norm, microbatches"])
+def test_a_batch_norm_is_seen_whatever_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model too: one that trains by the rows of a part, unless that is allowed."""
+    monkeypatch.setattr(probe, "CHEAP", 10)
+    walk = WALKS[name]
+    plan, batch = _plan(walk), walk.batch(0)
+    found = prepare(plan, batch)
+    with pytest.raises(Refusal, match="`blocks.0.1`, a `BatchNorm1d`, takes statistics"):
+        cheaply(plan, batch, found)
+    allowed = replace(plan, relaxed=(("", ("batch_stats",)),))
+    cheaply(allowed, batch, found)
+    unread = replace(found, traced=replace(found.traced, entries={}))
+    cheaply(plan, batch, unread)
+    model = plan.model.model
+    for block in model.blocks:
+        block[1].eval()
+    cheaply(plan, batch, found)
+    model.eval()  # loaded so: all of it trains
+    with pytest.raises(Refusal, match="S703"):
+        cheaply(plan, batch, found)
