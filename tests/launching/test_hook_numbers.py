@@ -1,0 +1,69 @@
+"""Hooks of models that come from other processes: none takes another's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from schedlang.runtime.launch.pool import Pool
+from tests.proofs import planned, proven
+
+
+class Scaled(nn.Module):
+    """Layers whose weights a hook before each forward computes, as old weight norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+        for layer in self.layers:
+            layer.scale = nn.Parameter(torch.full((6, 1), 1.5))
+            layer.direction = nn.Parameter(layer.weight.detach().clone())
+            del layer.weight
+            layer.register_forward_pre_hook(weigh)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x**2).mean()
+
+
+def weigh(layer: Any, args: Any) -> None:
+    """The weight of a layer, as a plain attribute."""
+    layer.weight = layer.scale * layer.direction
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(6, 6, generator=draw, dtype=torch.float64)}
+
+
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number hooks from the start, as in a process that has none."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_of_a_model_that_was_sent(stage: int, pool: Pool, numbers: None) -> None:
+    """Ranks add hooks of their own to modules that bring some along."""
+    plan = planned(Scaled(), f"zero(stage={stage}, over=dp)", "dp=2")
+    proven(pool, plan, [batch(1), batch(2)])
+
+
+def test_hooks_of_a_model_that_was_loaded(numbers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.load` of a whole module, say: its hooks have numbers that are free here."""
+    model = Scaled()
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    planned(model, "")
+    seen: list[Any] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda one, args: seen.append(one))
+    model(**batch(0))
+    assert len(seen) == 3
+    assert all(hasattr(layer, "weight") for layer in model.layers)
