@@ -58,7 +58,7 @@ SENT = {("Parking.finish", "message.wait()")}
 # modules with a `wait` that is of no stream, message or sum
 OTHERS = {
     "diagnostics.told_once": "of a store",
-    "elastic": "of a store",
+    "elastic": "of a store, and of threads",
     "editors.services": "of a process",
     "runtime.comm.world": "of messages that go through the host, where gloo alone serves a device",
     "runtime.grad_reduction.batch_statistics": "of threads",
