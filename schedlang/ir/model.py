@@ -145,13 +145,6 @@ class ModelFacts:
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
         self.given: dict[str, Any] = {}  # replacements that were named in Python
-        from torch.utils.hooks import RemovableHandle
-
-        # hooks of a model that was loaded whole have numbers of another process: a hook that is
-        # added here must not take the place of one of them
-        for module in self._modules.values():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                RemovableHandle.next_id = max(RemovableHandle.next_id, *(n + 1 for n in hooks), 0)
 
     def changed(self, change: Change) -> ModelFacts:
         """The facts of the model after one more change."""

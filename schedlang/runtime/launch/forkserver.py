@@ -333,7 +333,9 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> 
         os.environ.update(setup["environ"])
         load_files(setup["files"])
         _join(rank, world, setup["store"], setup["threads"])
-        _number_hooks_from(setup["hooks"])
+        from schedlang.runtime.adapters.hook_numbers import number_hooks_from
+
+        number_hooks_from(setup["hooks"])  # those that the model brings have lower ones
         with open(setup["job"], "rb") as file:
             fn, args = pickle.load(file)
         send(sock, ("progress", None))
@@ -351,16 +353,6 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any]) -> 
         send(sock, ("error", text, consequence, itself))
     else:
         _leave()
-
-
-def _number_hooks_from(least: int) -> None:
-    """Give hooks that are added here other numbers than those that modules bring along.
-
-    torch numbers hooks by process, and one of the same number takes the place of another.
-    """
-    from torch.utils.hooks import RemovableHandle
-
-    RemovableHandle.next_id = max(RemovableHandle.next_id, least)
 
 
 def is_consequence(error: BaseException) -> bool:

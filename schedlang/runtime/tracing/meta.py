@@ -34,9 +34,11 @@ from torch.fx.experimental import _config as shapes
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from schedlang.ir import pytree
 from schedlang.ir.copied import without_copy
+from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 
 
 @cache
@@ -105,6 +107,9 @@ def copy_with(
         for value in (*module._buffers.values(), *plain):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = other(value)
+        taken = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
+        if taken >= RemovableHandle.next_id:  # it was loaded whole: hooks of another process
+            number_hooks_from(taken + 1)
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
