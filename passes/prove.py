@@ -113,7 +113,9 @@ def prove(
     told = ran.told
     beside = _Beside(case, told)
     try:
-        seen, plain = _with_baseline(case, working, told, pool, _baseline(case), progress, beside)
+        seen, plain = _with_baseline(
+            case, working, told, pool, _baseline(case), progress, lambda: beside.seen
+        )
     except Refusal as refusal:
         if refusal is beside.refused:
             raise
@@ -234,10 +236,6 @@ class _Beside:
             self.refused = refusal
             raise
         return expected, drawn
-
-    def __call__(self) -> None:
-        """See `meanwhile` of `Pool.run`."""
-        self.seen  # noqa: B018  (it is kept)
 
 
 def _ranks(

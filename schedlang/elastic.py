@@ -99,7 +99,10 @@ class Meeting:
         keys = [f"{room}/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], pickle.dumps(value))
         self._store.add(f"{room}/count", 1)
-        told = lambda: bool(self._store.add(f"{room}/count", 0) >= self.ranks)  # noqa: E731
+
+        def told() -> bool:
+            return bool(self._store.add(f"{room}/count", 0) >= self.ranks)
+
         heard: dict[int, tuple[int, float]] = {}  # beats of a rank, and since when it has no more
         while not until(told, _LOOK):
             before, now = heard, time.monotonic()
