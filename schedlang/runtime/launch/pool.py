@@ -23,10 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.modelfile import Importing
+from schedlang.runtime.adapters.hook_numbers import next_hook_number
 from schedlang.runtime.adapters.torch_attention import let_kernels_travel
 from schedlang.runtime.launch import forkserver, pickled
 from schedlang.runtime.launch.forkserver import BASE, progress
@@ -235,7 +234,7 @@ class Pool:
             setup: dict[str, Any] = {"path": sys.path, "files": self.files}
             setup |= {"store": str(folder / "store"), "job": str(folder / "job")}
             setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
-            setup |= {"hooks": RemovableHandle.next_id}
+            setup |= {"hooks": next_hook_number()}
             try:
                 self._grow(world, job, blob)
                 folder.mkdir()
