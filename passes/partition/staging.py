@@ -166,7 +166,11 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
             _as_often(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
         trunk -= {around for _, around in traced.lent}  # it would not be gathered: the model is
-        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside, traced.rewritten)
+        outside = traced.outside
+        if traced.wanders:  # ranks would gather, and sum, different ones together
+            trunk -= {around for fqn, around in outside if fqn in traced.wanders} | traced.wanders
+            outside = frozenset(one for one in outside if traced.wanders.isdisjoint(one))
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, outside, traced.rewritten)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()

@@ -55,6 +55,8 @@ class Original:
     derives   modules whose own forward takes a gradient -> the line of the model that does
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
+    wanders   modules that other values call another number of times, or in another order; with
+              them those that nobody has called
     entries   modules in the order of their first call, and how often each is called
     choices   modules that choose by values (a top-k) -> the call that does
     """
@@ -76,6 +78,7 @@ class Original:
     derives: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None
     asked: bool = False
+    wanders: frozenset[str] = frozenset()
     entries: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
 
@@ -133,7 +136,7 @@ def record(
     with without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
-        with watched or nullcontext(), Trace(stack, seen):
+        with watched or nullcontext(), Trace(stack, seen) as trace:
             try:
                 output, value = forward(model, inputs, tried)
             except Refusal:
@@ -166,9 +169,45 @@ def record(
         entries=stack.turns,
         choices=seen.choices,
     )
+    if (values.asked or values.told or trace.answered) and any(
+        one.stage > 0 for one in plan.copies
+    ):
+        original = replace(original, **_with_other_values(plan, batch, loss, original))
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
+
+
+def _with_other_values(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, original: Original
+) -> dict[str, Any]:
+    """What is called otherwise where values are other ones: ranks see rows of their own.
+
+    A model that does not run with such values tells nothing: it counts as one that asked.
+    """
+    from schedlang.runtime.batch import forward
+    from schedlang.runtime.propagation.trace import Stack, Trace
+    from schedlang.runtime.tracing.meta import meta_model, without_values
+
+    model, stack = meta_model(plan.model.model, {}), Stack()
+    stack.watch(model.train())
+    try:
+        with without_values(batch, other=True) as (inputs, _), Trace(stack, other=True):
+            forward(model, inputs, loss)
+    except Exception:  # a shape that is none, an index out of range
+        return {"asked": True}
+    mine, others = original.entries, stack.turns
+    wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
+    if [fqn for fqn in mine if fqn not in wanders] != [f for f in others if f not in wanders]:
+        wanders = {*mine, *others}
+    if not wanders:
+        return {}
+    wanders |= {fqn for fqn in plan.model.sites if fqn not in mine}
+    return {
+        "asked": True,
+        "wanders": frozenset(wanders),
+        "outside": original.outside | stack.outside,
+    }
 
 
 def _lossless(

@@ -387,8 +387,9 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     walk = WALKS["a sum as a loss, dp"]
     plan, batch = _plan(walk), walk.batch(0)
     found = prepare(plan, batch)
-    with pytest.raises(Refusal, match="S703"):
+    with pytest.raises(Refusal, match="S703") as caught:
         cheaply(plan, batch, found)
+    assert "a sum over rows, not a mean" in str(caught.value)
     with monkeypatch.context() as patch:
         patch.setattr(probe, "CHEAP", 10)
         cheaply(plan, batch, found)
