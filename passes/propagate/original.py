@@ -55,6 +55,7 @@ class Original:
     derives   modules whose own forward takes a gradient -> the line of the model that does
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
+    truths    whether the batch decides what is true, where the model asks; else nothing is
     wanders   modules that other values call another number of times, or in another order; with
               them those that nobody has called
     entries   modules in the order of their first call, and how often each is called
@@ -78,6 +79,7 @@ class Original:
     derives: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None
     asked: bool = False
+    truths: bool = False
     wanders: frozenset[str] = frozenset()
     entries: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -108,11 +110,14 @@ def record(
     loss: Loss | None,
     leaves: Mapping[str, Leaf],
     draws: bool = False,
+    truths: bool = False,
 ) -> Recording:
     """Run the model as it is, without values, and record it.
 
     `draws`: what is drawn at random is watched, too; a model of which this shows only as it runs
-    is run again.  Raises Refusal where the model, or the loss beside it, does not run.
+    is run again.  `truths`: whoever asks whether something is true is told what the batch decides,
+    not always no; so it is of a model that does not run otherwise (it asserts).  Raises Refusal
+    where the model, or the loss beside it, does not run.
     """
     from torch.nn import Dropout
 
@@ -133,18 +138,23 @@ def record(
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
+    failed: Exception | None = None
     with without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
-        with watched or nullcontext(), Trace(stack, seen) as trace:
+        with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
             try:
                 output, value = forward(model, inputs, tried)
             except Refusal:
                 raise
             except Exception as error:
-                raise rejected(error, left_over(plan.model.model, batch), batch) from error
+                failed = error
+    if failed is not None:
+        if trace.answered:
+            return record(plan, batch, loss, leaves, draws, truths=True)
+        raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
-        return record(plan, batch, loss, leaves, draws=True)
+        return record(plan, batch, loss, leaves, True, truths)
     # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
     labels: Any = plan.model.cache.setdefault("labels", {})
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
@@ -166,6 +176,7 @@ def record(
         outside=frozenset(stack.outside),
         lossless=lossless,
         asked=values.asked,
+        truths=truths,
         entries=stack.turns,
         choices=seen.choices,
     )
