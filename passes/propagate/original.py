@@ -48,7 +48,8 @@ class Original:
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     reenters  whether the model has reentrant checkpoints, whose backward runs another one
-    ungraded  modules that are called without a graph: in such a checkpoint, or a teacher's
+    ungraded  modules that are called without a graph, in such a checkpoint or a teacher's -> the
+              `autograd.Function` in whose forward they are called, if any
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
@@ -72,7 +73,7 @@ class Original:
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     reenters: bool = False
-    ungraded: frozenset[str] = frozenset()
+    ungraded: Mapping[str, str] = field(default_factory=dict)
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
