@@ -352,6 +352,8 @@ def rejected(
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     packed = uncut(batch) if batch else ()
     helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
+    if "more than 1 value per channel" in text:  # torch's batch norm, in training
+        helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]
     if packed:
         helps += [
             "give one entry for each row, `[rows, ...]`, and flatten it in the forward",
