@@ -178,7 +178,7 @@ def record(
         choices=seen.choices,
     )
     if values.asked or values.told or trace.answered:
-        original = _with_other_values(plan, batch, loss, original)
+        original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
@@ -198,7 +198,11 @@ def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module
 
 
 def _with_other_values(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, original: Original
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, Leaf],
+    original: Original,
 ) -> Original:
     """Note, if ranks slice state, what is called otherwise where values are other ones.
 
@@ -207,14 +211,16 @@ def _with_other_values(
     """
     if not any(one.stage > 0 for one in plan.copies):
         return original
+    from torch.random import fork_rng
+
     from schedlang.runtime.batch import forward
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.tracing.meta import without_values
 
-    model, stack = meta_model(plan.model.model, {}), Stack()
-    stack.watch(model.train())
+    stack = Stack()
+    model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
     try:
-        with without_values(batch, other=True) as (inputs, _), Trace(stack, other=True):
+        with fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
             forward(model, inputs, loss)
     except Exception:  # a shape that is none, an index out of range
         return replace(original, asked=True)
