@@ -92,7 +92,8 @@ class Marked(nn.Module):
         return {"loss": (x.masked_select(keep) - labels.masked_select(keep)).abs().mean(), "y": x}
 
 
-def test_what_float_labels_select(threads: Threads) -> None:
+@pytest.mark.parametrize("mesh", ROWS)
+def test_what_float_labels_select(threads: Threads, mesh: str) -> None:
     """A mask without values is no reason to refuse a model: it may select all that there is."""
     batches = []
     for seed in range(2):
@@ -100,7 +101,7 @@ def test_what_float_labels_select(threads: Threads) -> None:
         x, labels = torch.randn(2, 4, 4, generator=draw).double()
         labels[1, 2:] = -100.0
         batches.append({"x": x, "labels": labels})
-    plan = planned(Marked().double(), DP, "dp=2")
+    plan = planned(Marked().double(), ROWS[mesh], mesh)
     proven(threads, plan, batches, weight=lambda batch: (batch["labels"] != -100.0).sum())
 
 

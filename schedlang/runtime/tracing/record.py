@@ -17,6 +17,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime.batch import forward
 from schedlang.runtime.tracing.graph import Leaf, Reads, StageGraph, Token, labels, refusal
@@ -145,7 +146,8 @@ SHAPE_ONLY = {
     )
 }
 # the result goes to Python, or decides a shape: what runs afterwards may depend on it
-CONTROL = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
+DECIDES = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
+CONTROL = {*DECIDES, "aten::nonzero"}
 
 
 def record(
@@ -177,6 +179,10 @@ def record(
         calls = switch.using(recorder.call)
         with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
             output, value = forward(subject, given, loss)
+    except Exception as error:
+        if recorder.guessed is not None:
+            raise recorder.guessed from error
+        raise
     finally:
         switch.remove()
     return recorder.graph(output, value)
@@ -203,6 +209,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
         self.constants = Constants()
+        # what is said if what runs behind all units does not run with the sizes it was told
+        self.guessed: Refusal | None = None
         self.burden = Burden(len(units))
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
@@ -327,10 +335,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A value that the model asks for and that only real tensors would have.
 
         Inside a unit any answer will do: then the unit counts as reading all its arguments. Between
-        units it decides what runs next.
+        units it decides what runs next; behind all of them a size decides nothing of other stages.
         """
         if self.inside is None:
-            raise refusal(
+            between = refusal(
                 "S611",
                 "",
                 "the forward reads the value of a tensor between modules",
@@ -338,6 +346,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 " without data",
                 note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
+            if func._schema.name in DECIDES or self.called[-1:] != [len(self.units) - 1]:
+                raise between
+            self.guessed = self.guessed or between
+            return 0
         for tensor in self.arguments:
             self.read[self.inside] |= self._of(tensor)
         return 0
