@@ -122,7 +122,7 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
@@ -152,10 +152,7 @@ def record(
         raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
-    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
-    labels: Any = plan.model.cache.setdefault("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    labels[at] = tuple(seen.labels), loss
+    _keep_labels(plan, batch, loss, seen)
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -182,6 +179,15 @@ def record(
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
+
+
+def _keep_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded) -> None:
+    """Keep what the labels are read by: they alone tell what a part weighs."""
+    from schedlang.runtime.batch import named_tensors
+
+    labels: Any = plan.model.cache.setdefault("labels", {})
+    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
+    labels[at] = tuple(seen.labels), loss  # the loss is kept, so that its identity is
 
 
 def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
