@@ -223,10 +223,11 @@ def planned(
     Each stands at a line of its own of what a refusal shows.  Raises Refusal where one is refused.
     """
     source = Source(step, "\n".join(map(str, rows)))
-    calls = []
+    calls: list[tuple[n.Call, Sequence[str]]] = []
     for line, (row, text) in enumerate(zip(rows, source.lines), 1):
         made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
-        calls += [(made, blocks.named.get(name, ())) for name in row.names] or [(made, ())]
+        sites = [fqn for name in row.names for fqn in blocks.named.get(name, ())]
+        calls.append((made, tuple(dict.fromkeys(sites))))  # together: one row cuts several lists
     return of_calls(calls, blocks.facts, Mesh(((axis, ranks),)), step)
 
 
