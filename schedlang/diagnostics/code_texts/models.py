@@ -127,6 +127,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ranks were given different batches",
         "With `compare='batches'` each step compares them, and the optimizer's settings.",
     ),
+    "S653": (
+        "a number outside of a table that is split",
+        "Words and labels are counted from 0; a loss leaves out those that are its\n"
+        "`ignore_index`. The model alone raises IndexError.",
+    ),
     "S655": (
         "a model that cannot be split into slices",
         "Slices need a causal model whose tokens meet in attention only: by a cache of\n"

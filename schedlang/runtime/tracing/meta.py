@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from schedlang.ir import pytree
-from schedlang.ir.copied import without_copy
+from schedlang.ir.copied import deeply_copied
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
 
 
@@ -113,10 +113,7 @@ def copy_with(
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise without_copy(model, error) from error
+    return deeply_copied(model, memo)
 
 
 def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:
