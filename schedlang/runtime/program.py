@@ -83,7 +83,7 @@ class Program:
     offloaded: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
-    comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
+    comparing: Comparing | None = None  # compares the next batch among ranks
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -203,6 +203,7 @@ class Program:
             raise Refusal(self.assembly.lossless)
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
+            self.comparing = self.comparing if self.comparing.every else None
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.offloaded is not None:

@@ -143,10 +143,12 @@ _HELPS = (
 class Comparing:
     """Raises the same Refusal (S652) on all ranks where their steps would differ.
 
-    `settings` gives the optimizer's, which a scheduler may have changed.
+    `settings` gives the optimizer's, which a scheduler may have changed; `every` step is compared,
+    or the first alone: samplers that are seeded by rank differ there.
     """
 
     settings: Callable[[], list[Item]]
+    every: bool
 
     def check(self, a: Assembly, batch: Batch, local: bool, step: int) -> None:
         """One small collective, of digests; under `local` ranks of the same rows are compared."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +261,17 @@ BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("compare", ["batches", "build"])
 @pytest.mark.parametrize("kind", BATCHES)
-def test_batches_are_compared_where_asked(pool: Pool, kind: str) -> None:
-    """All ranks refuse the step alike, before any of them computes."""
+def test_batches_are_compared(pool: Pool, kind: str, compare: str) -> None:
+    """All ranks refuse the step alike, before any computes; the first one without being asked."""
     batch, said = BATCHES[kind]
+    train = partial(_trained, batch=batch, compare=compare, steps=2)
+    if (kind, compare) == ("later", "build"):
+        assert len(pool.run(train, 2)[0]) == 2
+        return
     with pytest.raises(Refusal) as info:
-        pool.run(lambda: _trained(batch=batch, compare="batches", steps=2), 2)
+        pool.run(train, 2)
     assert info.value.diagnostic.code == "S652" and said in str(info.value), str(info.value)
 
 

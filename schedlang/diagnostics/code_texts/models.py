@@ -125,7 +125,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S652": (
         "ranks were given different batches",
-        "With `compare='batches'` each step compares them, and the optimizer's settings.",
+        "The first step compares them, and with `compare='batches'` each step, and the\n"
+        "optimizer's settings; with `compare='nothing'` none does.",
     ),
     "S653": (
         "a number outside of a table that is split",
