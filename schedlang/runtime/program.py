@@ -203,7 +203,6 @@ class Program:
             raise Refusal(self.assembly.lossless)
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
-            self.comparing = self.comparing if self.comparing.every else None
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.offloaded is not None:
@@ -267,9 +266,10 @@ class Program:
         """The output of the whole batch, structured as the model's own, on every rank.
 
         Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
-        what no rank has whole (`left_out` says what and why): a cache of keys and values of other
-        stages, a count that differs between parts.
+        what no rank has whole (`left_out` says what and why): caches of other stages, say.
         """
+        if self.comparing is not None:
+            self.comparing.check(self.assembly, batch, local, None)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:

@@ -275,6 +275,21 @@ def test_batches_are_compared(pool: Pool, kind: str, compare: str) -> None:
     assert info.value.diagnostic.code == "S652" and said in str(info.value), str(info.value)
 
 
+def test_the_first_evaluation_is_compared(pool: Pool) -> None:
+    """As the first step is; what comes after it is not."""
+
+    def body(apart: int) -> int:
+        torch.manual_seed(0)
+        program = _schedule(Net(), "tp").build(batch=_batch())
+        for step in range(2):
+            program.eval_step(_batch(dist.get_rank() if step == apart else 0))
+        return apart
+
+    with pytest.raises(Refusal, match="rank 1 has a different batch in an evaluation"):
+        pool.run(body, 2, 0)
+    assert pool.run(body, 2, 1) == [1, 1]
+
+
 def test_rows_of_ones_own_may_differ(pool: Pool) -> None:
     """With `local=True` only ranks that share rows need the same."""
 
