@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from schedlang.passes.judge.nearest import nearest
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
+from schedlang.runtime.modes import ATTRIBUTE
 from schedlang.runtime.rng.draws import FUNCTIONS, LOGICAL, illogical, masks, may_draw
 from schedlang.runtime.rng.logical_dropout import Still, Undropped, mixed, name
 
@@ -35,6 +36,7 @@ BITS = 53
 DROPOUTS = frozenset(
     {f for f in LOGICAL if "dropout" in name(f)} | {F.scaled_dot_product_attention, *FUNCTIONS}
 )
+_DRAWS = DROPOUTS | LOGICAL.keys()  # any other function is called as it is
 
 
 # ---- Where a tensor lies in another one: by its numbers.
@@ -310,7 +312,11 @@ class Dropping(Undropped):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        if type(func) is ATTRIBUTE:  # a third of all calls
+            return func(*args, **kwargs)
+        if func not in _DRAWS:
+            return self.run(func, types, args, kwargs)
         on = func in DROPOUTS and trains() and masks(func, args, kwargs)
         if not on or illogical(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
