@@ -35,6 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.told_once import FRESH, JOB, job_store
 from schedlang.runtime import device as devices
+from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
@@ -198,6 +199,8 @@ def meet(wait: float) -> Any:
     store = _store_of_round(world, wait) if own_round() else job_store()
     if store is None:
         return None
+    if own_round() or devices.accelerator() is None:  # else the agent of its node looks after it
+        reach.keep(store)
     room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
