@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import zlib
@@ -221,6 +222,9 @@ def _store_of_round(world: int, wait: float) -> Any:
     """The store that the first rank keeps, where torchrun has told all to look for it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = os.environ["RANK"] == "0"
+    # torch tries one address of a machine that is gone after the other, each as long as it may
+    if not keeps and not until(lambda: _answers(host, port), wait):
+        refuse_missing([0], world, wait)
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
@@ -235,6 +239,15 @@ def _store_of_round(world: int, wait: float) -> Any:
         if keeps:
             raise
         refuse_missing([0], world, wait)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        with socket.create_connection((host, port), timeout=_MORE):
+            return True
+    except OSError:
+        return False
 
 
 def tell(error: Exception) -> None:
