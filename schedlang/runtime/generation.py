@@ -51,7 +51,7 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
     _check_same(inputs, options, default_generators([a.ranks.device]) if samples else [])
     if model.config.is_encoder_decoder:
         options |= _beside_encoder(model, inputs, options)
-    return _facade(a, model, run).generate(inputs, **options)
+    return _facade(a, model, run).generate(*([] if inputs is None else [inputs]), **options)
 
 
 def _beside_encoder(model: Any, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:

@@ -150,13 +150,30 @@ def test_the_first_rank_stands_still() -> None:
     assert "S651" in said and "has not answered for 4 s" in said, said
 
 
+def test_a_store_that_takes_connections_and_says_nothing() -> None:
+    """As one whose machine is cut off while a rank connects: that waits without an end, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code = "from schedlang.runtime.comm import agreement, reach; reach.LOST = 4.0\n"
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}agreement.meet(20.0)"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+    assert done.returncode == reach.ENDS, done.stderr
+    assert "S651" in done.stderr and "has not answered for 4 s" in done.stderr
+
+
 def test_a_store_counts_as_lost_by_time_in_which_this_process_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that was stopped itself asks again before it ends; one that was not ends once."""
     now, ends = [0.0], list[float]()
     monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    found = reach.Reach(None, 25.0, ends.append)
+    found = reach.Reach(object, 25.0, ends.append)
     for at in (*range(1, 20), *range(100, 106)):  # stopped for 80 s
         now[0] = float(at)
         found.look()

@@ -201,7 +201,7 @@ def meet(wait: float) -> Any:
     if store is None:
         return None
     if own_round() or devices.accelerator() is None:  # else the agent of its node looks after it
-        reach.keep(store)
+        reach.keep(store.clone)
     room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
@@ -222,10 +222,8 @@ def _store_of_round(world: int, wait: float) -> Any:
     """The store that the first rank keeps, where torchrun has told all to look for it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = os.environ["RANK"] == "0"
-    # torch tries one address of a machine that is gone after the other, each as long as it may
-    if not keeps and not until(lambda: _answers(host, port), wait):
-        refuse_missing([0], world, wait)
-    try:
+
+    def made() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
@@ -235,9 +233,16 @@ def _store_of_round(world: int, wait: float) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
+
+    if keeps:
+        return made()
+    # torch tries one address of a machine that is gone after the other, each as long as it may
+    if not until(lambda: _answers(host, port), wait):
+        refuse_missing([0], world, wait)
+    reach.keep(made)
+    try:
+        return made()
     except (RuntimeError, TimeoutError):
-        if keeps:
-            raise
         refuse_missing([0], world, wait)
 
 

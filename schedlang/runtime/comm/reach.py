@@ -28,13 +28,16 @@ _KEY = "schedlang/reach"
 _kept = False
 
 
-def keep(store: Any) -> None:
-    """Watch the job's store, through a connection of its own, until this process ends; once."""
+def keep(connect: Callable[[], Any]) -> None:
+    """Watch the job's store until this process ends; once.
+
+    connect  makes a connection to it, in another thread: that, too, can wait without an end
+    """
     global _kept
     if _kept:
         return
     _kept = True
-    reach = Reach(store.clone(), LOST, _end)
+    reach = Reach(connect, LOST, _end)
     names = {reach.ask: "asks", reach.run: "looks"}
     threads = [
         threading.Thread(target=one, name=f"schedlang: the store, {name}", daemon=True)
@@ -48,8 +51,10 @@ def keep(store: Any) -> None:
 class Reach:
     """When a store has answered last, and what is done where it does not: `end`, once."""
 
-    def __init__(self, store: Any, lost: float, end: Callable[[float], None]) -> None:
-        self.store, self.lost, self.end = store, lost, end
+    def __init__(
+        self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]
+    ) -> None:
+        self.connect, self.lost, self.end = connect, lost, end
         self.ended = threading.Event()
         self.heard = self.looked = time.monotonic()
 
@@ -62,8 +67,9 @@ class Reach:
     def ask(self) -> None:
         """Ask again and again.  A store that is closed ends it: what that means others see."""
         with suppress(RuntimeError):
+            store = self.connect()
             while not self.ended.wait(_LOOK):
-                self.store.add(_KEY, 0)
+                store.add(_KEY, 0)
                 self.heard = time.monotonic()
         self.ended.set()
 

@@ -62,7 +62,7 @@ def watch() -> None:
         return
     _watched = True
     store = own_store()  # the main thread may wait in the store's own connection
-    reach.keep(store)
+    reach.keep(store.clone)
     heart = Heart(store, job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
