@@ -24,9 +24,7 @@ from schedlang.runtime import shards, whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive
-from schedlang.runtime.checkpointing.adapter import export_adapter
 from schedlang.runtime.checkpointing.background import Background
-from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import InShard
@@ -591,10 +589,10 @@ class Program:
     ) -> None:
         """Write whole weights in files of `shard` bytes, with adapters merged into them
         (`shards.export`); with `adapter` the adapters alone, for PEFT
-        (`adapter.export_adapter`)."""
+        (`shards.export_adapter`)."""
         a = self.assembly
-        if not adapter:
-            shards.export(a, path, model, whole.parts(a), whole.buffers(a), shard)
-            return
-        state = whole.state_dict(a, first_rank)  # which is the one that writes
-        export_adapter(a.ranks.rank, path, model, state, a.merges, self.trained())
+        parts, buffers = whole.parts(a), whole.buffers(a)
+        if adapter:
+            shards.export_adapter(a, path, model, parts, buffers, self.trained())
+        else:
+            shards.export(a, path, model, parts, buffers, shard)
