@@ -423,14 +423,24 @@ def check_parts(case: Case) -> Case:
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
+    differs = (
+        f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
+        f" {bad.error:.1e}"
+    )
+    if _sums(probe):
+        raise Refusal.of(
+            "S703",
+            "the loss of this model is a sum over rows, not a mean",
+            notes=(differs, "the losses of the parts add up to that of the whole"),
+            helps=("divide it by what it adds up, in `loss(output, batch)`, or by an option",),
+        )
     line = "" if known else line_where_rows_meet(Probe(case, case.batches[0]))
     raise Refusal(
         Diagnostic(
             "S703",
             "splitting the batch changes the loss of this model",
             notes=(
-                f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
-                f" {bad.error:.1e}",
+                differs,
                 "statistics over the batch (batch norm, router losses) would differ by rank",
                 *((f"rows of the batch meet in {line}",) if line else ()),
             ),
@@ -440,6 +450,16 @@ def check_parts(case: Case) -> Case:
             ),
         )
     )
+
+
+def _sums(probe: Probe) -> bool:
+    """Return whether the losses of the parts add up to that of the whole, as no mean does."""
+    with alone(probe.case) as subject:
+        whole = derived(subject, probe.batch, range(rows(probe.batch)))[""]
+        parts = [derived(subject, part.inputs, part.rows)[""] for part in probe.parts]
+    assert whole is not None
+    total = torch.stack([loss for loss in parts if loss is not None]).sum()
+    return bool((total - whole).abs() <= RTOL * whole.abs())
 
 
 def _of_the_model(probe: Probe, bad: Row) -> None:

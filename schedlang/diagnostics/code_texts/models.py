@@ -158,8 +158,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S663": (
         "modules that not every rank calls",
-        "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
-        "ranks would gather different ones.",
+        "ZeRO gathers a module, and sums its gradients, on all ranks together; where values\n"
+        "decide whether, and in which order, modules are called, it would be different ones.",
     ),
     "S668": (
         "statistics of a batch in microbatches",
