@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.model import Adapting
 from schedlang.runtime.adapted import MAGNITUDE, Adapt, Adapted
+from schedlang.runtime.checkpointing.steps import resolved
 from schedlang.runtime.comm import world
 from schedlang.runtime.storage.folder import replace_folder
 
@@ -35,7 +36,7 @@ def export_adapter(
     was at the path as it was.
     """
     rows = [change for change in changes if isinstance(change, Adapt)]
-    target = Path(world.broadcast_object(0, os.path.realpath(path)))
+    target = Path(world.broadcast_object(0, str(resolved(path))))
     if not rows or len({row.kind for row in rows}) > 1:
         raise Refusal(_no_adapter(target, bool(rows)))
     apart = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}

@@ -292,8 +292,8 @@ def _ours(hook: Any) -> bool:
 def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
     """Call `heard` in place of every such hook, for the time of a block; its result is the hook's.
 
-    `hooked` has the hooks, where `unit` is a copy that was made before they were put there.  Methods
-    of its own modules are called in a copy, too: what they keep is read within the unit.
+    `hooked` has the hooks, where `unit` is a copy that was made before they were put there.  What
+    are methods of its own modules is called in a copy, too: what they keep is read within.
     """
     kept: list[tuple[nn.Module, Any]] = []
     within = set(unit.modules())
