@@ -431,7 +431,7 @@ def check_parts(case: Case) -> Case:
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if known else line_where_rows_meet(Probe(case, case.batches[0]))
+    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
     raise Refusal(
         Diagnostic(
             "S703",
@@ -448,6 +448,14 @@ def check_parts(case: Case) -> Case:
             ),
         )
     )
+
+
+def _line_if_told(probe: Probe) -> str:
+    """The line where rows meet; an error on the way there must not stand for what is refused."""
+    try:
+        return line_where_rows_meet(probe)
+    except Exception:  # tensors inside of `vmap`, say, which end with it
+        return ""
 
 
 def check_own_parts(case: Case) -> None:
