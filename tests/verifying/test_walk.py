@@ -127,7 +127,7 @@ class Hinged(Layered):
 
 
 class Mapped(Layered):
-    """Its loss is the spread of what `vmap` gives, inside of which tensors are none of the batch."""
+    """Its loss is the spread of what `vmap` gives: tensors inside of it are none of the batch."""
 
     def forward(self, x: Tensor) -> Any:
         return {"loss": torch.vmap(torch.tanh)(self.logits(x)).std()}
