@@ -295,3 +295,17 @@ def _ours_unless(spread: bool, drops: float, pool: Pool) -> None:
     else:
         said = str(caught.value)
         assert "an error of schedlang, not of the model" in said and "please report" in said
+
+
+class Laid(Plain):
+    """Gives its loss as a tensor of one number."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"loss": super().forward(x, y).view(1, 1)}
+
+
+def test_a_loss_of_one_number_is_a_loss(threads: Any) -> None:
+    """However it is laid out, the original trains by it as the ranks do."""
+    plan = _planned(Laid(), RELAXED.replace(" relax(batch_stats)", ""))
+    report = prove(Case(plan, tuple(BATCHES), dtype="none"), pool=threads)
+    assert report.ok, str(report)
