@@ -126,5 +126,5 @@ def test_what_cannot_be_sent_is_refused(pool: Pool, threads: Threads) -> None:
     for ranks in (pool, threads):
         with pytest.raises(Refusal, match="cannot be sent to its ranks") as caught:
             ranks.run(repr, 1, Unsent())
-        assert "cannot pickle 'Unsent' object" in str(caught.value)
+        assert "cannot pickle 'Unsent'" in caught.value.diagnostic.notes[0]
         assert ranks.run(repr, 1, 3) == ["3"]

@@ -20,7 +20,7 @@ def dumps(value: Any) -> bytes:
 
 
 def sent(value: Any) -> bytes:
-    """The same of what ranks are given; refuses (S867) what a model holds that cannot be pickled."""
+    """The same of what ranks are given; refuses (S867) a model that cannot be pickled."""
     try:
         return dumps(value)
     except Exception as error:  # whatever a `__reduce__` raises
