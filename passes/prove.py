@@ -35,7 +35,7 @@ from schedlang.passes.verify.conditioning import MAGNIFIED
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.verify.outputs import with_outputs
-from schedlang.passes.verify.probe import check_parts
+from schedlang.passes.verify.probe import check_own_parts, check_parts
 from schedlang.passes.verify.randomness import native_draws
 from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
 from schedlang.passes.verify.saved import (
@@ -103,11 +103,12 @@ def prove(
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))
     case = prepared(_lengthened(case, wanted.steps))
-    working, case = as_worked(case), widened(case)
+    given, working, case = case, as_worked(case), widened(case)
     check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
+    check_own_parts(given)
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
     told = ran.told

@@ -115,9 +115,17 @@ def prepared(case: Case) -> Case:
 
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
-    module = as_float64(randomised(_typed(case), case.seed))
+    return _wide(case, randomised(_typed(case), case.seed))
+
+
+def wide_alone(case: Case) -> Case:
+    """The case on a float64 copy of the model with its own parameters, and float64 batches."""
+    return _wide(case, _typed(case))
+
+
+def _wide(case: Case, module: nn.Module) -> Case:
     batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
-    return replace(case.with_model(module), batches=batches)
+    return replace(case.with_model(as_float64(module)), batches=batches)
 
 
 def as_worked(case: Case) -> Case | None:

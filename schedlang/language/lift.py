@@ -317,7 +317,8 @@ def _value(node: n.Node) -> str:
             plain = text[:1] == '"' or re.fullmatch(r"[\d.e+-]+", text)
             return constant or (text if plain else f'"{text}"')
         case n.Name(parts):
-            return node.text if parts in (("R",), (HOLE,)) else f'"{node.text}"'
+            plain = parts in (("R",), (HOLE,), ("True",), ("False",), ("None",))
+            return node.text if plain else f'"{node.text}"'
         case n.List(items):
             return f"[{', '.join(map(_value, items))}]"
         case n.Group(items) if len(items) > 1:
