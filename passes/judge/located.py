@@ -19,6 +19,7 @@ from schedlang.passes.judge.kinds import INITIAL, Located
 from schedlang.passes.judge.owners import Note, Noting, shapes, unmasked
 from schedlang.passes.judge.rounded import kept_in, rounding
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.judge.taken import Taken, misgiven
 from schedlang.passes.judge.trial import Given, Trial
 from schedlang.passes.judge.within import Within
 from schedlang.passes.verify.conditioning import IN_DTYPE, Nudged
@@ -49,7 +50,9 @@ class Step:
         """The batch of it."""
         return self.trial.told[0].batches[0]
 
-    def original(self, batch: Batch, *modes: Any, live: bool = False) -> modules.Run:
+    def original(
+        self, batch: Batch, *modes: Any, live: bool = False, taken: bool = False
+    ) -> modules.Run:
         """Follow the original's."""
         case = self.trial.case
         subject = Sequential(twin(case), loss=case.loss, follow=False)
@@ -58,6 +61,7 @@ class Step:
                 dict(subject.module.named_modules()),
                 lambda: subject.derive(batch, range(rows(batch))),
                 live=live,
+                taken=taken,
             )
         if live:
             run.parameters.update(subject.module.named_parameters())
@@ -139,7 +143,9 @@ Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of par
 
 def _cause(step: Step, found: modules.Found, copies: Copies) -> str:
     """Say what makes an output or a gradient wrong whose numbers follow no known pattern."""
-    return _of_gradient(step, found, copies) if found.back else _of_output(step, found)
+    if found.back:
+        return _of_gradient(step, found, copies)
+    return _of_taken(step, found) or _of_output(step, found)
 
 
 # ---- A gradient: its terms.
@@ -172,7 +178,31 @@ def _of_parameters(tape: terms.Tape, run: modules.Run, copies: Copies) -> str:
     return ""
 
 
-# ---- An output: the places of the batch that it depends on.
+# ---- An output: what its module takes, and the places of the batch that it depends on.
+
+
+def _of_taken(step: Step, found: modules.Found) -> str:
+    """Say what of it is in another order, or of rows that are none of this rank's."""
+    frame, _ = found.at
+    right = step.original(step.batch, taken=True).calls[frame].outputs
+    wanted = [(part.rank, part.frame, 0) for part in found.parts]
+    seen = step.on_ranks(_taken, wanted)
+    ranks = [
+        Taken(part.rank, seen[part.rank][part.frame], part.value)
+        for part in found.parts
+        if part.frame in seen[part.rank]
+    ]
+    module = dict(step.trial.case.plan.model.model.named_modules())[frame[0]]
+
+    def again(value: Tensor) -> Tensor | None:
+        if len(right) > 1 or any(module.children()):
+            return None
+        with ambient(*step.trial.modes[:-1]), torch.no_grad(), contextlib.suppress(*_FAILS):
+            made = module(value)
+            return made if isinstance(made, Tensor) else None
+        return None
+
+    return misgiven(right, ranks, again)
 
 
 def _of_output(step: Step, found: modules.Found) -> str:
@@ -237,6 +267,18 @@ def _noted(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
     with _judged(given) as judged, ambient(noting := Noting(wanted)):
         judged.derive(given.told[0].batches[0])
     return noting.notes
+
+
+def _taken(
+    given: Given, wanted: Sequence[tuple[int, Any, int]]
+) -> dict[tuple[str, int], list[Tensor]]:
+    """Return what this rank's modules take that are asked for, by their calls."""
+    with _judged(given) as judged:
+        frames = {frame for rank, frame, _ in wanted if rank == judged.rank}
+        named = judged.named_modules()
+        step = partial(judged.derive, given.told[0].batches[0])
+        run = modules.followed({name: named[name] for name, _ in frames}, step, taken=True)
+    return {frame: seen.outputs for frame, seen in run.calls.items() if frame in frames}
 
 
 def _outputs(

@@ -25,6 +25,7 @@ from schedlang.runtime.isolated import Frame, parts_of
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
 MOST_PLACES, NEAR = 32, 1e-9
+BOOL = torch.bool
 At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
 
 
@@ -52,18 +53,31 @@ class Run:
 
 
 def followed(
-    modules: Mapping[str, nn.Module], step: Callable[[], Any], *, live: bool = False
+    modules: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    *,
+    live: bool = False,
+    taken: bool = False,
 ) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back; `live`: itself."""
+    """Run a step, and note what modules, each by its name, give and get back.
+
+    live   the tensors themselves, too
+    taken  what they take in the place of what they give: whole numbers as floats
+    """
     run, turns = Run(), dict.fromkeys(modules, 0)
     handles = []
 
     def hook(name: str) -> Any:
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() >= 0:
                 return  # computed again
             frame = name, turns[name]
             turns[name] += 1
+            if taken:
+                tensors = parts_of((args, kwargs))[0]
+                numbers = [t for t in tensors if t.dim() and t.dtype != BOOL and not t.is_complex()]
+                run.calls[frame] = Seen([_whole(t).double() for t in numbers])
+                return
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
             with torch.no_grad():
                 run.calls[frame] = Seen([_whole(t) for t in floats])
@@ -76,7 +90,7 @@ def followed(
         return after
 
     for name, module in modules.items():
-        handles.append(module.register_forward_hook(hook(name)))
+        handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
     try:
         step()
     finally:

@@ -102,7 +102,9 @@ class Judged:
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
-        self._saved_buffers = set(model.state_dict()) - set(self.table.aliases)
+        saved = set(model.state_dict())
+        self._saved_buffers = saved - set(self.table.aliases)
+        self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
         self.program: TrainingProgram = made(make, model, self.rank)
         if like is None:
             found = world.all_gather_object(held(self.program, self.table))
@@ -382,12 +384,24 @@ class Judged:
         """Return None: a step of somebody else gives no gradients of its batch."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers, also under the other names of tied ones."""
+        """Whole parameters and buffers, also under the other names of tied ones.
+
+        Where hooks of the original save it in another form, these write that of the program's.
+        """
         whole, errors = self._whole([local(p.detach()) for _, p in self._own])
         self._errors |= errors
         state = {name: whole.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
-        return found | {n: b for n, b in self._buffers().items() if n in self._saved_buffers}
+        buffers = self._buffers()
+        if not self._renames or self.rank > 0:
+            return found | {n: b for n, b in buffers.items() if n in self._saved_buffers}
+        model = copy.deepcopy(self.original)
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, tensor in held.items():
+            if (value := {**buffers, **found}.get(name)) is not None:
+                tensor.data.copy_(value)
+        saved: Mapping[str, Tensor] = model.state_dict()
+        return saved
 
     def buffers(self) -> Mapping[str, Tensor]:
         """Buffers that go by a known name, also those that a state dict leaves out."""
