@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import quoted
+from schedlang.passes.judge.layouts import local
 from schedlang.passes.judge.masks import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, parts_of
@@ -62,7 +63,7 @@ def followed(
     """Run a step, and note what modules, each by its name, give and get back.
 
     live   the tensors themselves, too
-    taken  what they take in the place of what they give: whole numbers as floats
+    taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
     """
     run, turns = Run(), dict.fromkeys(modules, 0)
     handles = []
@@ -76,7 +77,7 @@ def followed(
             if taken:
                 tensors = parts_of((args, kwargs))[0]
                 numbers = [t for t in tensors if t.dim() and t.dtype != BOOL and not t.is_complex()]
-                run.calls[frame] = Seen([_whole(t).double() for t in numbers])
+                run.calls[frame] = Seen([local(t.detach()).clone().double() for t in numbers])
                 return
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
             with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from schedlang.passes.verify.observe import Batch
 
-MOST_PLACES, MOST_INPUTS = 12, 3
+MOST_PLACES, MOST_INPUTS = 32, 3
 CLEAR, NONE = 1e-6, 1e-12  # of the largest number: a dependence, and none
 
 

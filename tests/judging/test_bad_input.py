@@ -89,6 +89,16 @@ REFUSED = {
         "S761",
         "`step` of the program",
     ),
+    "a step that takes no batch": (
+        "    return schedlang.TrainingProgram(model, lambda: None)\n",
+        "S761",
+        "`step` of the program on rank 0 is step(): it takes no batch",
+    ),
+    "a step that takes a batch apart": (
+        "    return schedlang.TrainingProgram(model, lambda input, target: None)\n",
+        "S761",
+        "is step(input, target): it takes no batch",
+    ),
     "raises while it is built": ("    model.nothing\n" + RIGHT, "S762", "`program` raises"),
     "raises on one rank": (
         stepping("if rank == 1:", "    raise ValueError('no data')"),

@@ -13,27 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import everyone, own, total
+from tests.judging.catches.parts import AllWords
 from tests.judging.catches.words import WIDTH, Words, batch, in_words, loss
 
 NAMED = r"the output of `inner`: .*depends on .* original's does not: a mask lets through too much"
 WINDOW = 2
 
 __all__ = ["batch", "loss"]
-
-
-class AllWords(torch.autograd.Function):
-    """Lay the words of all ranks side by side: backward sums what ranks did with this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Words of all."""
-        return everyone(x, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The sum for this rank's."""
-        return own(total(grad), 1)
 
 
 class Attention(nn.Module):
