@@ -206,11 +206,26 @@ def _locals(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 # ---- The modes: one notes what the original drops from, one finds parts of it, one drops.
 
 
-class Noting(Undropped):
-    """Drops nothing, and hears of every dropout of a training step."""
+class OfModules(Undropped):
+    """Nothing is dropped; what hooks of gradients draw, to compress them, is no part of a model."""
 
     def __init__(self) -> None:
         super().__init__(Still())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if computed_again() and not scope.site() and may_draw(func, kwargs):
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Noting(OfModules):
+    """Drops nothing, and hears of every dropout of a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.drops: list[Drop] = []
         self.others: set[tuple[str, str]] = set()  # (site, function) of other random numbers
 
@@ -294,7 +309,7 @@ class Finding(Noting):
         return None
 
 
-class Dropping(Undropped):
+class Dropping(OfModules):
     """Drops by masks that depend on the step, the module, the call and the place.
 
     off   modules that drop nothing
@@ -302,7 +317,7 @@ class Dropping(Undropped):
     """
 
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
-        super().__init__(Still())
+        super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
         self._drawn: tuple[str, int, Tensor | None] = "", 0, None
         self._kept = 0

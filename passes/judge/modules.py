@@ -403,8 +403,23 @@ class Followed:
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
             texts.append(f"they are {'alike' if alike else 'different'} on these ranks")
+        elif back and self._misplaced(at, wrong, factors or {}):
+            texts.append("their sum is right: parts of them belong to the places of other ranks")
+            return Pattern("; ".join(texts))
         text = "; ".join(texts) + (f"; right on rank {_list(good)}" if good else "")
         return Pattern(text, all(one.how for one in said))
+
+    def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
+        """Whether ranks' gradients are right as a sum, though each is about other places."""
+        if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
+            return False
+        whole = self.right.of(at, True).reshape(-1)
+        right = [
+            replace(part, value=factors.get(part.rank, 1.0) * whole[part.places])
+            for part in wrong
+            if part.places is not None
+        ]
+        return fits(_sum(wrong), _sum(right))
 
     # -- backward
 
@@ -467,7 +482,11 @@ class Followed:
         for part in wrong:
             assert part.places is not None
             groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append(part)
-        for group in groups.values():
+        for copies in groups.values():
+            group: list[Part] = []  # each term once: ranks may have it as copies
+            for part in copies:
+                if not any(self.looks.alike(part.value, one.value) for one in group):
+                    group.append(part)
             first = group[0]
             if len(group) < 2 or len({part.value.shape for part in group}) > 1:
                 return False

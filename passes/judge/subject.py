@@ -233,7 +233,7 @@ class Judged:
 
     def _sums(self) -> dict[str, float]:
         """A number of each own parameter, which a step alone must not change."""
-        parts = {one.name: local(p.detach()) for one, p in self._own if not self._step}
+        parts = {one.name: local(p.detach()) for one, p in self._own}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def derive(self, batch: Batch) -> Any:
@@ -469,13 +469,28 @@ class Judged:
             return None
         with telling(self.program.state_dict, "state_dict", self.rank):
             state = with_optimizer(self.program.state_dict, self._optimizer)
-        known = set(self.table.aliases) | self._saved_buffers
+        found = [
+            {
+                name: v.full_tensor() if isinstance(v, DTensor) else v
+                for name, v in one.items()
+                if isinstance(v, Tensor)
+            }
+            for one in _named_so(state, set(self.table.aliases) | self._saved_buffers)
+        ]
         self.kept.saved = Tensors(self.kept.folder)
-        for name, v in _named_so(state, known).items():
-            whole = v.full_tensor() if isinstance(v, DTensor) else v
-            if isinstance(v, Tensor) and self.rank == 0:
-                self.kept.saved[name] = whole
+        if self.rank == 0 and found:  # others may be means of the weights over time
+            self.kept.saved.update(next(filter(self._held_in, found), found[0]))
         return state
+
+    def _held_in(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether the parameters of this rank are the ones in a state of whole tensors."""
+        pairs = [
+            (here.within(local(p.detach()).reshape(-1)), there.within(state[name].reshape(-1)))
+            for one, p in self._own
+            for name, (here, there) in one.pieces.items()
+            if name in state and state[name].shape == self.table.shapes[name]
+        ]
+        return all(torch.equal(a.reshape(-1), b.reshape(-1).to(a.dtype)) for a, b in pairs)
 
     def load(self, state: Any) -> None:
         """Give this rank a state that was saved."""
@@ -511,20 +526,20 @@ def _here(value: Any) -> Any:
     return local(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _named_so(state: Any, known: set[str]) -> Mapping[str, Any]:
-    """The mapping in a state that has most of the original's names: in itself, or in its values."""
-    best: Mapping[str, Any] = {}
+def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
+    """The mappings in a state that have most of the original's names: itself, or its values."""
+    found: list[tuple[int, Mapping[str, Any]]] = []
     waiting = [state]
     while waiting:
-        one = waiting.pop()
+        one = waiting.pop(0)
         if isinstance(one, Mapping):
             waiting += one.values()
-            found = {k: v for k, v in one.items() if isinstance(k, str)}
-            of = [sum(isinstance(s.get(k), Tensor) for k in known) for s in (best, found)]
-            best = found if of[1] > of[0] else best
+            named = {k: v for k, v in one.items() if isinstance(k, str)}
+            found.append((sum(isinstance(named.get(k), Tensor) for k in known), named))
         elif isinstance(one, (list, tuple)):
             waiting += one
-    return best
+    most = max((count for count, _ in found), default=0)
+    return [named for count, named in found if count == most > 0]
 
 
 def _as_before(like: Judged, program: TrainingProgram) -> Holdings:

@@ -35,6 +35,7 @@ CATCHES = (
     "softmax_of_a_turn",
     "stale_ring",
     "sum_of_a_part",
+    "summed_loss",
     "summed_twice",
     "unsynchronised",
     "whole_of_a_part",

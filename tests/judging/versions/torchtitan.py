@@ -42,6 +42,7 @@ class Family:
     rope: str = "ComplexRoPE"
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
+    again: bool = True  # weights are tied once more after they are split
     rotary: int = 8
 
     @property
@@ -248,7 +249,9 @@ def made(family: Family, way: Way) -> Callable[[Any], TrainingProgram]:
         if way.pp > 1:
             return _piped(model, settings, cut, mine)
         cut(model, **settings)
-        if family.tied:  # as its trainer does, which gives weights their values after this
+        if (
+            family.tied and family.again
+        ):  # as its trainer does, which gives weights their values after this
             model.tok_embeddings.weight = model.lm_head.weight
 
         def step(batch: Mapping[str, Tensor]) -> Tensor:
