@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.layouts import local
-from schedlang.passes.judge.masks import Whole, placed
+from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, parts_of
 

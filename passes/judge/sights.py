@@ -83,8 +83,8 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
     source = made[0].source
     if more and less:
         order = _order(whole, [(_moved(p.outputs), p.rows.reshape(-1)) for p in parts], made)
-        said = f"{_pairs(more, source, 'depends')} and not on what the original's does: "
-        return said + (order or "words are in another order, or another mask is used")
+        text = f"{_pairs(more, source, 'depends')} and not on what the original's does"
+        return f"{text}: {order or 'words are in another order, or another mask is used'}"
     said = []
     if more:
         text = f"{_pairs(more, source, 'depends')}, where the original's does not"

@@ -479,7 +479,7 @@ class Judged:
         ]
         self.kept.saved = Tensors(self.kept.folder)
         if self.rank == 0 and found:  # others may be means of the weights over time
-            self.kept.saved.update(next(filter(self._held_in, found), found[0]))
+            self.kept.saved.update(next((one for one in found if self._held_in(one)), found[0]))
         return state
 
     def _held_in(self, state: Mapping[str, Tensor]) -> bool:

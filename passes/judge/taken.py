@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from schedlang.passes.judge.masks import Whole, placed
+from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import fits
 
 MOST = 12  # places that are listed
@@ -83,7 +83,7 @@ def _order(
 
 def _among(value: Tensor, whole: Tensor) -> bool:
     """Whether all numbers are some of the whole's, and nearly all of these are different ones."""
-    known = whole.reshape(-1).unique()
+    known = torch.unique(whole)
     if 2 * len(known) < whole.numel():
         return False
     near = 1e-9 * float(known.abs().max())
@@ -94,7 +94,7 @@ def _among(value: Tensor, whole: Tensor) -> bool:
 def _varying(line: Tensor, shape: torch.Size) -> list[int]:
     """The places of a line along the dim in which they differ."""
     return next(
-        (one.tolist() for one in torch.unravel_index(line, shape) if len(one.unique()) > 1),
+        (one.tolist() for one in torch.unravel_index(line, shape) if len(torch.unique(one)) > 1),
         line.tolist(),
     )
 
@@ -123,4 +123,4 @@ def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
 
 
 def _indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
-    return tuple(torch.unravel_index(there.reshape(-1), shape)[dim].unique().tolist())
+    return tuple(torch.unique(torch.unravel_index(there.reshape(-1), shape)[dim]).tolist())

@@ -13,7 +13,6 @@ from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.versions.torchtitan import FAMILIES, Family, Way, batch, loss, made
 
-FULL = "full_dtensor"
 WAYS: dict[str, Way] = {
     "words split between layers": Way(tp=2),
     "FSDP2 inside of replicas": Way(fsdp=2, replicas=2),
@@ -21,7 +20,6 @@ WAYS: dict[str, Way] = {
     "a pipeline and FSDP2": Way(pp=2, fsdp=2),
     "an interleaved pipeline": Way(pp=2, schedule="Interleaved1F1B"),
     "a pipeline of split layers": Way(pp=2, tp=2),
-    "all in DTensors": Way(tp=2, fsdp=2, backend=FULL),
 }
 DENSE = ("llama3", "qwen3", "deepseek_v3")
 
@@ -57,7 +55,16 @@ def test_a_tie_that_is_not_made_again() -> None:
     assert "a tie is broken between `lm_head.weight`, `tok_embeddings.weight`" in said, said
 
 
-def test_words_in_parts_need_a_kernel() -> None:
-    """Context parallelism of torch has no rule for attention on CPUs: refused, at its line."""
-    with pytest.raises(Refusal, match="flash_attention_for_cpu.default does not have a sharding"):
-        judged(FAMILIES["llama3"], Way(cp=2))
+REFUSED: dict[str, tuple[Way, str]] = {
+    "no rule for attention on CPUs": (Way(cp=2), "flash_attention_for_cpu.default does not have"),
+    "DTensors of a later torch": (Way(tp=2, fsdp=2, backend="full_dtensor"), "to be the same mesh"),
+    "types of a later torch": (Way(tp=2, fsdp=2, backend="spmd_types"), "must be DTensors on"),
+}
+
+
+@pytest.mark.parametrize("way, said", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_run_here_is_refused(way: Way, said: str) -> None:
+    """With torch 2.13 on CPUs: at its line, with the rank."""
+    with pytest.raises(Refusal) as refused:
+        judged(FAMILIES["llama3"], way)
+    assert said in " ".join(str(refused.value).split()), refused.value
