@@ -127,7 +127,9 @@ def located(
     followed = modules.Followed(looks, ranks, {"ranks": trial.world})
     turns, factors = followed.turns_and_factors()
     cut = followed.rows(rows(step.batch))
-    found = followed.first_difference()
+    mine = (row for row in of_a_step if (row.condition, row.step) == (first.condition, 0))
+    kinds = {row.kind.removesuffix(IN_DTYPE) for row in mine}
+    found = followed.first_difference(forward=bool(kinds & {"loss", "training outputs"}))
     if found is None:
         return Located("", turns, factors, cut)
     if trial.wide and not found.pattern.how:

@@ -338,8 +338,12 @@ class Followed:
                 factors[part.rank] = self.looks.factor(part.value, one)
         return pairs
 
-    def first_difference(self) -> Found | None:
-        """The first output that is wrong, else the first gradient; None: nothing is compared."""
+    def first_difference(self, forward: bool) -> Found | None:
+        """The first output that is wrong, else the first gradient; None: nothing is compared.
+
+        forward  whether outputs may be wrong. Where the loss is right they are not, though modules
+                 may give another thing than the original's (what a bias is still added to)
+        """
         before = ""
         anchors: tuple[Part, ...] = ()
         words: dict[
@@ -351,7 +355,7 @@ class Followed:
                 want = self.right.of(at)
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
-            elif frame[0] and (said := self._output(at, found)):  # a stage returns what it has
+            elif forward and frame[0] and (said := self._output(at, found)):  # not what a stage has
                 because = _apart(words)
                 return Found(
                     _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
@@ -501,8 +505,13 @@ def _all_there(places: Tensor, shape: torch.Size) -> bool:
     """Whether a dim that is as long as the whole's has each of its places."""
     if places.dim() != len(shape):
         return True
-    pairs = zip(places.shape, torch.unravel_index(places, shape), shape)
-    return all(a != size or len(torch.unique(index)) == size for a, index, size in pairs)
+    for dim, size in enumerate(places.shape):
+        line = places.movedim(dim, 0).reshape(size, -1)[:, 0]
+        pairs = zip(torch.unravel_index(line, shape), shape)
+        count, whole = max((len(torch.unique(index)), whole) for index, whole in pairs)
+        if count < size and whole == size:
+            return False
+    return True
 
 
 def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ class Ring(torch.autograd.Function):
 
     stale  backward takes this rank's own keys and values in each turn
     alone  backward takes the softmax of each turn by itself
+    kept   gradients of keys and values stay where they are made
     """
 
     @staticmethod
@@ -58,7 +59,9 @@ class Ring(torch.autograd.Function):
             of_q += of_scores @ keys
             of_k += of_scores.mT @ q
             of_v += share.mT @ grad
-            k, v, of_k, of_v = (turned(one) for one in (k, v, of_k, of_v))
+            k, v = turned(k), turned(v)
+            if ctx.wrong != "kept":
+                of_k, of_v = turned(of_k), turned(of_v)
         return of_q, of_k, of_v, None
 
 

@@ -24,6 +24,8 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
@@ -56,7 +58,9 @@ class Way:
     sequence     words are split between layers
     distributed  gradients are scattered, as its distributed optimizer has them
     wrong        "norms": they are not marked; "finalized": gradients are not; "local": each rank
-                 takes the loss of its part of the vocabulary
+                 takes the loss of its part of the vocabulary; "batched": two stages send each
+                 other activations and gradients in one batch, where their order is all that
+                 tells them apart (its trainer refuses that, and its schedule does not)
     """
 
     ranks: int = 2
@@ -144,6 +148,8 @@ class Way:
             sequence_parallel=self.sequence,
             params_dtype=dtype,
             pipeline_dtype=dtype,
+            batch_p2p_comm=self.wrong == "batched",
+            overlap_p2p_comm=self.chunks > 1 and self.wrong != "batched",
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
@@ -164,17 +170,18 @@ class Way:
         stage = {"vp_stage": place if self.chunks > 1 else None}
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
-        made = GPTModel(
-            config,
-            layers,
-            model.embed.num_embeddings,
-            64,
-            pre_process=first,
-            post_process=last,
-            position_embedding_type="none",
-            share_embeddings_and_output_weights=self.tied,
-            **stage,
-        )
+        with OnCpu():
+            made = GPTModel(
+                config,
+                layers,
+                model.embed.num_embeddings,
+                64,
+                pre_process=first,
+                post_process=last,
+                position_embedding_type="none",
+                share_embeddings_and_output_weights=self.tied,
+                **stage,
+            )
         made.to(config.params_dtype)
         own = {layer.layer_number - 1: k for k, layer in enumerate(made.decoder.layers)}
         held = dict(made.named_parameters())
@@ -242,8 +249,13 @@ RIGHT: dict[str, Way] = {
 }
 WRONG: dict[str, tuple[Way, str]] = {
     "norms of split words": (Way(tp=2, sequence=True, wrong="norms"), "sum over ranks is missing"),
-    "gradients that nobody scatters": (Way(distributed=True, wrong="finalized"), ""),
-    "tied weights on two stages": (Way(pp=2, chunks=2, tied=True, wrong="finalized"), "a tie"),
+    "gradients that nobody averages": (Way(wrong="finalized"), "they are not averaged"),
+    "gradients that nobody scatters": (
+        Way(distributed=True, wrong="finalized"),
+        "2 parts of the batch count 2, 0 times",
+    ),
+    "tied weights on two stages": (Way(pp=2, chunks=2, tied=True, wrong="finalized"), "a tie is"),
     "a loss of a part of the vocabulary": (Way(tp=2, wrong="local"), "the loss"),
+    "messages in one batch": (Way(pp=2, chunks=2, wrong="batched"), "the output of `blocks.1."),
 }
 __all__: Sequence[str] = ("RIGHT", "WRONG", "Way", "batch", "loss", "model")
