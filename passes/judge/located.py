@@ -27,6 +27,7 @@ from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import twin
 from schedlang.report import Report
+from schedlang.runtime.isolated import Frame
 from schedlang.runtime.launch.pool import Hang, RankDied, threads_of_ranks
 from schedlang.runtime.modes import ambient
 
@@ -187,13 +188,8 @@ def _of_taken(step: Step, found: modules.Found) -> str:
     """Say what of it is in another order, or of rows that are none of this rank's."""
     frame, _ = found.at
     right = step.original(step.batch, taken=True).calls[frame].outputs
-    wanted = [(part.rank, part.frame, 0) for part in found.parts]
-    seen = step.on_ranks(_taken, wanted)
-    ranks = [
-        Taken(part.rank, seen[part.rank][part.frame], part.value)
-        for part in found.parts
-        if part.frame in seen[part.rank]
-    ]
+    seen = step.on_ranks(_seen, [step.batch], _calls(found), True)
+    ranks = [Taken(p.rank, seen[p.rank][0].get(p.frame, ()), p.value) for p in found.parts]
     module = dict(step.trial.case.plan.model.model.named_modules())[frame[0]]
 
     def again(value: Tensor) -> Tensor | None:
@@ -217,20 +213,22 @@ def _of_output(step: Step, found: modules.Found) -> str:
             continue
         if right[0].shape[1] != batches[0][made[0].source].shape[1]:
             continue
-        wanted = [(part.rank, part.frame, part.k) for part in found.parts]
-        ranks = step.on_ranks(_outputs, batches, wanted)
+        ranks = step.on_ranks(_seen, batches, _calls(found))
         parts = [
-            sights.Part([one[place] for one in ranks[part.rank]], there)
+            sights.Part([one[part.frame][part.k] for one in ranks[part.rank]], there)
             for part in found.parts
             if (there := _rows(part, found.anchors, right[0])) is not None
-            for place in [_place(wanted, (part.rank, part.frame, part.k))]
         ]
         return sights.seen_otherwise(right, parts, made)
     return ""
 
 
-def _place(wanted: Sequence[tuple[int, Any, int]], one: tuple[int, Any, int]) -> int:
-    return [other for other in wanted if other[0] == one[0]].index(one)
+def _calls(found: modules.Found) -> dict[int, set[Frame]]:
+    """The calls that it is about, by rank."""
+    calls: dict[int, set[Frame]] = {}
+    for part in found.parts:
+        calls.setdefault(part.rank, set()).add(part.frame)
+    return calls
 
 
 def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> Tensor | None:
@@ -271,27 +269,18 @@ def _noted(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
     return noting.notes
 
 
-def _taken(
-    given: Given, wanted: Sequence[tuple[int, Any, int]]
-) -> dict[tuple[str, int], list[Tensor]]:
-    """Return what this rank's modules take that are asked for, by their calls."""
-    with _judged(given) as judged:
-        frames = {frame for rank, frame, _ in wanted if rank == judged.rank}
-        named = judged.named_modules()
-        step = partial(judged.derive, given.told[0].batches[0])
-        run = modules.followed({name: named[name] for name, _ in frames}, step, taken=True)
-    return {frame: seen.outputs for frame, seen in run.calls.items() if frame in frames}
-
-
-def _outputs(
-    given: Given, batches: Sequence[Batch], wanted: Sequence[tuple[int, Any, int]]
-) -> list[list[Tensor]]:
-    """Return for each of some batches what this rank's modules give that are asked for."""
+def _seen(
+    given: Given,
+    batches: Sequence[Batch],
+    wanted: Mapping[int, set[Frame]],
+    taken: bool = False,
+) -> list[dict[Frame, list[Tensor]]]:
+    """Return for each of some batches what calls on this rank give, or take, that are asked for."""
     found = []
     with _judged(given) as judged:
-        named = judged.named_modules()
+        named, mine = judged.named_modules(), wanted.get(judged.rank, set())
+        asked = {name: named[name] for name, _ in mine}
         for batch in batches:
-            run = modules.followed(named, partial(judged.derive, batch))
-            mine = [(frame, k) for rank, frame, k in wanted if rank == judged.rank]
-            found.append([run.calls[frame].outputs[k] for frame, k in mine])
+            run = modules.followed(asked, partial(judged.derive, batch), taken=taken)
+            found.append({frame: run.calls[frame].outputs for frame in mine & run.calls.keys()})
     return found

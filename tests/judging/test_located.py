@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
+from schedlang.passes.judge.modules import Exact, Run, Seen
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
@@ -156,3 +157,15 @@ def test_an_output_that_is_laid_otherwise_is_told(pool: Pool) -> None:
     original = {"model": Placed(), "batch": batch, "loss": loss, "ranks": 1, "pool": pool}
     said = _said(verify_program(program, **original))["first module"]
     assert "`mixed`: along dim 1 it holds the places [0, 1, 2, 0, 1, 2] of what is right" in said
+
+
+def test_words_before_rows_where_there_are_as_many() -> None:
+    """Eight words of two rows lie in eight rows of nine words; words that come twice do not."""
+    whole = torch.randn(8, 9, 4, dtype=torch.float64)
+    looks = Exact(Run({("inner", 0): Seen([whole])}))
+    at = (("inner", 0), 0)
+    part = whole[2:4, :8].transpose(0, 1)
+    places = looks.placed(at, part)
+    assert places is not None and torch.equal(whole.reshape(-1)[places], part)
+    assert looks.placed(at, whole[:, [0, 1, 2] * 3]) is None
+    assert looks.placed(at, whole[[0, 1] * 4]) is None
