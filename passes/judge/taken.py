@@ -82,9 +82,9 @@ def _order(
 
 
 def _among(value: Tensor, whole: Tensor) -> bool:
-    """Whether all numbers are some of the whole's, and nearly all of these are different ones."""
+    """Whether all numbers are some of the whole's, and many of these are different ones: no ids."""
     known = torch.unique(whole)
-    if 2 * len(known) < whole.numel():
+    if 2 * len(known) < whole.numel() or bool((known == known.round()).all()):
         return False
     near = 1e-9 * float(known.abs().max())
     at = torch.searchsorted(known, value.reshape(-1) - near).clamp(max=len(known) - 1)

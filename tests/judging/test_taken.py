@@ -66,6 +66,14 @@ def test_an_order_is_told(laid: Callable[[Tensor], Tensor], said: str) -> None:
     assert not said or found.endswith("(rank 1)")
 
 
+def test_ids_are_no_order() -> None:
+    """Whole numbers come again and again: where they lie tells nothing."""
+    ids = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    value = ids.flip(0, 1) * 1.0
+    value[0, 0] = value[3, 5] = 7.0
+    assert misgiven([ids], [Taken(0, [value], unlike(value))], lambda x: None) == ""
+
+
 def test_features_may_lie_otherwise() -> None:
     """As the weights of a rank do; not where the original's module makes the wrong output of it."""
     value = whole().roll(2, -1)
