@@ -106,7 +106,8 @@ class OfModules(Undropped):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if computed_again() and not scope.site() and may_draw(func, kwargs):
+        of_hook = computed_again() and not torch.is_grad_enabled()  # what is recomputed has them
+        if of_hook and func not in DROPOUTS and may_draw(func, kwargs):
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
