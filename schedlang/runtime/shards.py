@@ -92,7 +92,7 @@ def export_adapter(
     file.  Raises Refusal S631, S632, S639 or S638 on all ranks, leaving what was at the path as it
     was.
     """
-    target = Path(world.broadcast_object(0, os.path.realpath(path)))
+    target = Path(world.broadcast_object(0, str(resolved(path))))
     comes, rank = Coming(a, parts, buffers), a.ranks.rank
     rows = adapter.rows_of(a.merges, target)
     tensors, config = adapter.contents(rows, comes.state(), trained, model)

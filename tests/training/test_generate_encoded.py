@@ -59,18 +59,15 @@ def whisper() -> nn.Module:
 
 
 T5_TP = """
-encoder.block.*.layer.0.SelfAttention.q, encoder.block.*.layer.0.SelfAttention.k  shard(col, over=tp)
-encoder.block.*.layer.0.SelfAttention.v  shard(col, over=tp)
+encoder.block.*.layer.0.SelfAttention.{q,k,v}  shard(col, over=tp)
 encoder.block.*.layer.0.SelfAttention.o  shard(row, over=tp)
 encoder.block.*.layer.1.DenseReluDense.wi  shard(col, over=tp)
 encoder.block.*.layer.1.DenseReluDense.wo  shard(row, over=tp)
 """
 BART_TP = """
-model.decoder.layers.*.self_attn.q_proj, model.decoder.layers.*.self_attn.k_proj  shard(col, over=tp)
-model.decoder.layers.*.self_attn.v_proj  shard(col, over=tp)
+model.decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}  shard(col, over=tp)
 model.decoder.layers.*.self_attn.out_proj  shard(row, over=tp)
-model.decoder.layers.*.encoder_attn.q_proj, model.decoder.layers.*.encoder_attn.k_proj  shard(col, over=tp)
-model.decoder.layers.*.encoder_attn.v_proj  shard(col, over=tp)
+model.decoder.layers.*.encoder_attn.{q_proj,k_proj,v_proj}  shard(col, over=tp)
 model.decoder.layers.*.encoder_attn.out_proj  shard(row, over=tp)
 """
 T5_STAGES = (

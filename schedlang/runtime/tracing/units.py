@@ -313,9 +313,9 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
             put[mine] = _standing_in(
                 heard, name, place, owner, hook, _with_kwargs(owner, key), told
             )
-            copied = module._forward_hooks.get(key) if owner is not module else None
-            if getattr(getattr(copied, "func", copied), "__self__", None) in within:
-                put[key] = copied
+            if owner is not module and (copied := module._forward_hooks.get(key)) is not None:
+                if getattr(getattr(copied, "func", copied), "__self__", None) in within:
+                    put[key] = copied
         module._forward_hooks = put
     try:
         yield
