@@ -71,6 +71,7 @@ from schedlang.passes.verify.working_dtype import (
 from schedlang.report import Report, Row
 from schedlang.runtime.comm import world as job
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
 from schedlang.runtime.launch.pool import Pool, shared, temporary
 from schedlang.runtime.left import Left, left_in, merged
@@ -96,6 +97,11 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
+    with kept_outside(case.plan.model.model):
+        return _proven(case, pool, title, command, progress)
+
+
+def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or shared()
@@ -374,7 +380,7 @@ def _rank(
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
     """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
     made: list[Program] = []
-    with ambient(Float64()):
+    with kept_outside(case.plan.model.model), ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         again = reloaded(made, case, told, folder)

@@ -123,6 +123,7 @@ def record(
     from torch.nn import Dropout
 
     from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
@@ -140,7 +141,8 @@ def record(
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    with without_values(batch) as (inputs, values):
+    kept = kept_outside(plan.model.model, meta=True)
+    with kept, without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:

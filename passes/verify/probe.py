@@ -48,6 +48,7 @@ from schedlang.report import Row
 from schedlang.runtime.batch import Part, called, named_tensors, split
 from schedlang.runtime.device import has_float64, undrawn
 from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_statistics
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Alone, ByRow
@@ -572,8 +573,9 @@ def cheaply(
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
-        check_parts(widened(case))
-        check_own_parts(case)
+        with kept_outside(plan.model.model):
+            check_parts(widened(case))
+            check_own_parts(case)
     except Refusal as refusal:
         if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
             return

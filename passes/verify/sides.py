@@ -49,6 +49,7 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.grad_reduction.batch_statistics import Scaled
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.offload.saved_tensors import everything_moves
@@ -196,7 +197,7 @@ def twin(case: Case) -> nn.Module:
 def alone(case: Case, **options: Any) -> Iterator[Sequential]:
     """The loop around a copy of the original, as a proof runs it: float64, with logical draws."""
     modes, _ = modes_of(case)
-    with ambient(*modes):
+    with kept_outside(case.plan.model.model), ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
             subject.rewritten = case.prepared.traced.rewritten
@@ -210,7 +211,8 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)
 
-    with ambient(*modes, chosen := Choices(case.chosen)):
+    chosen = Choices(case.chosen)
+    with kept_outside(case.plan.model.model), ambient(*modes, chosen):
         seen = observe(make, told)
     return replace(seen, choices=chosen.found), dropout.drawn
 
@@ -370,7 +372,8 @@ def observed(
         apart = (condition.case or case).parted
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
-    return observe(make, told, keep=world.rank() == 0, brief=brief)
+    with kept_outside(case.plan.model.model):
+        return observe(make, told, keep=world.rank() == 0, brief=brief)
 
 
 def tried(case: Case, told: Sequence[Condition], brief: bool = False) -> Observation:

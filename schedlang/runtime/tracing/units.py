@@ -313,9 +313,10 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
             put[mine] = _standing_in(
                 heard, name, place, owner, hook, _with_kwargs(owner, key), told
             )
-            if owner is not module and (copied := module._forward_hooks.get(key)) is not None:
-                if getattr(getattr(copied, "func", copied), "__self__", None) in within:
-                    put[key] = copied
+            copied = module._forward_hooks.get(key) if owner is not module else None
+            bound = getattr(getattr(copied, "func", copied), "__self__", None) in within
+            if copied is not None and bound:
+                put[key] = copied
         module._forward_hooks = put
     try:
         yield
