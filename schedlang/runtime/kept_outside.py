@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ def _spaces(model: nn.Module) -> Iterator[tuple[Any, Callable[[Any, Any], None] 
     for space in found:
         yield space, space.__setitem__
     for cls in classes:
-        yield vars(cls), lambda name, value, cls=cls: setattr(cls, name, value)
+        yield vars(cls), partial(setattr, cls)
     functions = {f for s in (*found, *map(vars, classes)) for f in _functions(s, homes)}
     for function in functions:
         yield function.__dict__, function.__dict__.__setitem__
