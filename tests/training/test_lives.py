@@ -22,7 +22,9 @@ from tests.training.test_trainer import Heard, adamw, cosine
 
 STEPS = 10
 STAGES = "model.layers  pipeline_split(over=pp)\n"
-Q = "model.layers.*.self_attn.q_proj  adapt(lora, rank=2)\n"
+Q = 'step "q" relax(model) {\n  model.layers.*.self_attn.q_proj  adapt(lora, rank=2)\n}\n'
+BF16 = 'step "16" relax(dtype) {\n  cast(bf16)\n}\n'
+FP16 = 'step "16" relax(dtype) {\n  cast(fp16, scale=1024, growth=3)\n}\n'
 # rows, and those under which every second life goes on: the same losses up to rounding.  Casts
 # round in places that hang on the layout: they go on under the same alone
 CASES: dict[str, tuple[str, str]] = {
@@ -37,17 +39,16 @@ CASES: dict[str, tuple[str, str]] = {
         f'mesh(pp=2)\n{STAGES}pipeline(order="1F1B", micro=2)',
     ),
     "lora": (
-        f"relax(model)\nmesh(dp=2)\n{Q}zero(stage=2, over=dp)",
-        f'relax(model)\nmesh(pp=2)\n{Q}{STAGES}pipeline(order="1F1B", micro=2)',
+        f"mesh(dp=2)\n{Q}zero(stage=2, over=dp)",
+        f'mesh(pp=2)\n{Q}{STAGES}pipeline(order="1F1B", micro=2)',
     ),
     "zero 3 in stages": (
         f'mesh(dp=2, pp=2)\n{STAGES}zero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)',
         "mesh(dp=4)\nzero(stage=1, over=dp)",
     ),
-    "bf16": ("relax(dtype)\nmesh(dp=2)\ncast(bf16)\nzero(stage=3, over=dp)", ""),
+    "bf16": (f"mesh(dp=2)\n{BF16}\nzero(stage=3, over=dp)", ""),
     "fp16, scaled": (
-        f"relax(dtype)\nmesh(pp=2)\ncast(fp16, scale=1024, growth=3)\n{STAGES}"
-        'pipeline(order="1F1B", micro=2)',
+        f'mesh(pp=2)\n{FP16}{STAGES}pipeline(order="1F1B", micro=2)',
         "",
     ),
 }
@@ -78,7 +79,7 @@ def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any) -> 
     model: Any = models.llama(4)
     schedlang.Trainer(
         schedule=f"schedule 1 for LlamaForCausalLM\n\n{text}\n",
-        model=model.float() if "cast(" in text else model,
+        model=model.float() if " cast(" in text else model,
         data=DATA,
         steps=STEPS,
         optimizer=adamw,
