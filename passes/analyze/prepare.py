@@ -75,7 +75,21 @@ def prepare(
     `trains`: there has to be a loss; a program that is only evaluated needs none.
     `bits`: a table that is known, of this plan or of another one of the model; else it is measured.
     """
+    from schedlang.runtime.kept_outside import kept_outside
+
     assert not plan.completing, "rows are completed before a plan is prepared"
+    with kept_outside(plan.model.model, meta=True):
+        return _prepared(plan, sample, loss, weight, bits, trains)
+
+
+def _prepared(
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+    bits: Bits | None,
+    trains: bool,
+) -> Prepared:
     check_axes(plan)
     parts = plan.shares * plan.micro
     if plan.told:

@@ -81,7 +81,7 @@ class Program:
     offloaded: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
-    comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
+    comparing: Comparing | None = None  # compares the next batch among ranks
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -264,9 +264,10 @@ class Program:
         """The output of the whole batch, structured as the model's own, on every rank.
 
         Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
-        what no rank has whole (`left_out` says what and why): a cache of keys and values of other
-        stages, a count that differs between parts.
+        what no rank has whole (`left_out` says what and why): caches of other stages, say.
         """
+        if self.comparing is not None:
+            self.comparing.check(self.assembly, batch, local, None)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:

@@ -28,6 +28,7 @@ from schedlang.runtime.checkpointing import adapter
 from schedlang.runtime.checkpointing.export import MARK, MARKS, check, unwritten
 from schedlang.runtime.checkpointing.holding import assembled
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES
+from schedlang.runtime.checkpointing.steps import resolved
 from schedlang.runtime.comm import world
 from schedlang.runtime.initial.stored import KINDS, Box, Stored, read_box
 from schedlang.runtime.storage.folder import replace_folder, together
@@ -56,7 +57,7 @@ def export(
     writes.  What was at the path stays until the new folder takes its name, in one move.  Raises
     Refusal S631, S632, S634 or S638 on all ranks, leaving what was at the path as it was.
     """
-    target = Path(world.broadcast_object(0, os.path.realpath(path)))  # a link stays
+    target = Path(world.broadcast_object(0, str(resolved(path))))  # a link stays
     diagnose = lambda error: unwritten(target, str(error))  # noqa: E731
     comes = Coming(a, parts, buffers)
     state: dict[str, Tensor] = dict(comes.state())
@@ -91,7 +92,7 @@ def export_adapter(
     file.  Raises Refusal S631, S632, S639 or S638 on all ranks, leaving what was at the path as it
     was.
     """
-    target = Path(world.broadcast_object(0, os.path.realpath(path)))
+    target = Path(world.broadcast_object(0, str(resolved(path))))
     comes, rank = Coming(a, parts, buffers), a.ranks.rank
     rows = adapter.rows_of(a.merges, target)
     tensors, config = adapter.contents(rows, comes.state(), trained, model)

@@ -62,15 +62,11 @@ T5_TP = """
 decoder.block.*.layer.2.DenseReluDense.wi  shard(col, over=tp)
 decoder.block.*.layer.2.DenseReluDense.wo  shard(row, over=tp)
 """
-COL = ", ".join(
-    f"model.decoder.layers.*.{kind}_attn.{name}_proj"
-    for kind in ("self", "encoder")
-    for name in "qkv"
-)
-ROW = "model.decoder.layers.*.self_attn.out_proj, model.decoder.layers.*.encoder_attn.out_proj"
-BART_TP = f"""
-{COL}  shard(col, over=tp)
-{ROW}  shard(row, over=tp)
+BART_TP = """
+model.decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}  shard(col, over=tp)
+model.decoder.layers.*.self_attn.out_proj  shard(row, over=tp)
+model.decoder.layers.*.encoder_attn.{q_proj,k_proj,v_proj}  shard(col, over=tp)
+model.decoder.layers.*.encoder_attn.out_proj  shard(row, over=tp)
 """
 T5_STAGES = (
     'encoder.block, decoder.block  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'

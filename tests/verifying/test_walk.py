@@ -118,6 +118,21 @@ class Spread(Layered):
         return {"loss": self.logits(x).std()}
 
 
+class Hinged(Layered):
+    """Its loss pushes the spread of all rows above a bound, where a proof's parameters have it."""
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.logits(x)
+        return {"loss": made.square().mean() + torch.relu(0.55 - made.std())}
+
+
+class Mapped(Layered):
+    """Its loss is the spread of what `vmap` gives: tensors inside of it are none of the batch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": torch.vmap(torch.tanh)(self.logits(x)).std()}
+
+
 class Counting(Layered):
     """Counts its calls."""
 
@@ -309,6 +324,8 @@ WALKS = {
     "a sum as a loss, dp": Walk(Summed, _points, DP, "S703", late=True),
     "a sum as a loss, microbatches": Walk(Summed, _points, MICRO, "S703", late=True),
     "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
+    "the spread under a bound, dp": Walk(Hinged, _points, DP, "S703", late=True),
+    "the spread after vmap, dp": Walk(Mapped, _points, DP, "S703", late=True),
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
     "draws of an order, dp": Walk(Shuffled, _points, DP, "S812"),
@@ -387,8 +404,9 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     walk = WALKS["a sum as a loss, dp"]
     plan, batch = _plan(walk), walk.batch(0)
     found = prepare(plan, batch)
-    with pytest.raises(Refusal, match="S703"):
+    with pytest.raises(Refusal, match="S703") as caught:
         cheaply(plan, batch, found)
+    assert "a sum over rows, not a mean" in str(caught.value)
     with monkeypatch.context() as patch:
         patch.setattr(probe, "CHEAP", 10)
         cheaply(plan, batch, found)
@@ -422,3 +440,10 @@ def test_a_batch_norm_is_seen_whatever_it_takes(name: str, monkeypatch: pytest.M
     model.eval()  # loaded so: all of it trains
     with pytest.raises(Refusal, match="S703"):
         cheaply(plan, batch, found)
+
+
+def test_a_batch_norm_of_one_row() -> None:
+    """What torch raises of parts of one row is no mistake of the batch: larger parts are named."""
+    walk = Walk(Normed, _points, PP.replace("micro=2", "micro=8"), "S604", relax=FREE)
+    with pytest.raises(Refusal, match="give more rows, or fewer parts"):
+        prepare(_plan(walk), {"x": walk.batch(0)["x"][:1]})

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
@@ -259,6 +260,7 @@ class Stub:
                     torch.device("meta"),
                     on_meta((), ()),
                 )
+                stack.enter_context(kept_outside(module, meta=True))
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
@@ -336,18 +338,36 @@ class Stage:
         return self.cut.graph.leaves[token].differentiable
 
     def forward(
-        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+        self,
+        batch: Mapping[str, Any],
+        received: Mapping[Token, torch.Tensor],
+        train: bool = True,
     ) -> Forwarded:
-        """Forward of one microbatch; `received` holds every token of `incoming`."""
+        """Forward of one microbatch; `received` holds every token of `incoming`.
+
+        Where nothing is trained the loss function is not called: there may be no labels, and it
+        may write into the output.
+        """
         if self.whole:
-            output = called(self.model, batch)
-            return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
+            return self._ended(called(self.model, batch), batch, train, {}, {})
         if self.through is None:
-            return self._replayed(batch, received)
-        return self.through(lambda: self._replayed(batch, received))
+            return self._replayed(batch, received, train)
+        return self.through(lambda: self._replayed(batch, received, train))
+
+    def _ended(
+        self,
+        output: Any,
+        batch: Mapping[str, Any],
+        train: bool,
+        made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> Forwarded:
+        """What the end of the model gives: its output, and in training the loss."""
+        loss = loss_of(output, batch, self.loss) if train else None
+        return Forwarded(made, edges, output, loss)
 
     def _replayed(
-        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
     ) -> Forwarded:
         """The model's own forward, of which the units of this stage are run."""
         made: dict[Token, torch.Tensor] = {}
@@ -375,7 +395,7 @@ class Stage:
             except StageEnd:
                 return Forwarded(made, edges)
             order.next(len(self.cut.graph.units))
-            return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
+            return self._ended(output, batch, train, made, edges)
 
     def _capture(
         self,

@@ -113,18 +113,23 @@ class Trace(TorchFunctionMode):
     """The mode: runs every call, before and after which its lattices hear of it.
 
     `asked`: a tensor whose truth is asked for gives it, as far as the batch decides it. Else the
-    answer is the same in every run: no, and yes of what distributions check.
+    answer is the same in every run: no, and yes of what distributions check.  `other`: it is yes
+    of both, to see what a model does then.
     """
 
-    def __init__(self, stack: Stack, *lattices: Lattice, asked: bool = False) -> None:
+    def __init__(
+        self, stack: Stack, *lattices: Lattice, asked: bool = False, other: bool = False
+    ) -> None:
         super().__init__()
-        self.stack, self.lattices, self.asked = stack, lattices, asked
+        self.stack, self.lattices, self.asked, self.other = stack, lattices, asked, other
+        self.answered = False  # whether anybody asked for the truth of a tensor
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in ANSWERS and not self.asked:
-            return ANSWERS[func]
+            self.answered = True
+            return self.other or ANSWERS[func]
         kwargs = dict(kwargs or {})
         frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
         call = Running(frame, name_of(func), func, args, kwargs, given)
