@@ -71,8 +71,9 @@ def _home(value: Any) -> str:
 
 def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
     for value in tuple(space.values()):
-        inner = getattr(value, "__wrapped__", value)  # of a decorator
-        for one in (value, inner):
+        if isinstance(value, ModuleType):  # one that imports what it is asked for
+            continue
+        for one in (value, getattr(value, "__wrapped__", value)):  # of a decorator
             if isinstance(one, FunctionType) and one.__module__ in homes:
                 yield one
 
