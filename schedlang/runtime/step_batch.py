@@ -160,7 +160,7 @@ class Comparing:
             if (step is None) in self._done:
                 return
             self._done.add(step is None)
-            if not local and _alike(a, batch):
+            if not local and _same_for_all(a, batch):
                 return
         kinds = Item("batch", {name: _kind(value) for name, value in batch.items()}, helps=_HELPS)
         values = Item(
@@ -180,7 +180,7 @@ class Comparing:
                 _check(item, {rank: everyone[rank][1][place] for rank in ranks}, step)
 
 
-def _alike(a: Assembly, batch: Batch) -> bool:
+def _same_for_all(a: Assembly, batch: Batch) -> bool:
     """Return, on all ranks the same, whether all were given the same batch.
 
     Where a number and its square are on average what they are here, they are that everywhere; of 20

@@ -362,7 +362,7 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> Forwarded:
-        """What the end of the model gives: its output, and in training the loss."""
+        """The result of the last stage: the output, and in training the loss."""
         loss = loss_of(output, batch, self.loss) if train else None
         return Forwarded(made, edges, output, loss)
 
