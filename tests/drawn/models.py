@@ -321,6 +321,15 @@ OWN = (
         own.Taught,
         lambda seed: {"x": _noise(seed, 6), "domain": _numbers(seed, 2), "y": _numbers(seed, 4)},
     ),
+    Subject(
+        "assorted",
+        own.Assorted,
+        lambda seed: {
+            "inputs": {"words": _numbers(seed, 61, LENGTH)},
+            "y": _numbers(seed + 1, 61, LENGTH),
+        },
+        lambda output, batch: F.cross_entropy(output["scores"].mT, batch["y"]),
+    ),
 )
 
 
