@@ -131,7 +131,7 @@ def record(
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
-    kept = kept_outside(plan.model.model, meta=True)
+    kept = kept_outside(plan.model.model)
     with kept, without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew

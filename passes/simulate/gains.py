@@ -118,7 +118,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     for fqn in sorted(wanted):
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
     inputs = meta_batch(dict(batch))
-    kept = kept_outside(plan.model.model, meta=True)
+    kept = kept_outside(plan.model.model)
     with kept, torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
         called(model, inputs)
     return calls
