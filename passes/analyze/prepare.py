@@ -78,7 +78,7 @@ def prepare(
     from schedlang.runtime.kept_outside import kept_outside
 
     assert not plan.completing, "rows are completed before a plan is prepared"
-    with kept_outside(plan.model.model, meta=True):
+    with kept_outside(plan.model.model):
         check_axes(plan)
         parts = plan.shares * plan.micro
         if plan.told:

@@ -137,7 +137,7 @@ def record(
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    kept = kept_outside(plan.model.model, meta=True)
+    kept = kept_outside(plan.model.model)
     with kept, without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew

@@ -103,14 +103,15 @@ class Probe:
         def run(place: int) -> Derived:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, scale=share) as subject, no_labels(share):
+                with alone(case, beside=True, scale=share) as subject, no_labels(share):
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:
                 meeting.barrier.abort()  # the others would wait for this one
                 raise
 
-        with ThreadPoolExecutor(len(parts)) as threads:
+        kept = kept_outside(case.plan.model.model)
+        with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
     def disagreement(self, evaluate: bool = False) -> Row | None:

@@ -1,10 +1,10 @@
-"""What the code of a model keeps outside of it, in globals and caches, as it was before a run."""
+"""State that a model's code keeps outside of it, in globals and caches, put back after a run."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, ModuleType
@@ -19,28 +19,31 @@ LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines t
 CACHED = type(functools.cache(lambda: None))
 DEPTH = 3  # of containers in containers
 
+MOST = 4096  # entries of a container that is looked into: tables are few
+GONE = object()  # of a name that was not there before
+
+Put = Callable[[Any, Any], None]
 Undo = list[Callable[[], None]]
 
 
 @contextmanager
-def kept_outside(model: nn.Module, meta: bool = False) -> Iterator[None]:
+def kept_outside(model: nn.Module) -> Iterator[None]:
     """Run code of a model without values, or in another dtype, and forget what it keeps of that.
 
     Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
-    a class or by `functools.lru_cache`: the model itself would meet them afterwards.  With `meta`
-    tensors that are kept there already lie on the meta device meanwhile, as those of the model do.
+    a class or by `functools.lru_cache`: the model itself would meet them afterwards.
     """
     undo: Undo = []
     try:
         for names, put in _spaces(model):
-            _remember(names, put, meta, undo, 0)
+            _remember(names, put, undo, 0)
         yield
     finally:
         for back in undo:
             back()
 
 
-def _spaces(model: nn.Module) -> Iterator[tuple[Any, Callable[[Any, Any], None] | None]]:
+def _spaces(model: nn.Module) -> Iterator[tuple[Any, Put | None]]:
     """The names of modules, classes, functions and their cells, each with what sets one."""
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
     classes = {cls for cls in classes if _root(cls) not in OTHERS}
@@ -49,14 +52,33 @@ def _spaces(model: nn.Module) -> Iterator[tuple[Any, Callable[[Any, Any], None] 
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
     found: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
     for space in found:
-        yield space, space.__setitem__
+        yield space, partial(_set_item, space)
     for cls in classes:
-        yield vars(cls), partial(setattr, cls)
+        yield vars(cls), partial(_set_attribute, cls)
     functions = {f for s in (*found, *map(vars, classes)) for f in _functions(s, homes)}
     for function in functions:
-        yield function.__dict__, function.__dict__.__setitem__
+        yield function.__dict__, partial(_set_item, function.__dict__)
         for cell in function.__closure__ or ():
-            yield cell, None
+            yield cell, partial(_set_cell, cell)
+
+
+def _set_item(space: Any, key: Any, value: Any) -> None:
+    if value is GONE:
+        space.pop(key, None)
+    else:
+        space[key] = value
+
+
+def _set_attribute(cls: type, name: str, value: Any) -> None:
+    if value is GONE:
+        delattr(cls, name)
+    else:
+        setattr(cls, name, value)
+
+
+def _set_cell(cell: CellType, key: int, value: Any) -> None:
+    if value is not GONE:
+        cell.cell_contents = value
 
 
 def _root(cls: type) -> str:
@@ -78,20 +100,18 @@ def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
                 yield one
 
 
-def _remember(
-    space: Any, put: Callable[[Any, Any], None] | None, meta: bool, undo: Undo, depth: int
-) -> None:
+def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
     """Add what puts names back, and what they hold, to `undo`."""
     before = _contents(space)
     undo.append(lambda: _put_back(space, before, put))
     for key, value in before.items():
         if isinstance(value, CACHED):
-            _remember_cache(value, meta, undo)
-        elif isinstance(value, (dict, list)) and depth < DEPTH and key != "__builtins__":
-            setter = value.__setitem__
-            _remember(value, setter, meta, undo, depth + 1)
-        elif meta and put is not None and isinstance(value, Tensor) and not value.is_meta:
-            put(key, value.to("meta"))
+            undo.append(partial(_forget, value, value.cache_info().misses))
+        elif not isinstance(value, (dict, list)) or len(value) > MOST or key == "__builtins__":
+            continue
+        elif depth < DEPTH:
+            inner = partial(_set_item, value) if isinstance(value, dict) else None
+            _remember(value, inner, undo, depth + 1)
 
 
 def _contents(space: Any) -> dict[Any, Any]:
@@ -103,35 +123,19 @@ def _contents(space: Any) -> dict[Any, Any]:
     return dict(enumerate(space)) if isinstance(space, list) else dict(space)
 
 
-def _remember_cache(cache: Any, meta: bool, undo: Undo) -> None:
-    if meta and cache.cache_info().currsize:
+def _forget(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:
         cache.cache_clear()
-    before = cache.cache_info().misses
-
-    def back() -> None:
-        if cache.cache_info().misses != before:
-            cache.cache_clear()
-
-    undo.append(back)
 
 
-def _put_back(space: Any, before: dict[Any, Any], put: Callable[[Any, Any], None] | None) -> None:
+def _put_back(space: Any, before: dict[Any, Any], put: Put | None) -> None:
     now = _contents(space)
     changed = [k for k, v in now.items() if k not in before or before[k] is not v]
-    if not any(_holds(now[k]) or _holds(before.get(k)) for k in changed):
-        return
-    if isinstance(space, list):
+    held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
+    if held and put is None:  # a list: its places are those of before
         space[:] = before.values()
-        return
-    for key in changed:
-        if not (_holds(now[key]) or _holds(before.get(key))):
-            continue
-        if isinstance(space, CellType):
-            space.cell_contents = before.get(0)
-        elif key in before and put is not None:
-            put(key, before[key])
-        elif isinstance(space, MutableMapping | dict):
-            space.pop(key, None)
+    for key in held if put is not None else ():
+        put(key, before.get(key, GONE))
 
 
 def _holds(value: Any) -> bool:

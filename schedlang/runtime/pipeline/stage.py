@@ -260,7 +260,7 @@ class Stub:
                     torch.device("meta"),
                     on_meta((), ()),
                 )
-                stack.enter_context(kept_outside(module, meta=True))
+                stack.enter_context(kept_outside(module))
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
