@@ -122,7 +122,7 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
@@ -137,8 +137,7 @@ def record(
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    kept = kept_outside(plan.model.model)
-    with kept, without_values(batch) as (inputs, values):
+    with kept_outside(plan.model.model), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
@@ -154,10 +153,7 @@ def record(
         raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
-    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
-    labels: Any = plan.model.cache.setdefault("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    labels[at] = tuple(seen.labels), loss
+    _note_labels(plan, batch, loss, tuple(seen.labels))
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -184,6 +180,15 @@ def record(
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
+
+
+def _note_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, labels: Any) -> None:
+    """Note the labels of batches of this shape: what a part weighs is told by them alone."""
+    from schedlang.runtime.batch import named_tensors
+
+    known: Any = plan.model.cache.setdefault("labels", {})
+    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
+    known[at] = labels, loss  # the loss is kept, so that its identity is
 
 
 def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:

@@ -132,10 +132,11 @@ def _put_back(space: Any, before: dict[Any, Any], put: Put | None) -> None:
     now = _contents(space)
     changed = [k for k, v in now.items() if k not in before or before[k] is not v]
     held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
-    if held and put is None:  # a list: its places are those of before
+    if put is not None:
+        for key in held:
+            put(key, before.get(key, GONE))
+    elif held:  # a list: its places are those of before
         space[:] = before.values()
-    for key in held if put is not None else ():
-        put(key, before.get(key, GONE))
 
 
 def _holds(value: Any) -> bool:
