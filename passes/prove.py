@@ -35,7 +35,7 @@ from schedlang.passes.verify.conditioning import MAGNIFIED
 from schedlang.passes.verify.finite import check_original, check_trained
 from schedlang.passes.verify.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.verify.outputs import with_outputs
-from schedlang.passes.verify.probe import check_parts
+from schedlang.passes.verify.probe import check_own_parts, check_parts
 from schedlang.passes.verify.randomness import native_draws
 from schedlang.passes.verify.runs import Runs, apart, gaps, idle, repeating, runs, unoffered
 from schedlang.passes.verify.saved import (
@@ -71,8 +71,9 @@ from schedlang.passes.verify.working_dtype import (
 from schedlang.report import Report, Row
 from schedlang.runtime.comm import world as job
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
-from schedlang.runtime.launch.pool import Pool, shared, temporary
+from schedlang.runtime.launch.pool import Pool, shared, temporary, threads_of_ranks
 from schedlang.runtime.left import Left, left_in, merged
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
@@ -96,6 +97,11 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
+    with kept_outside(case.plan.model.model):
+        return _proven(case, pool, title, command, progress)
+
+
+def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or shared()
@@ -103,11 +109,12 @@ def prove(
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))
     case = prepared(_lengthened(case, wanted.steps))
-    working, case = as_worked(case), widened(case)
+    given, working, case = case, as_worked(case), widened(case)
     check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
+    check_own_parts(given)
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
     told = ran.told
@@ -230,7 +237,9 @@ class _Beside:
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and how many masks it drew."""
         try:
-            expected, drawn = original(self.case, self.told)
+            # more threads than a rank has would wait, actively, for the processors of ranks
+            with threads_of_ranks(self.case.plan.mesh.world):
+                expected, drawn = original(self.case, self.told)
             check_original(self.case, self.told, expected)
         except Refusal as refusal:
             self.refused = refusal
@@ -373,7 +382,7 @@ def _rank(
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
     """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
     made: list[Program] = []
-    with ambient(Float64()):
+    with kept_outside(case.plan.model.model), ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         again = reloaded(made, case, told, folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import (
@@ -16,7 +18,7 @@ from schedlang.diagnostics.diagnostic import (
 from schedlang.diagnostics.source import python_span
 from schedlang.diagnostics.tables import html_table, number
 from schedlang.ir.primitive import Primitive, registry
-from schedlang.language import lift, printer
+from schedlang.language import lift, manual, printer
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse_path
 
@@ -44,6 +46,13 @@ class Cursor:
     def __getitem__(self, path: str | int | slice) -> Cursor:
         """Modules inside of these: `sch["transformer"]["h"][0]`, `sch["transformer.h"][:2]`."""
         return replace(self, _path=joined(self._path, path))
+
+    def __iter__(self) -> Iterator[Cursor]:
+        """Refused: a row is for all of them at once."""
+        path = printer.path(self._path)
+        title = f'`sch["{path}"]` are modules that a row names together, not one by one'
+        helps = (f'their names: `sch["{path}"].modules`',)
+        raise Refusal.of("S202", title, Label(python_span()), helps=helps)
 
     def __getattr__(self, name: str) -> Caller:
         if name.startswith("_"):
@@ -107,6 +116,10 @@ class Caller:
     _path: n.Path | None
     _name: str
 
+    def __post_init__(self) -> None:
+        if (page := _page(self._name)) is not None:  # of `help`, and of notebooks
+            object.__setattr__(self, "__doc__", page)
+
     def __getattr__(self, name: str) -> Caller:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -125,6 +138,13 @@ class Caller:
     def __repr__(self) -> str:
         on = "sch" if self._path is None else f'sch["{printer.path(self._path)}"]'
         return f"<{on}.{self._name}: call it to add the row>"
+
+
+@cache
+def _page(verb: str) -> str | None:
+    """Return what `schedlang explain` says of a verb."""
+    known = registry().get(verb)
+    return None if known is None else manual.explain(known)
 
 
 def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> None:

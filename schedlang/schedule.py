@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from schedlang.cursor import Caller, Cursor, called, path_of
 from schedlang.diagnostics.diagnostic import (
@@ -141,6 +141,7 @@ class Schedule(Scope):
         empty = start(self._facts, self._settings)
         self._state: State = expand(file, self._facts, self._settings) if file else empty
         self._stack: list[list[Any]] = [list(self._file.items)]
+        self._undone: list[list[Any]] = []
         super().__init__(self, ("",))
 
     # ---- what it knows ------------------------------------------------------------------
@@ -259,8 +260,8 @@ class Schedule(Scope):
         dropout    "native": as torch draws, seeded by each step, the default of several ranks;
                    "logical": masks that do not depend on the layout, as `verify` has them
         compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
-                   program is built from, initial weights too; "batches", also each step's batch and
-                   the optimizer's settings; "nothing"
+                   program is built from, initial weights too, and the batch of the first step;
+                   "batches", that of each step and the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
         weights    the path of files of safetensors (one, or a folder with an index), or of what
                    `save` has written: each rank reads its parts, and the model needs no values
@@ -330,9 +331,12 @@ class Schedule(Scope):
         self._declare(n.Knob(name, kind, lift.lift(default, span), domain, span=span))
         return lift.Remembered(n.Name((name,)), lambda: self._state.names)
 
-    def mesh(self, on: str | None = None, **axes: object) -> None:
+    def mesh(self, on: str | None = None, *more: object, **axes: object) -> None:
         """Named axes, slowest first; the size "_" is the rest of the ranks."""
         span = python_span()
+        if more or not isinstance(on, str | None):
+            title = f"the axes of a mesh are named, not {kind_of(more[0] if more else on)}"
+            raise Refusal.of("S111", title, Label(span), helps=("for example `sch.mesh(tp=2)`",))
         args = [n.Keyword(k, lift.lift(v, span), span=span) for k, v in axes.items()]
         self._declare(n.Mesh(tuple(args), on, span=span))
 
@@ -373,8 +377,12 @@ class Schedule(Scope):
         values = {k: v.value if isinstance(v, lift.Remembered) else v for k, v in knobs.items()}
         for name in values:
             if name not in self._state.knobs:
-                near = closest(name, self._state.knobs)
-                helps = (f"did you mean `{near}`?",) if near else ()
+                near, every = (
+                    closest(name, self._state.knobs),
+                    map("`{}`".format, self._state.knobs),
+                )
+                known = f"its knobs are {', '.join(every)}" if self._state.knobs else "it has none"
+                helps = (f"did you mean `{near}`?" if near else known,)
                 title = f"the schedule has no knob `{name}`"
                 facts, label = unknown(name, self._state.knobs), Label(python_span())
                 raise Refusal.of("S106", title, label, helps=helps, facts=facts)
@@ -402,15 +410,21 @@ class Schedule(Scope):
             yield self
 
     def undo(self, to: str | int | None = None) -> None:
-        """Take back the last row, the last `to` rows, or all from the start of the step `to` on."""
+        """Take back the last row, the last `to` rows, or all from the start of the step `to` on.
+
+        More rows than there are leave mesh, knobs and what else was declared; `redo` brings back.
+        """
         if len(self._stack) > 1:
             title = "`undo` inside an open step or scope"
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         items = self._stack[0]
         if to is None or isinstance(to, int) and to >= 0:
-            for _ in range(1 if to is None else to):
+            for taken in range(1 if to is None else to):
+                rows = any(isinstance(x, (n.Step, n.Override, *get_args(n.Stmt))) for x in items)
+                if not items or taken and not rows:
+                    break
                 items = without_last(items)
-            self._replay(items, self._settings)
+            self._take_back(items)
             return
         if not isinstance(to, str):
             title = f"`undo` takes a number of rows or the name of a step, not {to!r}"
@@ -424,7 +438,22 @@ class Schedule(Scope):
             facts, label = unknown(to, steps), Label(python_span())
             raise Refusal.of("S113", title, label, helps=helps, facts=facts)
         place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
-        self._replay(items[:place], self._settings)
+        self._take_back(items[:place])
+
+    def redo(self) -> None:
+        """Bring back what the last `undo` took, unless something was added since."""
+        if not self._undone or len(self._stack) > 1:
+            title = "`redo` inside an open step or scope" if self._undone else "nothing was undone"
+            helps = ("close it first",) if self._undone else ("rows added since `undo` end it",)
+            raise Refusal.of("S113", title, Label(python_span()), helps=helps)
+        self._replay(self._undone[-1], self._settings)
+        self._undone.pop()
+
+    def _take_back(self, items: Sequence[Any]) -> None:
+        before = self._stack[0]
+        self._replay(items, self._settings)
+        if len(items) != len(before) or items != before:
+            self._undone.append(before)
 
     # ---- recording ------------------------------------------------------------------------
 
@@ -441,6 +470,7 @@ class Schedule(Scope):
         if runner.problems:
             raise Refusal(*runner.problems).at(span)
         self._state = runner.state
+        self._undone.clear()
 
     def _declare(self, node: n.Item) -> None:
         span = node.span or python_span()

@@ -123,6 +123,7 @@ def record(
     from torch.nn import Dropout
 
     from schedlang.runtime.batch import forward, is_loss, taken
+    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.lending import Lending
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
@@ -136,7 +137,7 @@ def record(
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    with without_values(batch) as (inputs, values):
+    with kept_outside(plan.model.model), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
@@ -152,7 +153,7 @@ def record(
         raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
-    _keep_labels(plan, batch, loss, seen)
+    _note_labels(plan, batch, loss, tuple(seen.labels))
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -181,13 +182,13 @@ def record(
     return Recording(seen.frames, saved, original)
 
 
-def _keep_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, seen: Recorded) -> None:
-    """Keep what the labels are read by: they alone tell what a part weighs."""
+def _note_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, labels: Any) -> None:
+    """Note the labels of batches of this shape: what a part weighs is told by them alone."""
     from schedlang.runtime.batch import named_tensors
 
-    labels: Any = plan.model.cache.setdefault("labels", {})
+    known: Any = plan.model.cache.setdefault("labels", {})
     at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    labels[at] = tuple(seen.labels), loss  # the loss is kept, so that its identity is
+    known[at] = labels, loss  # the loss is kept, so that its identity is
 
 
 def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
@@ -220,13 +221,15 @@ def _with_other_values(
     from torch.random import fork_rng
 
     from schedlang.runtime.batch import forward
+    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.trace import Stack, Trace
     from schedlang.runtime.tracing.meta import without_values
 
     stack = Stack()
     model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
     try:
-        with fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
+        kept = kept_outside(plan.model.model)
+        with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
             forward(model, inputs, loss)
     except Exception:  # a shape that is none, an index out of range
         return replace(original, asked=True)

@@ -134,6 +134,19 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
+    from schedlang.runtime.kept_outside import kept_outside
+
+    with kept_outside(plan.model.model):
+        return _of_a_step(plan, batch, loss, weight, memory)
+
+
+def _of_a_step(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+    memory: bool,
+) -> Account:
     from schedlang.passes.analyze import fewer_bits
     from schedlang.passes.analyze.prepare import prepare
     from schedlang.passes.analyze.taking import at_the_forward

@@ -35,11 +35,20 @@ from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import Sequential, loss_of, rows
 from schedlang.passes.verify.relaxed import directions_of
-from schedlang.passes.verify.sides import Case, alone, modes_of, prepared, twin, widened
+from schedlang.passes.verify.sides import (
+    Case,
+    alone,
+    modes_of,
+    prepared,
+    twin,
+    wide_alone,
+    widened,
+)
 from schedlang.report import Row
 from schedlang.runtime.batch import Part, called, named_tensors, split
 from schedlang.runtime.device import has_float64, undrawn
 from schedlang.runtime.grad_reduction.batch_statistics import Meeting, gather_statistics
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.rng.logical_dropout import Alone, ByRow
@@ -94,14 +103,15 @@ class Probe:
         def run(place: int) -> Derived:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, scale=share) as subject, no_labels(share):
+                with alone(case, beside=True, scale=share) as subject, no_labels(share):
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:
                 meeting.barrier.abort()  # the others would wait for this one
                 raise
 
-        with ThreadPoolExecutor(len(parts)) as threads:
+        kept = kept_outside(case.plan.model.model)
+        with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
     def disagreement(self, evaluate: bool = False) -> Row | None:
@@ -423,7 +433,7 @@ def check_parts(case: Case) -> Case:
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if known else line_where_rows_meet(Probe(case, case.batches[0]))
+    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
     differs = (
         f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
         f" {bad.error:.1e}"
@@ -463,11 +473,31 @@ def _sums(probe: Probe) -> bool:
     return bool((total - whole).abs() <= RTOL * whole.abs())
 
 
+def _line_if_told(probe: Probe) -> str:
+    """The line where rows meet; an error on the way there must not stand for what is refused."""
+    try:
+        return line_where_rows_meet(probe)
+    except Exception:  # tensors inside of `vmap`, say, which end with it
+        return ""
+
+
+def check_own_parts(case: Case) -> None:
+    """Refuse as `check_parts` where the model's own parameters alone show it.
+
+    A hinge, or a clamp, is flat at some parameters; these are the ones that training begins with.
+    """
+    if relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
+        return
+    own = wide_alone(replace(case, plan=unlimited(case.plan)))
+    if Probe(own, own.batches[0]).disagreement() is not None:
+        check_parts(own)
+
+
 def _of_the_model(probe: Probe, bad: Row) -> None:
     """Raise an error of our own where the model alone does not show what our runs of it show."""
     found = gap_alone(probe)
     # a model that computes in fewer bits shows their roundings, and what is much larger is ours
-    if found <= max(RTOL, MUCH * bad.error):
+    if found <= max(RTOL, MUCH * bad.error) and found != UNTOLD:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
             f"runs of the parts of a batch give another {bad.place} than the whole",
@@ -522,6 +552,7 @@ def sound(case: Case) -> Case:
     made = prepared(case)
     if not _on_meta(made.plan):
         check_parts(widened(made))
+        check_own_parts(made)
     return made
 
 
@@ -544,7 +575,9 @@ def cheaply(
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
-        check_parts(widened(case))
+        with kept_outside(plan.model.model):
+            check_parts(widened(case))
+            check_own_parts(case)
     except Refusal as refusal:
         if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
             return

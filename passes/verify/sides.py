@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -49,6 +49,7 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.float64 import widened as wide
 from schedlang.runtime.grad_reduction.batch_statistics import Scaled
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.offload.saved_tensors import everything_moves
@@ -115,9 +116,17 @@ def prepared(case: Case) -> Case:
 
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
-    module = as_float64(randomised(_typed(case), case.seed))
+    return _wide(case, randomised(_typed(case), case.seed))
+
+
+def wide_alone(case: Case) -> Case:
+    """The case on a float64 copy of the model with its own parameters, and float64 batches."""
+    return _wide(case, _typed(case))
+
+
+def _wide(case: Case, module: nn.Module) -> Case:
     batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
-    return replace(case.with_model(module), batches=batches)
+    return replace(case.with_model(as_float64(module)), batches=batches)
 
 
 def as_worked(case: Case) -> Case | None:
@@ -185,10 +194,14 @@ def twin(case: Case) -> nn.Module:
 
 
 @contextmanager
-def alone(case: Case, **options: Any) -> Iterator[Sequential]:
-    """The loop around a copy of the original, as a proof runs it: float64, with logical draws."""
+def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Sequential]:
+    """The loop around a copy of the original, as a proof runs it: float64, with logical draws.
+
+    One of several threads runs it `beside` others: then who began them sees to globals.
+    """
     modes, _ = modes_of(case)
-    with ambient(*modes):
+    kept = nullcontext() if beside else kept_outside(case.plan.model.model)
+    with kept, ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
             subject.rewritten = case.prepared.traced.rewritten
@@ -202,7 +215,8 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     def make(condition: Condition) -> Sequential:
         return sequential(condition.case or case, condition, dropout)
 
-    with ambient(*modes, chosen := Choices(case.chosen)):
+    chosen = Choices(case.chosen)
+    with kept_outside(case.plan.model.model), ambient(*modes, chosen):
         seen = observe(make, told)
     return replace(seen, choices=chosen.found), dropout.drawn
 
@@ -335,9 +349,12 @@ def _optimizer_state(program: Program) -> dict[str, dict[str, Any]]:
 
 
 def program_of(case: Case, **options: Any) -> Program:
-    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`."""
+    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`.
+
+    Ranks are given one case, so there is nothing to agree on.
+    """
     given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
-    return build(case.plan, case.batches[0], **(given | options))
+    return build(case.plan, case.batches[0], **({"compare": "nothing"} | given | options))
 
 
 def built(case: Case, condition: Condition) -> Program:
@@ -359,7 +376,8 @@ def observed(
         apart = (condition.case or case).parted
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
-    return observe(make, told, keep=world.rank() == 0, brief=brief)
+    with kept_outside(case.plan.model.model):
+        return observe(make, told, keep=world.rank() == 0, brief=brief)
 
 
 def tried(case: Case, told: Sequence[Condition], brief: bool = False) -> Observation:

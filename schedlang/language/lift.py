@@ -314,10 +314,11 @@ def _value(node: n.Node) -> str:
     match node:
         case n.Lit(text):
             constant = {"true": "True", "false": "False"}.get(text)
-            plain = text[:1] == '"' or re.fullmatch(r"[\d.e+-]+", text)
-            return constant or (text if plain else f'"{text}"')
+            number = re.fullmatch(r"[\d.e+-]+", text) is not None
+            return constant or (text if number or text[:1] == '"' else f'"{text}"')
         case n.Name(parts):
-            return node.text if parts in (("R",), (HOLE,)) else f'"{node.text}"'
+            plain = parts in (("R",), (HOLE,), ("True",), ("False",), ("None",))
+            return node.text if plain else f'"{node.text}"'
         case n.List(items):
             return f"[{', '.join(map(_value, items))}]"
         case n.Group(items) if len(items) > 1:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.ir import pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Absent, Part, dotted, is_output, named_tensors, stack
@@ -236,6 +236,9 @@ def buffer_errors(a: Assembly) -> dict[str, float]:
 
 def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
     """Take over whole values; raises Refusal S641 before anything is changed."""
+    if not isinstance(state, Mapping):
+        title = f"a state dict is a dict, not {kind_of(state)}"
+        raise Refusal.of("S641", title, helps=("`program.load` takes the path of a checkpoint",))
     shapes = {name: h.layout.shape for name, h in a.holdings.items()}
     wrong = [f"`{k}` is missing" for k in a.keys if k not in state]
     wrong += [f"`{k}` is unknown" for k in state if k not in a.keys]

@@ -11,7 +11,7 @@ from schedlang.runtime.launch import pickled
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """What `unpacked` makes copies from: modules and their functions stay those of this process."""
-    return pickled.dumps((fn, args))
+    return pickled.sent((fn, args))
 
 
 def unpacked(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

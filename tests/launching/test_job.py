@@ -10,6 +10,8 @@ import pytest
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.job import Job, Rank, RankDied, account, judge, unpickled
+from schedlang.runtime.launch.pool import Pool
+from tests.engine import Threads
 
 
 def _failed(*failures) -> Job:
@@ -110,3 +112,19 @@ def test_last_words(tmp_path: Path) -> None:
     assert account(-9, log) == "killed by SIGKILL"
     log.write_text("\n".join(map(str, range(100))))
     assert account(3, log).splitlines() == ["ended with exit code 3", *map(str, range(80, 100))]
+
+
+class Unsent:
+    """Copied in a process as it is, and never pickled: a compiled function, say."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle 'Unsent' object")
+
+
+def test_what_cannot_be_sent_is_refused(pool: Pool, threads: Threads) -> None:
+    """Both engines name what is in the way, and run the next job."""
+    for ranks in (pool, threads):
+        with pytest.raises(Refusal, match="cannot be sent to its ranks") as caught:
+            ranks.run(repr, 1, Unsent())
+        assert "cannot pickle 'Unsent'" in caught.value.diagnostic.notes[0]
+        assert ranks.run(repr, 1, 3) == ["3"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
 from tests.alone import cut_evenly
@@ -58,6 +61,50 @@ class Inside(Heard):
         finally:
             put.remove()
         return error + kept[0].mean()
+
+
+class Keeping(nn.Module):
+    """A unit that reads what its own hook has kept, and gives it away."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(width, width), nn.Linear(width, width)
+        self.kept: dict[str, Tensor] = {}
+        self.enter.register_forward_hook(self._keep)
+        self.leave.register_forward_hook(partial(self._more, by=2.0))
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept["enter"] = output
+
+    def _more(self, module: nn.Module, args: Any, output: Tensor, by: float) -> Tensor:
+        return output * by
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.leave(torch.tanh(self.enter(x)))
+        return x + out * torch.sigmoid(self.kept.pop("enter"))
+
+
+class Kept(nn.Module):
+    """Four of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(6) for _ in range(4))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x).squeeze(-1)
+        return F.mse_loss(out, y.mean(-1))
+
+
+@pytest.mark.parametrize("order", ["1F1B", "Interleaved1F1B"])
+def test_a_unit_reads_what_its_own_hooks_keep(order: str, threads: Threads) -> None:
+    """Where the unit runs elsewhere its shapes are found with its hooks called."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(4, 6, generator=generator) for name in "xy"}
+    proven(threads, planned(Kept(), ROWS.format(order), "pp=2"), [batch])
 
 
 def test_what_a_hook_computes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import linecache
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import schedlang
+from schedlang.cursor import Caller
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.lift import spelled
 from schedlang.schedule import Schedule
@@ -473,3 +475,58 @@ def test_no_raw_errors(sch: Schedule, call: Any, words: str) -> None:
     message = said(lambda: call(sch))
     assert words in message and "test_in_python.py" in message
     assert sch.to_sched() == before
+
+
+def test_undo_leaves_declarations_and_redo_brings_back(sch: Schedule) -> None:
+    """More rows than there are leave the mesh; what was added since ends what can be redone."""
+    both(sch)
+    whole = sch.to_sched()
+    sch.undo(99)
+    assert "mesh(" in sch.to_sched() and not sch.plan().actions
+    sch.redo()
+    assert sch.to_sched() == whole
+    sch.undo()
+    sch.undo()
+    sch.redo()
+    sch.redo()
+    assert sch.to_sched() == whole
+    assert "nothing was undone" in said(sch.redo)
+    sch.undo()
+    sch["blocks.0"].checkpoint()
+    assert "nothing was undone" in said(sch.redo)
+
+
+def test_help_is_the_page_of_the_verb(sch: Schedule) -> None:
+    """`help(sch["..."].shard)` has arguments and an example; of what is no verb, the class's."""
+    shown = pydoc.render_doc(sch["blocks.0"].shard, renderer=pydoc.plaintext)
+    assert "Styles state both ends" in shown and "over=" in shown
+    assert sch["blocks.0"].nothing.__doc__ == Caller.__doc__
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda sch: sch.set(foo=3), "no knob `foo`"),
+        (lambda sch: list(sch["blocks.*"]), 'their names: `sch["blocks.*"].modules`'),
+        (lambda sch: sch.mesh({"tp": 2}), "for example `sch.mesh(tp=2)`"),
+        (lambda sch: sch.mesh("tp", 2), "for example `sch.mesh(tp=2)`"),
+    ],
+)
+def test_what_is_typed_at_a_prompt(sch: Schedule, call: Any, words: str) -> None:
+    """What other libraries would take is refused with what this one takes, and changes nothing."""
+    before = sch.to_sched()
+    assert words in said(lambda: call(sch))
+    assert sch.to_sched() == before
+
+
+@pytest.mark.parametrize("path", [3, None, ["saved"]])
+def test_a_path_is_a_path(sch: Schedule, path: Any) -> None:
+    """An int would be an open file: it is refused before anything is read or written."""
+    program = schedlang.create_schedule(Net()).build(batch=batch(), loss=lambda out, _: out.sum())
+    for call in (
+        lambda: program.load(path),
+        lambda: program.save(path),
+        lambda: program.export(path, Net()),
+    ):
+        assert "state lies at a path" in said(call)
+    assert "a state dict is a dict" in said(lambda: program.load_state_dict(path))

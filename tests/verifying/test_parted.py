@@ -269,6 +269,23 @@ def test_draws_of_ours_that_depend_on_the_part_are_our_error(
     _ours_unless(spread, 0.2, pool)
 
 
+class Relative(Plain):
+    """An error beside the spread of the labels, which one row alone does not have."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        gap = self.enter(x)[:, 0] - y
+        return gap.square().sum() / (y - y.mean()).square().sum()
+
+
+def test_parts_without_a_finite_loss_are_no_error_of_ours(pool: Pool) -> None:
+    """Parts of one row give an infinite loss: the model's doing, however large the gap is."""
+    text = RELAXED.replace(" relax(batch_stats)", "")
+    text = text.replace("over=dp)", 'over=dp)\n  pipeline(order="GPipe", micro=4)')
+    with pytest.raises(Refusal) as caught:
+        prove(Case(_planned(Relative(), text), tuple(BATCHES), dtype="none"), pool=pool)
+    assert caught.value.diagnostics[0].code == "S668"
+
+
 def _ours_unless(spread: bool, drops: float, pool: Pool) -> None:
     plan = _planned(Plain(spread, drops), RELAXED.replace(" relax(batch_stats)", ""))
     with pytest.raises(Refusal if spread else OwnError) as caught:
@@ -278,3 +295,17 @@ def _ours_unless(spread: bool, drops: float, pool: Pool) -> None:
     else:
         said = str(caught.value)
         assert "an error of schedlang, not of the model" in said and "please report" in said
+
+
+class Laid(Plain):
+    """Gives its loss as a tensor of one number."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"loss": super().forward(x, y).view(1, 1)}
+
+
+def test_a_loss_of_one_number_is_a_loss(threads: Any) -> None:
+    """However it is laid out, the original trains by it as the ranks do."""
+    plan = _planned(Laid(), RELAXED.replace(" relax(batch_stats)", ""))
+    report = prove(Case(plan, tuple(BATCHES), dtype="none"), pool=threads)
+    assert report.ok, str(report)

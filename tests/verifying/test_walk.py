@@ -118,6 +118,21 @@ class Spread(Layered):
         return {"loss": self.logits(x).std()}
 
 
+class Hinged(Layered):
+    """Its loss pushes the spread of all rows above a bound, where a proof's parameters have it."""
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.logits(x)
+        return {"loss": made.square().mean() + torch.relu(0.55 - made.std())}
+
+
+class Mapped(Layered):
+    """Its loss is the spread of what `vmap` gives: tensors inside of it are none of the batch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": torch.vmap(torch.tanh)(self.logits(x)).std()}
+
+
 class Counting(Layered):
     """Counts its calls."""
 
@@ -309,6 +324,8 @@ WALKS = {
     "a sum as a loss, dp": Walk(Summed, _points, DP, "S703", late=True),
     "a sum as a loss, microbatches": Walk(Summed, _points, MICRO, "S703", late=True),
     "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
+    "the spread under a bound, dp": Walk(Hinged, _points, DP, "S703", late=True),
+    "the spread after vmap, dp": Walk(Mapped, _points, DP, "S703", late=True),
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
     "draws of an order, dp": Walk(Shuffled, _points, DP, "S812"),

@@ -120,7 +120,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S867": (
         "the model has no copy",
         "A model is never changed: its copies are. So `copy.deepcopy(model)` has to work, also\n"
-        "for attributes that are no modules.",
+        "for attributes that are no modules.  To local ranks a copy is sent: it is pickled.",
     ),
     "S868": (
         "a sparse gradient",

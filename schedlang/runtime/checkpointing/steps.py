@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, kind_of
 from schedlang.runtime.checkpointing.boxes import check_files
 from schedlang.runtime.checkpointing.index import DCPS, MINE, Index, Unreadable, read_index
 from schedlang.runtime.storage.folder import (
@@ -59,7 +59,10 @@ def last_whole(target: Path, but: Path | None = None) -> Path | None:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """The folder itself, also where the path is a link to it."""
+    """The folder itself, also where the path is a link to it; refuses what is no path (S618)."""
+    if not isinstance(path, str | os.PathLike):  # an int would be an open file
+        title = f"state lies at a path, not at {kind_of(path)}"
+        raise Refusal.of("S618", title, helps=('name a folder: `"saved"`',))
     return Path(os.path.realpath(path))
 
 

@@ -263,7 +263,7 @@ class ExchangeKeys:
         blind = lse.detach().isneginf().unsqueeze(-1)
         mean = _mean(call, heads, how, shard.layout.total)
         if call.blind == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
-            mean = _Unseen.apply(mean.expand_as(out), blind)
+            mean = _Unseen.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
         return torch.where(blind, mean, out)
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:

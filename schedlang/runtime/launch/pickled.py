@@ -9,12 +9,30 @@ import sys
 import types
 from typing import IO, Any
 
+from schedlang.diagnostics.diagnostic import Refusal
+
 
 def dumps(value: Any) -> bytes:
     """Pickle a value for `pickle.loads`; see `dump`."""
     with io.BytesIO() as file:
         dump(value, file)
         return file.getvalue()
+
+
+def sent(value: Any) -> bytes:
+    """The same of what ranks are given; refuses (S867) a model that cannot be pickled."""
+    try:
+        return dumps(value)
+    except Exception as error:  # whatever a `__reduce__` raises
+        raise Refusal.of(
+            "S867",
+            "the model cannot be sent to its ranks",
+            notes=(f"pickling what they are given raises {type(error).__name__}: {error}",),
+            helps=(
+                "keep compiled functions, locks, files and generators out of its attributes",
+                "or give the class that holds them a `__reduce__`",
+            ),
+        ) from error
 
 
 def dump(value: Any, file: IO[bytes]) -> None:

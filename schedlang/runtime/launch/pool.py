@@ -227,7 +227,7 @@ class Pool:
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
         let_kernels_travel()
         with self._lock:
-            blob = pickled.dumps((fn, args))
+            blob = pickled.sent((fn, args))
             job = Job(world, on_progress)
             self._jobs += 1
             folder = self._scratch / str(self._jobs)

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
@@ -259,6 +260,7 @@ class Stub:
                     torch.device("meta"),
                     on_meta((), ()),
                 )
+                stack.enter_context(kept_outside(module))
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after

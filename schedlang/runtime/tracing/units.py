@@ -292,9 +292,11 @@ def _ours(hook: Any) -> bool:
 def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
     """Call `heard` in place of every such hook, for the time of a block; its result is the hook's.
 
-    `hooked` has the hooks, where `unit` is a copy that was made before they were put there.
+    `hooked` has the hooks, where `unit` is a copy that was made before they were put there.  What
+    are methods of its own modules is called in a copy, too: what they keep is read within.
     """
     kept: list[tuple[nn.Module, Any]] = []
+    within = set(unit.modules())
     for name, owner in (hooked or unit).named_modules():
         theirs = foreign(owner)
         if not theirs:
@@ -311,6 +313,10 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
             put[mine] = _standing_in(
                 heard, name, place, owner, hook, _with_kwargs(owner, key), told
             )
+            copied = module._forward_hooks.get(key) if owner is not module else None
+            bound = getattr(getattr(copied, "func", copied), "__self__", None) in within
+            if copied is not None and bound:
+                put[key] = copied
         module._forward_hooks = put
     try:
         yield

@@ -1,0 +1,145 @@
+"""State that a model's code keeps outside of it, in globals and caches, put back after a run."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.ir import pytree
+
+OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
+LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines the classes is seen
+CACHED = type(functools.cache(lambda: None))
+DEPTH = 3  # of containers in containers
+
+MOST = 4096  # entries of a container that is looked into: tables are few
+GONE = object()  # of a name that was not there before
+
+Put = Callable[[Any, Any], None]
+Undo = list[Callable[[], None]]
+
+
+@contextmanager
+def kept_outside(model: nn.Module) -> Iterator[None]:
+    """Run code of a model without values, or in another dtype, and forget what it keeps of that.
+
+    Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
+    a class or by `functools.lru_cache`: the model itself would meet them afterwards.
+    """
+    undo: Undo = []
+    try:
+        for names, put in _spaces(model):
+            _remember(names, put, undo, 0)
+        yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _spaces(model: nn.Module) -> Iterator[tuple[Any, Put | None]]:
+    """The names of modules, classes, functions and their cells, each with what sets one."""
+    classes = {cls for one in model.modules() for cls in type(one).__mro__}
+    classes = {cls for cls in classes if _root(cls) not in OTHERS}
+    homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
+    near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
+    homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
+    found: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
+    for space in found:
+        yield space, partial(_set_item, space)
+    for cls in classes:
+        yield vars(cls), partial(_set_attribute, cls)
+    functions = {f for s in (*found, *map(vars, classes)) for f in _functions(s, homes)}
+    for function in functions:
+        yield function.__dict__, partial(_set_item, function.__dict__)
+        for cell in function.__closure__ or ():
+            yield cell, partial(_set_cell, cell)
+
+
+def _set_item(space: Any, key: Any, value: Any) -> None:
+    if value is GONE:
+        space.pop(key, None)
+    else:
+        space[key] = value
+
+
+def _set_attribute(cls: type, name: str, value: Any) -> None:
+    if value is GONE:
+        delattr(cls, name)
+    else:
+        setattr(cls, name, value)
+
+
+def _set_cell(cell: CellType, key: int, value: Any) -> None:
+    if value is not GONE:
+        cell.cell_contents = value
+
+
+def _root(cls: type) -> str:
+    return cls.__module__.split(".")[0]
+
+
+def _home(value: Any) -> str:
+    """The module that a value of a module's globals is, or comes from."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return name if isinstance(name, str) else ""
+
+
+def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
+    for value in tuple(space.values()):
+        if isinstance(value, ModuleType):  # one that imports what it is asked for
+            continue
+        for one in (value, getattr(value, "__wrapped__", value)):  # of a decorator
+            if isinstance(one, FunctionType) and one.__module__ in homes:
+                yield one
+
+
+def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
+    """Add what puts names back, and what they hold, to `undo`."""
+    before = _contents(space)
+    undo.append(lambda: _put_back(space, before, put))
+    for key, value in before.items():
+        if isinstance(value, CACHED):
+            undo.append(partial(_forget, value, value.cache_info().misses))
+        elif not isinstance(value, (dict, list)) or len(value) > MOST or key == "__builtins__":
+            continue
+        elif depth < DEPTH:
+            inner = partial(_set_item, value) if isinstance(value, dict) else None
+            _remember(value, inner, undo, depth + 1)
+
+
+def _contents(space: Any) -> dict[Any, Any]:
+    if isinstance(space, CellType):
+        try:
+            return {0: space.cell_contents}
+        except ValueError:  # not bound yet
+            return {}
+    return dict(enumerate(space)) if isinstance(space, list) else dict(space)
+
+
+def _forget(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
+
+
+def _put_back(space: Any, before: dict[Any, Any], put: Put | None) -> None:
+    now = _contents(space)
+    changed = [k for k, v in now.items() if k not in before or before[k] is not v]
+    held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
+    if put is not None:
+        for key in held:
+            put(key, before.get(key, GONE))
+    elif held:  # a list: its places are those of before
+        space[:] = before.values()
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, (Tensor, tuple, list, dict)):
+        return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return False
