@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -50,12 +50,16 @@ Frame = tuple[str, int]  # a module and which of its calls
 
 @dataclass(frozen=True)
 class Call:
-    """One call that gave tensors: its name, shapes in and out, the integers among its arguments."""
+    """One call that gave tensors: its name, shapes in and out, the integers among its arguments.
+
+    factors  numbers by which arithmetic changes a tensor: they are the same for parts of it
+    """
 
     name: str
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     integers: tuple[int, ...]
+    factors: tuple[float, ...] = ()
 
 
 @dataclass
@@ -237,6 +241,20 @@ def integers_in(tree: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
+ARITHMETIC = {
+    *("add", "sub", "mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "pow"),
+    *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rpow", "multiply", "divide", "subtract"),
+    *("iadd", "isub", "imul", "itruediv", "idiv", "ipow"),
+}
+
+
+def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
+    """The plain numbers among the arguments of arithmetic, in order; of another call none."""
+    if name.strip("_") not in ARITHMETIC:
+        return ()
+    return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
+
+
 CHOOSING = {
     *("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero"),
     *("searchsorted", "bucketize", "histc"),
@@ -306,7 +324,8 @@ class Recorded(Lattice):
             given, made = (
                 tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
             )
-            known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
+            numbers = integers_in((call.args, call.kwargs)), factors_of(call.name, call.args)
+            known = Call(call.name, given, made, *numbers)
             self.frames.setdefault(call.frame, []).append(known)
         if self.stack.lending is not None and not self.stack.muted:
             self.stack.lending.after(call, [name for name, _ in self.stack.frames])
