@@ -260,8 +260,8 @@ class Schedule(Scope):
         dropout    "native": as torch draws, seeded by each step, the default of several ranks;
                    "logical": masks that do not depend on the layout, as `verify` has them
         compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
-                   program is built from, initial weights too; "batches", also each step's batch and
-                   the optimizer's settings; "nothing"
+                   program is built from, initial weights too, and the batch of the first step;
+                   "batches", that of each step and the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
         weights    the path of files of safetensors (one, or a folder with an index), or of what
                    `save` has written: each rank reads its parts, and the model needs no values

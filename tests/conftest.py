@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from tests.tiers import in_part, part, spread
 if TYPE_CHECKING:
     from tests.engine import Threads
 
+# read by torch, which nothing has imported yet: models are small, and a second thread, that waits
+# for work where ranks and other tests compute, takes ten times as long as it saves
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 register()
 Pool._executed = staticmethod(forks.server)  # type: ignore[method-assign]
 
@@ -36,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """`-m deep` takes the profile of that name, unless another was asked for."""
+    gc.set_threshold(*forks.SELDOM)
     asked = config.getoption("--hypothesis-profile", None)
     if config.option.markexpr == "deep" and not asked:
         settings.load_profile("deep")

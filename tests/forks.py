@@ -61,6 +61,9 @@ FREE = {
     "SCHEDLANG_RECORD",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # of torchrun, for process groups that are made later
 }
+# a twentieth of the time goes to looking for circles among what is about to be dropped anyway;
+# behind each file of tests, and each job of ranks, all of them are looked for
+SELDOM = (10_000, 10, 10)
 FREE_PREFIXES = ("GITHUB_", "PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _MOST = 1 << 20  # bytes of a message
 
@@ -228,6 +231,7 @@ def serve(plain: Sequence[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
+    gc.set_threshold(*SELDOM)
     gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
     alive: dict[int, socket.socket] = {}

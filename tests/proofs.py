@@ -136,10 +136,10 @@ def trained(
 ) -> Seen:
     """What rank 0 sees after a step for each batch; options are those of `build`.
 
-    Ranks that are threads get the plan prepared, once, as `verify` sends it; processes prepare it
-    each by itself, as those of a job do.
+    Ranks get the plan prepared, once, as `verify` sends it; with `prepared=None`, and where their
+    batches are local, they prepare it each by itself, as those of a job do.
     """
-    if isinstance(pool, Threads) and "prepared" not in options:
+    if "prepared" not in options and not options.get("local"):
         plan, options["prepared"] = made(plan, batches, options.get("loss"), options.get("weight"))
     seen: Seen = pool.run(steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options)[0]
     return seen

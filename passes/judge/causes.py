@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from schedlang.passes.judge.kinds import (
 from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import numbers
-from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds
+from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds, Run
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
 
@@ -35,6 +34,26 @@ _KINDS = ("gradients", "loss", "gradient norm")
 NEAR = 0.02  # how near a factor must be to a number to be tried as that
 _COPIES = "gradient of "  # replicas of it
 Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Runs of the original; the first step of each is kept, which is all that causes ask for."""
+
+    run: Run
+    steps: dict[int, Observation] = field(default_factory=dict)
+
+    def __call__(self, draw: int) -> Observation:
+        """Run it, all steps."""
+        seen = self.run(draw)
+        self.steps[draw] = _of_a_step(seen)
+        return seen
+
+    def step(self, draw: int) -> Observation:
+        """The first step of a run, which is run only where it was not."""
+        if draw not in self.steps:
+            self(draw)
+        return self.steps[draw]
 
 
 def causes(
@@ -52,8 +71,8 @@ def causes(
     is the first module that is wrong, `parts` yield gradients of parts of a batch in float64.
     """
     first = (("first module", where.text),) if where.text else ()
-    run = bounds.run
-    bounds = replace(bounds, run=cache(lambda draw: _of_a_step(run(draw))))
+    run = bounds.run if isinstance(bounds.run, Remembered) else Remembered(bounds.run)
+    bounds = replace(bounds, run=run.step)
     sizes = {**(kept.holdings.axes if kept.holdings is not None else {}), "ranks": ranks}
     for kind in _KINDS:
         left = dict.fromkeys(_wrong(rows, bounds, kind))

@@ -3,7 +3,7 @@
 The way of the data. `posed` reads files into a `Task`, and `judge` makes a `Trial` of it: the
 original in float64 or in a low dtype, and the conditions under which both sides train. The trial
 runs on ranks (`trial.py`): each makes its `TrainingProgram` (`program.py`), finds by values what it
-holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `nearest.py`), trains
+holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `places.py`), trains
 (`subject.py`, `copies.py`), saves and loads (`loaded.py`); rank 0 returns what it saw, and `Kept`.
 The original then trains likewise, and the two are compared: in float64 here, by the gates of
 `verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
@@ -12,7 +12,7 @@ what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundin
 those of ranks or of parts of the batch (`parts.py`), and
 which module is the first to differ in a step that both sides run once more (`located.py`,
 `modules.py`), taken apart by the terms of its gradient (`terms.py`), the elements that ranks own
-(`owners.py`) and the words that it depends on (`sights.py`).
+(`owners.py`), what its module takes (`taken.py`) and the words that it depends on (`sights.py`).
 """
 
 from __future__ import annotations

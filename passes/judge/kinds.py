@@ -90,6 +90,11 @@ def kinds(
         text = f"the step puts other parameters for {quoted(sorted(kept.replaced), MOST_NAMES)}"
         lines.insert(0, ("parameters", f"{text}: the optimizer steps those that were there before"))
     first = report.first
+    if not lines and first is not None and (apart := _left_apart(wrong, first)):
+        text = (
+            f"{quoted(apart, MOST_NAMES)}: with right gradients ranks hold different values after "
+        )
+        lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
     if not lines and first is not None and first.kind not in _OF_STATE:
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
@@ -98,6 +103,13 @@ def kinds(
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
     return tuple(lines[:MOST_GROUPS])
+
+
+def _left_apart(wrong: Sequence[Row], first: Row) -> list[str]:
+    """The parameters whose copies differ after the step in which the first row fails."""
+    step = [row for row in wrong if (row.condition, row.step) == (first.condition, first.step)]
+    known = {row.name for row in step if row.kind == "parameters"}
+    return [row.name for row in step if row.kind == "replicas" and row.name in known]
 
 
 def _counted(

@@ -19,6 +19,7 @@ from schedlang.passes.judge.kinds import INITIAL, Located
 from schedlang.passes.judge.owners import Note, Noting, shapes, unmasked
 from schedlang.passes.judge.rounded import kept_in, rounding
 from schedlang.passes.judge.subject import Judged, Kept
+from schedlang.passes.judge.taken import Taken, misgiven
 from schedlang.passes.judge.trial import Given, Trial
 from schedlang.passes.judge.within import Within
 from schedlang.passes.verify.conditioning import IN_DTYPE, Nudged
@@ -26,6 +27,7 @@ from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import twin
 from schedlang.report import Report
+from schedlang.runtime.isolated import Frame
 from schedlang.runtime.launch.pool import Hang, RankDied, threads_of_ranks
 from schedlang.runtime.modes import ambient
 
@@ -49,7 +51,9 @@ class Step:
         """The batch of it."""
         return self.trial.told[0].batches[0]
 
-    def original(self, batch: Batch, *modes: Any, live: bool = False) -> modules.Run:
+    def original(
+        self, batch: Batch, *modes: Any, live: bool = False, taken: bool = False
+    ) -> modules.Run:
         """Follow the original's."""
         case = self.trial.case
         subject = Sequential(twin(case), loss=case.loss, follow=False)
@@ -58,6 +62,7 @@ class Step:
                 dict(subject.module.named_modules()),
                 lambda: subject.derive(batch, range(rows(batch))),
                 live=live,
+                taken=taken,
             )
         if live:
             run.parameters.update(subject.module.named_parameters())
@@ -123,7 +128,9 @@ def located(
     followed = modules.Followed(looks, ranks, {"ranks": trial.world})
     turns, factors = followed.turns_and_factors()
     cut = followed.rows(rows(step.batch))
-    found = followed.first_difference()
+    mine = (row for row in of_a_step if (row.condition, row.step) == (first.condition, 0))
+    kinds = {row.kind.removesuffix(IN_DTYPE) for row in mine}
+    found = followed.first_difference(forward=bool(kinds & {"loss", "training outputs"}))
     if found is None:
         return Located("", turns, factors, cut)
     if trial.wide and not found.pattern.how:
@@ -139,7 +146,9 @@ Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of par
 
 def _cause(step: Step, found: modules.Found, copies: Copies) -> str:
     """Say what makes an output or a gradient wrong whose numbers follow no known pattern."""
-    return _of_gradient(step, found, copies) if found.back else _of_output(step, found)
+    if found.back:
+        return _of_gradient(step, found, copies)
+    return _of_taken(step, found) or _of_output(step, found)
 
 
 # ---- A gradient: its terms.
@@ -172,7 +181,26 @@ def _of_parameters(tape: terms.Tape, run: modules.Run, copies: Copies) -> str:
     return ""
 
 
-# ---- An output: the places of the batch that it depends on.
+# ---- An output: what its module takes, and the places of the batch that it depends on.
+
+
+def _of_taken(step: Step, found: modules.Found) -> str:
+    """Say what of it is in another order, or of rows that are none of this rank's."""
+    frame, _ = found.at
+    right = step.original(step.batch, taken=True).calls[frame].outputs
+    seen = step.on_ranks(_seen, [step.batch], _calls(found), True)
+    ranks = [Taken(p.rank, seen[p.rank][0].get(p.frame, ()), p.value) for p in found.parts]
+    module = dict(step.trial.case.plan.model.model.named_modules())[frame[0]]
+
+    def again(value: Tensor) -> Tensor | None:
+        if len(right) > 1 or any(module.children()):
+            return None
+        with ambient(*step.trial.modes[:-1]), torch.no_grad(), contextlib.suppress(*_FAILS):
+            made = module(value)
+            return made if isinstance(made, Tensor) else None
+        return None
+
+    return misgiven(right, ranks, again)
 
 
 def _of_output(step: Step, found: modules.Found) -> str:
@@ -185,20 +213,22 @@ def _of_output(step: Step, found: modules.Found) -> str:
             continue
         if right[0].shape[1] != batches[0][made[0].source].shape[1]:
             continue
-        wanted = [(part.rank, part.frame, part.k) for part in found.parts]
-        ranks = step.on_ranks(_outputs, batches, wanted)
+        ranks = step.on_ranks(_seen, batches, _calls(found))
         parts = [
-            sights.Part([one[place] for one in ranks[part.rank]], there)
+            sights.Part([one[part.frame][part.k] for one in ranks[part.rank]], there)
             for part in found.parts
             if (there := _rows(part, found.anchors, right[0])) is not None
-            for place in [_place(wanted, (part.rank, part.frame, part.k))]
         ]
         return sights.seen_otherwise(right, parts, made)
     return ""
 
 
-def _place(wanted: Sequence[tuple[int, Any, int]], one: tuple[int, Any, int]) -> int:
-    return [other for other in wanted if other[0] == one[0]].index(one)
+def _calls(found: modules.Found) -> dict[int, set[Frame]]:
+    """The calls that it is about, by rank."""
+    calls: dict[int, set[Frame]] = {}
+    for part in found.parts:
+        calls.setdefault(part.rank, set()).add(part.frame)
+    return calls
 
 
 def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> Tensor | None:
@@ -239,15 +269,18 @@ def _noted(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
     return noting.notes
 
 
-def _outputs(
-    given: Given, batches: Sequence[Batch], wanted: Sequence[tuple[int, Any, int]]
-) -> list[list[Tensor]]:
-    """Return for each of some batches what this rank's modules give that are asked for."""
+def _seen(
+    given: Given,
+    batches: Sequence[Batch],
+    wanted: Mapping[int, set[Frame]],
+    taken: bool = False,
+) -> list[dict[Frame, list[Tensor]]]:
+    """Return for each of some batches what calls on this rank give, or take, that are asked for."""
     found = []
     with _judged(given) as judged:
-        named = judged.named_modules()
+        named, mine = judged.named_modules(), wanted.get(judged.rank, set())
+        asked = {name: named[name] for name, _ in mine}
         for batch in batches:
-            run = modules.followed(named, partial(judged.derive, batch))
-            mine = [(frame, k) for rank, frame, k in wanted if rank == judged.rank]
-            found.append([run.calls[frame].outputs[k] for frame, k in mine])
+            run = modules.followed(asked, partial(judged.derive, batch), taken=taken)
+            found.append({frame: run.calls[frame].outputs for frame in mine & run.calls.keys()})
     return found

@@ -10,7 +10,6 @@ features may be cut in any way, by wrappers, in DTensors or by hand, in any numb
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,125 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from schedlang.passes.judge.nearest import nearest
+from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
+from schedlang.runtime.modes import ATTRIBUTE
 from schedlang.runtime.rng.draws import FUNCTIONS, LOGICAL, illogical, masks, may_draw
 from schedlang.runtime.rng.logical_dropout import Still, Undropped, mixed, name
 
-CLOSE = 1e-9  # of the largest number: what two sides that compute alike may be apart
-MOST = 4096  # numbers of a rank's tensor that are looked up
-MOST_FITS = 64  # places that are tried where numbers are not unique
 BITS = 53
 DROPOUTS = frozenset(
     {f for f in LOGICAL if "dropout" in name(f)} | {F.scaled_dot_product_attention, *FUNCTIONS}
 )
-
-
-# ---- Where a tensor lies in another one: by its numbers.
-
-
-class Whole:
-    """A tensor in which parts are looked up."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values.detach()
-        self.close = CLOSE * float(self.values.abs().max()) if self.values.numel() else 0.0
-        self._sorted: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices that a part has; None where none, or more than one, fits."""
-        shape = self.values.shape
-        if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
-            return None
-        if self.values.dtype != torch.float64:
-            return nearest(part, self.values) if part.dtype == self.values.dtype else None
-        whole = [torch.arange(size) for size in shape]
-        if part.shape == shape and self._fits(part, whole):
-            return whole
-        found = self._looked_up(part)
-        options = [] if found is None else [_filled(one, n) for one, n in zip(found, shape)]
-        fits: list[list[Tensor]] = []
-        for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
-            if self._fits(part, some):
-                fits.append(list(some))
-        return fits[0] if len(fits) == 1 else None
-
-    def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
-        there = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values
-        gap = (there - part.to(there.dtype)).abs()
-        return not gap.numel() or bool(gap.max() <= self.close)
-
-    def _looked_up(self, part: Tensor) -> list[Tensor] | None:
-        """The index of every slice of a part, -1 where no number tells it; None: they disagree."""
-        if self._sorted is None:
-            values, order = self.values.reshape(-1).sort()
-            apart = torch.full((len(values) + 1,), True)
-            apart[1:-1] = values[1:] - values[:-1] > 4 * self.close
-            self._sorted = values, order, apart[1:] & apart[:-1]
-        values, order, alone = self._sorted
-        flat = part.detach().reshape(-1).to(values.dtype)
-        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST)).round().long()
-        at = torch.searchsorted(values, flat[some] - 2 * self.close).clamp(max=len(values) - 1)
-        good = alone[at] & ((values[at] - flat[some]).abs() <= self.close)
-        here = torch.unravel_index(some[good], part.shape)
-        there = torch.unravel_index(order[at[good]], self.values.shape)
-        found = []
-        for size, mine, theirs in zip(part.shape, here, there):
-            index = torch.full((size,), -1)
-            index[mine] = theirs
-            if not torch.equal(index[mine], theirs):
-                return None
-            found.append(index)
-        return found
-
-
-def _filled(index: Tensor, size: int) -> list[Tensor]:
-    """The indices that a dim may have, where some are known: as a run with one stride."""
-    count = len(index)
-    known = (index >= 0).nonzero().reshape(-1)
-    if len(known) == count:
-        return [index]
-    steps = torch.arange(count)
-    if len(known) > 1:
-        (a, b), (x, y) = (known[0], known[-1]), (index[known[0]], index[known[-1]])
-        stride = int((y - x) // (b - a))
-        made = [x + (steps - a) * stride]
-    elif len(known):
-        strides = (1, size // count) if size > count else (1,)
-        made = [index[known[0]] + (steps - known[0]) * stride for stride in strides]
-    else:
-        made = [start + steps for start in range(size - count + 1)]
-        made += [start + steps * (size // count) for start in range(size // count)]
-    fits = [one for one in made if int(one.min()) >= 0 and int(one.max()) < size]
-    return list({tuple(one.tolist()): one for one in fits}.values())
-
-
-def placed(part: Tensor, whole: Whole) -> Tensor | None:
-    """The place of each number of a part among those of a whole, whose dims may be joined."""
-    dims, shape = part.dim(), whole.values.shape
-    if dims == len(shape) + 1 and dims > 1:
-        found = placed(part.flatten(0, 1), whole)
-        return None if found is None else found.reshape(part.shape)
-    numbers = torch.arange(shape.numel()).reshape(shape)
-    for view in _VIEWS.get(dims - len(shape), ()):
-        if view is not None and len(shape) < 2:
-            continue
-        seen = whole if view is None else type(whole)(view(whole.values))
-        window = seen.window(part)
-        if window is not None:
-            there: Tensor = (numbers if view is None else view(numbers))[
-                torch.meshgrid(*window, indexing="ij")
-            ]
-            return there
-    return None
-
-
-# a whole as programs may have laid it: words before rows, both in one dim
-_VIEWS: dict[int, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
-    0: (None, lambda x: x.transpose(0, 1)),
-    -1: (lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1).flatten(0, 1)),
-}
+_DRAWS = DROPOUTS | LOGICAL.keys()  # any other function is called as it is
 
 
 # ---- A dropout: what it is given, and the places of its masks.
@@ -206,11 +98,27 @@ def _locals(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 # ---- The modes: one notes what the original drops from, one finds parts of it, one drops.
 
 
-class Noting(Undropped):
-    """Drops nothing, and hears of every dropout of a training step."""
+class OfModules(Undropped):
+    """Nothing is dropped; what hooks of gradients draw, to compress them, is no part of a model."""
 
     def __init__(self) -> None:
         super().__init__(Still())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        of_hook = computed_again() and not torch.is_grad_enabled()  # what is recomputed has them
+        if of_hook and func not in DROPOUTS and may_draw(func, kwargs):
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Noting(OfModules):
+    """Drops nothing, and hears of every dropout of a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.drops: list[Drop] = []
         self.others: set[tuple[str, str]] = set()  # (site, function) of other random numbers
 
@@ -294,7 +202,7 @@ class Finding(Noting):
         return None
 
 
-class Dropping(Undropped):
+class Dropping(OfModules):
     """Drops by masks that depend on the step, the module, the call and the place.
 
     off   modules that drop nothing
@@ -302,7 +210,7 @@ class Dropping(Undropped):
     """
 
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
-        super().__init__(Still())
+        super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
         self._drawn: tuple[str, int, Tensor | None] = "", 0, None
         self._kept = 0
@@ -310,7 +218,11 @@ class Dropping(Undropped):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        if type(func) is ATTRIBUTE:  # a third of all calls
+            return func(*args, **kwargs)
+        if func not in _DRAWS:
+            return self.run(func, types, args, kwargs)
         on = func in DROPOUTS and trains() and masks(func, args, kwargs)
         if not on or illogical(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)

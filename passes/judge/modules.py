@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.masks import Whole, placed
+from schedlang.passes.judge.layouts import local
+from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, parts_of
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
 MOST_PLACES, NEAR = 32, 1e-9
+BOOL = torch.bool
 At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
 
 
@@ -52,18 +54,31 @@ class Run:
 
 
 def followed(
-    modules: Mapping[str, nn.Module], step: Callable[[], Any], *, live: bool = False
+    modules: Mapping[str, nn.Module],
+    step: Callable[[], Any],
+    *,
+    live: bool = False,
+    taken: bool = False,
 ) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back; `live`: itself."""
+    """Run a step, and note what modules, each by its name, give and get back.
+
+    live   the tensors themselves, too
+    taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
+    """
     run, turns = Run(), dict.fromkeys(modules, 0)
     handles = []
 
     def hook(name: str) -> Any:
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() >= 0:
                 return  # computed again
             frame = name, turns[name]
             turns[name] += 1
+            if taken:
+                tensors = parts_of((args, kwargs))[0]
+                numbers = [t for t in tensors if t.dim() and t.dtype != BOOL and not t.is_complex()]
+                run.calls[frame] = Seen([local(t.detach()).clone().double() for t in numbers])
+                return
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
             with torch.no_grad():
                 run.calls[frame] = Seen([_whole(t) for t in floats])
@@ -76,7 +91,7 @@ def followed(
         return after
 
     for name, module in modules.items():
-        handles.append(module.register_forward_hook(hook(name)))
+        handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
     try:
         step()
     finally:
@@ -323,8 +338,12 @@ class Followed:
                 factors[part.rank] = self.looks.factor(part.value, one)
         return pairs
 
-    def first_difference(self) -> Found | None:
-        """The first output that is wrong, else the first gradient; None: nothing is compared."""
+    def first_difference(self, forward: bool) -> Found | None:
+        """The first output that is wrong, else the first gradient; None: nothing is compared.
+
+        forward  whether outputs may be wrong. Where the loss is right they are not, though modules
+                 may give another thing than the original's (what a bias is still added to)
+        """
         before = ""
         anchors: tuple[Part, ...] = ()
         words: dict[
@@ -336,7 +355,7 @@ class Followed:
                 want = self.right.of(at)
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
-            elif frame[0] and (said := self._output(at, found)):  # a stage returns what it has
+            elif forward and frame[0] and (said := self._output(at, found)):  # not what a stage has
                 because = _apart(words)
                 return Found(
                     _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
@@ -388,8 +407,23 @@ class Followed:
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
             texts.append(f"they are {'alike' if alike else 'different'} on these ranks")
+        elif back and self._misplaced(at, wrong, factors or {}):
+            texts.append("their sum is right: parts of them belong to the places of other ranks")
+            return Pattern("; ".join(texts))
         text = "; ".join(texts) + (f"; right on rank {_list(good)}" if good else "")
         return Pattern(text, all(one.how for one in said))
+
+    def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
+        """Whether ranks' gradients are right as a sum, though each is about other places."""
+        if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
+            return False
+        whole = self.right.of(at, True).reshape(-1)
+        right = [
+            replace(part, value=factors.get(part.rank, 1.0) * whole[part.places])
+            for part in wrong
+            if part.places is not None
+        ]
+        return fits(_sum(wrong), _sum(right))
 
     # -- backward
 
@@ -452,7 +486,11 @@ class Followed:
         for part in wrong:
             assert part.places is not None
             groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append(part)
-        for group in groups.values():
+        for copies in groups.values():
+            group: list[Part] = []  # each term once: ranks may have it as copies
+            for part in copies:
+                if not any(self.looks.alike(part.value, one.value) for one in group):
+                    group.append(part)
             first = group[0]
             if len(group) < 2 or len({part.value.shape for part in group}) > 1:
                 return False
@@ -467,8 +505,13 @@ def _all_there(places: Tensor, shape: torch.Size) -> bool:
     """Whether a dim that is as long as the whole's has each of its places."""
     if places.dim() != len(shape):
         return True
-    pairs = zip(places.shape, torch.unravel_index(places, shape), shape)
-    return all(a != size or len(torch.unique(index)) == size for a, index, size in pairs)
+    for dim, size in enumerate(places.shape):
+        line = places.movedim(dim, 0).reshape(size, -1)[:, 0]
+        pairs = zip(torch.unravel_index(line, shape), shape)
+        count, whole = max((len(torch.unique(index)), whole) for index, whole in pairs)
+        if count < size and whole == size:
+            return False
+    return True
 
 
 def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:

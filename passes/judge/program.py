@@ -156,6 +156,8 @@ def check(program: TrainingProgram, rank: int) -> None:
     if not callable(program.step):
         title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
         raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
+    for part in _OF_A_BATCH:
+        _check_takes_one(getattr(program, part), part, rank)
     if program.world_loss not in WAYS:
         title = f"`world_loss` is {program.world_loss!r}"
         helps = (guess(str(program.world_loss), WAYS, "choose one of"),)
@@ -171,6 +173,21 @@ def check(program: TrainingProgram, rank: int) -> None:
         raise Refusal(Diagnostic("S767", title, helps=helps))
 
 
+def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) -> None:
+    try:
+        signature = inspect.signature(function) if function is not None else None
+    except ValueError:  # of something that is built in
+        return
+    try:
+        if signature is not None:
+            signature.bind(None)
+    except TypeError as error:
+        title = f"`{part}` of the program on rank {rank} is {part}{signature}: it takes no batch"
+        helps = (f"write `def {part}(batch): ...`: it is called with the whole batch of a step",)
+        raise Refusal(Diagnostic("S761", title, helps=helps)) from error
+
+
+_OF_A_BATCH = ("step", "evaluate")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("optimizer", "clip", "evaluate", "state_dict", "load"), _FUNCTION),

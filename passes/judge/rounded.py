@@ -14,6 +14,7 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.judge.beside import alike
+from schedlang.passes.judge.causes import Remembered
 from schedlang.passes.judge.choices import Choosing, Routes, untold
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.judge.trial import Trial
@@ -89,7 +90,8 @@ def rounded(
             rounding=rounding(dtype),
         )
         expected, actual = alike(bounds.exact, seen, kept)
-        return actual, replace(bounds, exact=expected, state=True)
+        run = Remembered(bounds.run)
+        return actual, replace(bounds, exact=expected, run=run, state=True)
 
     routes = Routes(kept.chosen)
     actual, bounds = against(routes.mode)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from schedlang.passes.verify.observe import Batch
 
-MOST_PLACES, MOST_INPUTS = 12, 3
+MOST_PLACES, MOST_INPUTS = 32, 3
 CLEAR, NONE = 1e-6, 1e-12  # of the largest number: a dependence, and none
 
 
@@ -81,6 +81,10 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
             for change, row in pairs.nonzero().tolist():
                 found.add((int(places[row]), made[change].place))
     source = made[0].source
+    if more and less:
+        order = _order(whole, [(_moved(p.outputs), p.rows.reshape(-1)) for p in parts], made)
+        text = f"{_pairs(more, source, 'depends')} and not on what the original's does"
+        return f"{text}: {order or 'words are in another order, or another mask is used'}"
     said = []
     if more:
         text = f"{_pairs(more, source, 'depends')}, where the original's does not"
@@ -89,6 +93,19 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
         text = f"{_pairs(less, source, 'does not depend')}, where the original's does"
         said.append(f"{text}: something is masked or missing")
     return "; ".join(said)
+
+
+def _order(whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]) -> str:
+    """Say in which order words are taken, if with it all depends as the original's does."""
+    moved = torch.cat([found > CLEAR for found, _ in parts], 1)
+    there = torch.cat([whole[:, rows] > CLEAR for _, rows in parts], 1)
+    order = []
+    for column in there:  # the place of which another depends as on this one
+        same = [k for k, one in enumerate(moved) if torch.equal(one, column)]
+        if len(same) != 1:
+            return ""
+        order.append(made[same[0]].place)
+    return f"it has the words in the order {order}" if len(set(order)) == len(order) else ""
 
 
 def _moved(outputs: Sequence[Tensor]) -> Tensor:

@@ -102,7 +102,9 @@ class Judged:
         model = copy.deepcopy(original)
         self._buffers_of_original = {n: b.shape for n, b in model.named_buffers()}
         self._modules = {name for name, _ in model.named_modules()}
-        self._saved_buffers = set(model.state_dict()) - set(self.table.aliases)
+        saved = set(model.state_dict())
+        self._saved_buffers = saved - set(self.table.aliases)
+        self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
         self.program: TrainingProgram = made(make, model, self.rank)
         if like is None:
             found = world.all_gather_object(held(self.program, self.table))
@@ -231,7 +233,7 @@ class Judged:
 
     def _sums(self) -> dict[str, float]:
         """A number of each own parameter, which a step alone must not change."""
-        parts = {one.name: local(p.detach()) for one, p in self._own if not self._step}
+        parts = {one.name: local(p.detach()) for one, p in self._own}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def derive(self, batch: Batch) -> Any:
@@ -382,12 +384,24 @@ class Judged:
         """Return None: a step of somebody else gives no gradients of its batch."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers, also under the other names of tied ones."""
+        """Whole parameters and buffers, also under the other names of tied ones.
+
+        Where hooks of the original save it in another form, these write that of the program's.
+        """
         whole, errors = self._whole([local(p.detach()) for _, p in self._own])
         self._errors |= errors
         state = {name: whole.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
-        return found | {n: b for n, b in self._buffers().items() if n in self._saved_buffers}
+        buffers = self._buffers()
+        if not self._renames or self.rank > 0:
+            return found | {n: b for n, b in buffers.items() if n in self._saved_buffers}
+        model = copy.deepcopy(self.original)
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, tensor in held.items():
+            if (value := {**buffers, **found}.get(name)) is not None:
+                tensor.data.copy_(value)
+        saved: Mapping[str, Tensor] = model.state_dict()
+        return saved
 
     def buffers(self) -> Mapping[str, Tensor]:
         """Buffers that go by a known name, also those that a state dict leaves out."""
@@ -455,13 +469,28 @@ class Judged:
             return None
         with telling(self.program.state_dict, "state_dict", self.rank):
             state = with_optimizer(self.program.state_dict, self._optimizer)
-        known = set(self.table.aliases) | self._saved_buffers
+        found = [
+            {
+                name: v.full_tensor() if isinstance(v, DTensor) else v
+                for name, v in one.items()
+                if isinstance(v, Tensor)
+            }
+            for one in _named_so(state, set(self.table.aliases) | self._saved_buffers)
+        ]
         self.kept.saved = Tensors(self.kept.folder)
-        for name, v in _named_so(state, known).items():
-            whole = v.full_tensor() if isinstance(v, DTensor) else v
-            if isinstance(v, Tensor) and self.rank == 0:
-                self.kept.saved[name] = whole
+        if self.rank == 0 and found:  # others may be means of the weights over time
+            self.kept.saved.update(next((one for one in found if self._held_in(one)), found[0]))
         return state
+
+    def _held_in(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether the parameters of this rank are the ones in a state of whole tensors."""
+        pairs = [
+            (here.within(local(p.detach()).reshape(-1)), there.within(state[name].reshape(-1)))
+            for one, p in self._own
+            for name, (here, there) in one.pieces.items()
+            if name in state and state[name].shape == self.table.shapes[name]
+        ]
+        return all(torch.equal(a.reshape(-1), b.reshape(-1).to(a.dtype)) for a, b in pairs)
 
     def load(self, state: Any) -> None:
         """Give this rank a state that was saved."""
@@ -497,20 +526,20 @@ def _here(value: Any) -> Any:
     return local(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _named_so(state: Any, known: set[str]) -> Mapping[str, Any]:
-    """The mapping in a state that has most of the original's names: in itself, or in its values."""
-    best: Mapping[str, Any] = {}
+def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
+    """The mappings in a state that have most of the original's names: itself, or its values."""
+    found: list[tuple[int, Mapping[str, Any]]] = []
     waiting = [state]
     while waiting:
-        one = waiting.pop()
+        one = waiting.pop(0)
         if isinstance(one, Mapping):
             waiting += one.values()
-            found = {k: v for k, v in one.items() if isinstance(k, str)}
-            of = [sum(isinstance(s.get(k), Tensor) for k in known) for s in (best, found)]
-            best = found if of[1] > of[0] else best
+            named = {k: v for k, v in one.items() if isinstance(k, str)}
+            found.append((sum(isinstance(named.get(k), Tensor) for k in known), named))
         elif isinstance(one, (list, tuple)):
             waiting += one
-    return best
+    most = max((count for count, _ in found), default=0)
+    return [named for count, named in found if count == most > 0]
 
 
 def _as_before(like: Judged, program: TrainingProgram) -> Holdings:

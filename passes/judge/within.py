@@ -10,38 +10,14 @@ import torch
 from torch import Tensor
 
 from schedlang.passes.judge.causes import NEAR
-from schedlang.passes.judge.masks import Whole, placed
 from schedlang.passes.judge.modules import At, Exact, Run
-from schedlang.passes.judge.nearest import windows
+from schedlang.passes.judge.places import ALONG, Likest, placed
 from schedlang.passes.localize.diagnose import Pattern, diagnose, numbers
 from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import Key, Observation
 
-ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
-APART = 4.0  # how much further off, in angle squared, any other place is
 ALIKE = 16.0  # roundings by which copies may differ
 SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, may be off
-
-
-class Likest(Whole):
-    """A tensor in which a part is looked up by its direction: a wrong scale hides no place."""
-
-    def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices of the window that is most along a part, and by far."""
-        if part.dim() != self.values.dim():
-            return None
-        value = part.detach().double()
-        size = float(value.norm())
-        found = []
-        for some in windows(part.shape, self.values.shape) if size else ():
-            there = self.values[torch.meshgrid(*some, indexing="ij")] if some else self.values
-            cosine = float((there * value).sum()) / (size * float(there.norm()) or 1.0)
-            found.append((1.0 - cosine, some))
-        found.sort(key=lambda one: one[0])
-        if not found or found[0][0] > 1.0 - ALONG:
-            return None
-        alone = len(found) == 1 or found[1][0] > APART * found[0][0]
-        return list(found[0][1]) if alone else None
 
 
 class Within(Exact):

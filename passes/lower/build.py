@@ -187,7 +187,7 @@ class Options:
                several ranks, and as the process draws in a world of one
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     local      the batch is this rank's rows
-    compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
+    compare    what ranks compare: `nothing`, builds and the first batch (`build`), all (`batches`)
     wait       seconds in which all ranks come to `build`
     weights    files of safetensors or a checkpoint that the values come from: the model needs none
     on_meta    everything lies on the meta device: for a step that only shows what would be sent
@@ -327,9 +327,7 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
     if given.optimizer is not None:
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)
-    comparing = None
-    if given.optimizer is not None or given.compare == "batches":
-        comparing = _steered_alike(a.parameters, optimizer, given)
+    comparing = _steered_alike(a.parameters, optimizer, given)
     scale = loss_scale(plan) if plan.casts else None
     return Program(
         a,
@@ -367,7 +365,7 @@ def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> Dr
 def _steered_alike(
     found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
 ) -> Comparing | None:
-    """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
+    """Refuse optimizers with other settings; what compares the batches of steps."""
     from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.step_batch import Comparing
 
@@ -376,9 +374,7 @@ def _steered_alike(
     names = {id(parameter): name for name, parameter in found.items()}
     if given.optimizer is not None:  # alike on all ranks, those too that train nothing
         agree(optimized_by(optimizer, names), given.wait)
-    if given.compare != "batches":
-        return None
-    return Comparing(lambda: optimized_by(optimizer, names))
+    return Comparing(lambda: optimized_by(optimizer, names), given.compare == "batches")
 
 
 def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def slice_state(
     }
     place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     reached = prepared.traced.reached
-    met = {p for n, p in module.named_parameters() if n in reached}
+    # where values choose among modules, those of a later batch may reach what this one did not
+    anywhere = bool(prepared.traced.wanders)
+    met = {p for n, p in module.named_parameters() if anywhere or n in reached}
     out = {}
     for stage in staged.stages_at(place):
         asked = prepared.traced.asked

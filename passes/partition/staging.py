@@ -166,7 +166,11 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
             _as_often(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
         trunk -= {around for _, around in traced.lent}  # it would not be gathered: the model is
-        return Staged(UNCUT, timeline, ((0,),), None, trunk, traced.outside, traced.rewritten)
+        outside = traced.outside
+        if traced.wanders:  # ranks would gather, and sum, different ones together
+            trunk -= {around for fqn, around in outside if fqn in traced.wanders} | traced.wanders
+            outside = frozenset(one for one in outside if traced.wanders.isdisjoint(one))
+        return Staged(UNCUT, timeline, ((0,),), None, trunk, outside, traced.rewritten)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
@@ -177,8 +181,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         check_regions(plan, graph, numbers)
         made = cut(graph, numbers)
         _check_derived(traced, graph)
-        if traced.reenters:
-            _check_reentered(traced, graph, numbers)
+        _check_reentered(traced, graph, numbers)
     except Refusal as refusal:
         raise placed(refusal, plan, Facet.STAGE) from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -301,9 +304,20 @@ def _check_derived(traced: Traced, graph: StageGraph) -> None:
 
 def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) -> None:
     """Refuse (S610) a unit in a reentrant checkpoint that stands between units, but in the last
-    stage: later stages go through the same code, and their backward would run it again."""
+    stage: later stages go through the same code, and their backward would run it again.
+
+    So is one in a function of the model's whose backward is its own (reversible layers).
+    """
     for unit, stage in zip(graph.units, numbers):
-        if unit in traced.ungraded and stage < max(numbers):
+        function = traced.ungraded.get(unit, "")
+        if stage < max(numbers) and function and function != "CheckpointFunction":
+            raise Refusal.of(
+                "S610",
+                f"`{unit}` runs in `{function}`, whose backward is its own and of all it calls",
+                notes=("no stage has all of what that backward runs",),
+                helps=("leave out the pipeline: `zero` and `shard` do not cut it",),
+            )
+        if traced.reenters and unit in traced.ungraded and stage < max(numbers):
             raise Refusal.of(
                 "S610",
                 f"`{unit}` runs in a reentrant checkpoint, which no later stage can run again",

@@ -377,7 +377,7 @@ class Run:
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in leaves.items()}
-        draws = recording.original.random
+        draws, self.truths = recording.original.random, recording.original.truths
         self.follower = Follower(recording.frames, self.stack, sizes, splits, draws)
         self.sizes = sizes
         self.edges: dict[str, tuple[Edge, ...]] = {}
@@ -427,7 +427,7 @@ class Run:
             with without_values(self.batch) as (inputs, _):
                 for given in tensors_in(inputs):
                     self.follower.put(given, Note(data=True))
-                with Trace(self.stack, self.follower):
+                with Trace(self.stack, self.follower, asked=self.truths):
                     output, _ = forward(model, inputs, self.loss)
             for tensor in tensors_in(output):
                 for axis, tag in self.follower.of(tensor).tags.items():

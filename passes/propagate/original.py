@@ -48,13 +48,17 @@ class Original:
     apart     those that cannot be drawn alike on several ranks -> module and line of the model
     reached   parameters that the loss depends on, whatever the values are
     reenters  whether the model has reentrant checkpoints, whose backward runs another one
-    ungraded  modules that are called without a graph: in such a checkpoint, or a teacher's
+    ungraded  modules that are called without a graph, in such a checkpoint or a teacher's -> the
+              `autograd.Function` in whose forward they are called, if any
     outside   modules that are called while a module around them does not run, and that one
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
     derives   modules whose own forward takes a gradient -> the line of the model that does
     lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
+    truths    whether the batch decides what is true, where the model asks; else nothing is
+    wanders   modules that other values call another number of times, or in another order; with
+              them those that nobody has called
     entries   modules in the order of their first call, and how often each is called
     choices   modules that choose by values (a top-k) -> the call that does
     """
@@ -69,13 +73,15 @@ class Original:
     apart: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     reenters: bool = False
-    ungraded: frozenset[str] = frozenset()
+    ungraded: Mapping[str, str] = field(default_factory=dict)
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
     derives: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None
     asked: bool = False
+    truths: bool = False
+    wanders: frozenset[str] = frozenset()
     entries: Mapping[str, int] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
 
@@ -105,49 +111,49 @@ def record(
     loss: Loss | None,
     leaves: Mapping[str, Leaf],
     draws: bool = False,
+    truths: bool = False,
 ) -> Recording:
     """Run the model as it is, without values, and record it.
 
     `draws`: what is drawn at random is watched, too; a model of which this shows only as it runs
-    is run again.  Raises Refusal where the model, or the loss beside it, does not run.
+    is run again.  `truths`: whoever asks whether something is true is told what the batch decides,
+    not always no; so it is of a model that does not run otherwise (it asserts).  Raises Refusal
+    where the model, or the loss beside it, does not run.
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.lending import Lending
-    from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.tracing.meta import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
-    model, stack = meta_model(plan.model.model, {}), Stack(lending=Lending() if parts else None)
-    model.train()
-    if plan.computes:
-        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    stack = Stack(lending=Lending() if parts else None)
+    model = _followed(plan, stack, leaves)
     saved = saved_by(plan, model, stack) if plan.kept else {}
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
-    kept = kept_outside(plan.model.model)
-    with kept, without_values(batch) as (inputs, values):
+    failed: Exception | None = None
+    with kept_outside(plan.model.model), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
-        with watched or nullcontext(), Trace(stack, seen):
+        with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
             try:
                 output, value = forward(model, inputs, tried)
             except Refusal:
                 raise
             except Exception as error:
-                raise rejected(error, left_over(plan.model.model, batch), batch) from error
+                failed = error
+    if failed is not None:
+        if trace.answered:
+            return record(plan, batch, loss, leaves, draws, truths=True)
+        raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
-        return record(plan, batch, loss, leaves, draws=True)
-    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
-    labels: Any = plan.model.cache.setdefault("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    labels[at] = tuple(seen.labels), loss
+        return record(plan, batch, loss, leaves, True, truths)
+    _note_labels(plan, batch, loss, tuple(seen.labels))
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -165,12 +171,75 @@ def record(
         outside=frozenset(stack.outside),
         lossless=lossless,
         asked=values.asked,
+        truths=truths,
         entries=stack.turns,
         choices=seen.choices,
     )
+    if values.asked or values.told or trace.answered:
+        original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
+
+
+def _note_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, labels: Any) -> None:
+    """Note the labels of batches of this shape: what a part weighs is told by them alone."""
+    from schedlang.runtime.batch import named_tensors
+
+    known: Any = plan.model.cache.setdefault("labels", {})
+    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
+    known[at] = labels, loss  # the loss is kept, so that its identity is
+
+
+def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
+    """A copy of the model without values, whose calls a stack follows."""
+    from schedlang.runtime.propagation.stand_ins import put_stand_ins
+    from schedlang.runtime.tracing.meta import meta_model
+
+    model = meta_model(plan.model.model, {})
+    model.train()
+    if plan.computes:
+        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    return model
+
+
+def _with_other_values(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, Leaf],
+    original: Original,
+) -> Original:
+    """Note, if ranks slice state, what is called otherwise where values are other ones.
+
+    Ranks see rows of their own.  A model that does not run with such values tells nothing: it
+    counts as one that asked.
+    """
+    if not any(one.stage > 0 for one in plan.copies):
+        return original
+    from torch.random import fork_rng
+
+    from schedlang.runtime.batch import forward
+    from schedlang.runtime.propagation.trace import Stack, Trace
+    from schedlang.runtime.tracing.meta import without_values
+
+    stack = Stack()
+    model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
+    try:
+        with fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
+            forward(model, inputs, loss)
+    except Exception:  # a shape that is none, an index out of range
+        return replace(original, asked=True)
+    mine, others = original.entries, stack.turns
+    wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
+    if [fqn for fqn in mine if fqn not in wanders] != [f for f in others if f not in wanders]:
+        wanders = {*mine, *others}
+    if not wanders:
+        return original
+    wanders |= {fqn for fqn in plan.model.sites if fqn not in mine}
+    outside = original.outside | stack.outside
+    return replace(original, asked=True, wanders=frozenset(wanders), outside=outside)
 
 
 def _lossless(
@@ -303,6 +372,8 @@ def rejected(
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     packed = uncut(batch) if batch else ()
     helps = ["return the keyword arguments of the model's forward from `batch(seed)`"]
+    if "more than 1 value per channel" in text:  # torch's batch norm, in training
+        helps = ["give more rows, or fewer parts: ranks on the axes of `zero`, microbatches"]
     if packed:
         helps += [
             "give one entry for each row, `[rows, ...]`, and flatten it in the forward",

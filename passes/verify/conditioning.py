@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -66,44 +66,48 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _rounds(func) and not _doubled(func, args) and (wide := _widest(args)) is not None:
-            alone = func._overloadpacket.__name__ == "_to_copy"
-            for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
-                if isinstance(value, Tensor) and not (alone and _unit(value.dtype) <= wide):
-                    self._move(value)
+        if _rounds(func) and not _doubled(func, args) and (units := _units(args)):
+            # to a wider dtype nothing is rounded
+            least = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
+            with torch._C.DisableTorchFunction():  # modes are for what the model calls
+                for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
+                    if isinstance(value, Tensor) and _unit(value.dtype) > least:
+                        self._move(value)
         return out
 
     def _move(self, value: Tensor) -> None:
-        if value.is_complex():
+        if value.dtype.is_complex:
             value = torch.view_as_real(value)
         unit = _unit(value.dtype)
-        if value.is_meta or value.layout != torch.strided or not value.numel():
-            return
         if not unit > self._least:
             return  # no float, or float64
+        if value.is_meta or value.layout != torch.strided or not value.numel():
+            return
         few = value.dtype.itemsize == 1
         v, kind = value.float() if few else value, torch.finfo(value.dtype)
         size = v.abs()
         moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
         if few:  # scaled for all that there is: most are whole, and the greatest are real ones
-            stays, moved = v == 0, moved.clamp(-kind.max, kind.max)
+            stays, moved = v == 0, moved.clamp_(-kind.max, kind.max)
         else:
-            stays = (v.frac() == 0).logical_and_(size < 1 / unit)
-            stays = stays.logical_or_(size > kind.max / 4)
+            stays = (v.trunc() == v).logical_and_(size.clamp(1 / unit, kind.max / 4) != size)
         value.copy_(torch.where(stays, v, moved))
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
         """Draw a rounding for each element, relative to it."""
         key, count = (like.dtype, unit), like.numel()
-        if key not in self._steps:
-            self._steps[key] = (self._signs * unit).to(like.dtype)
-        steps = self._steps[key]
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = (self._signs * unit).to(like.dtype)
         if count > _POOL // 2:
-            steps = steps[torch.from_numpy(self._generator.integers(_POOL, size=count))]
-        first = self._places.randrange(len(steps) - count + 1)
+            return steps[torch.from_numpy(self._generator.integers(_POOL, size=like.shape))]
+        first = self._places.randrange(_POOL - count + 1)
+        if like.is_contiguous():
+            return steps.as_strided(like.shape, like.stride(), first)
         return steps[first : first + count].view(like.shape)
 
 
+@cache
 def _unit(dtype: torch.dtype) -> float:
     """The unit roundoff of a dtype; 0 of what is no float."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
@@ -128,10 +132,16 @@ def _doubled(func: Any, args: Any) -> bool:
     return func._overloadpacket.__name__ in ("mul", "mul_", "div", "div_")
 
 
-def _widest(args: Any) -> float | None:
-    """The least unit roundoff of the floats that an operator is given; None: it is given none."""
-    floats = (a for a in pytree.tree_leaves(args) if isinstance(a, Tensor))
-    return min((_unit(a.dtype) for a in floats if a.is_floating_point()), default=None)
+def _units(args: Iterable[Any]) -> list[float]:
+    """The unit roundoffs of the floats that an operator is given."""
+    found = []
+    for one in args:
+        if isinstance(one, Tensor):
+            if one.dtype.is_floating_point:
+                found.append(_unit(one.dtype))
+        elif isinstance(one, (list, tuple)):
+            found += _units(one)
+    return found
 
 
 # ---- The law of such errors: above which size is one more of them no luck?

@@ -92,7 +92,7 @@ class Sequential:
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().reshape(())  # of one number, however it is laid
+        return loss.detach().reshape(())  # one number, of whatever dims
 
     def _switch(self) -> None:
         self._training.off() if self.evaluate else self._training.on()

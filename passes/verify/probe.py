@@ -434,15 +434,26 @@ def check_parts(case: Case) -> Case:
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
     line = "" if known else _line_if_told(Probe(case, case.batches[0]))
+    differs = (
+        f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
+        f" {bad.error:.1e}"
+    )
+    meet = (f"rows of the batch meet in {line}",) if line else ()
+    if _sums(probe):
+        raise Refusal.of(
+            "S703",
+            "the loss of this model is a sum over rows, not a mean",
+            notes=(differs, "the losses of the parts add up to that of the whole", *meet),
+            helps=("divide it by what it adds up, in `loss(output, batch)`, or by an option",),
+        )
     raise Refusal(
         Diagnostic(
             "S703",
             "splitting the batch changes the loss of this model",
             notes=(
-                f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
-                f" {bad.error:.1e}",
+                differs,
                 "statistics over the batch (batch norm, router losses) would differ by rank",
-                *((f"rows of the batch meet in {line}",) if line else ()),
+                *meet,
             ),
             helps=(
                 "define `weight(batch)` in the model file: the weight of a part of the batch",
@@ -450,6 +461,16 @@ def check_parts(case: Case) -> Case:
             ),
         )
     )
+
+
+def _sums(probe: Probe) -> bool:
+    """Return whether the losses of the parts add up to that of the whole, as no mean does."""
+    with alone(probe.case) as subject:
+        whole = derived(subject, probe.batch, range(rows(probe.batch)))[""]
+        parts = [derived(subject, part.inputs, part.rows)[""] for part in probe.parts]
+    assert whole is not None
+    total = torch.stack([loss for loss in parts if loss is not None]).sum()
+    return bool((total - whole).abs() <= RTOL * whole.abs())
 
 
 def _line_if_told(probe: Probe) -> str:

@@ -349,9 +349,12 @@ def _optimizer_state(program: Program) -> dict[str, dict[str, Any]]:
 
 
 def program_of(case: Case, **options: Any) -> Program:
-    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`."""
+    """Build, on a rank, the program of a prepared case; `options` are more of those of `build`.
+
+    Ranks are given one case, so there is nothing to agree on.
+    """
     given = {"loss": case.loss, "weight": case.weight, "seed": case.seed, "prepared": case.prepared}
-    return build(case.plan, case.batches[0], **(given | options))
+    return build(case.plan, case.batches[0], **({"compare": "nothing"} | given | options))
 
 
 def built(case: Case, condition: Condition) -> Program:

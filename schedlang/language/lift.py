@@ -314,8 +314,8 @@ def _value(node: n.Node) -> str:
     match node:
         case n.Lit(text):
             constant = {"true": "True", "false": "False"}.get(text)
-            plain = text[:1] == '"' or re.fullmatch(r"[\d.e+-]+", text)
-            return constant or (text if plain else f'"{text}"')
+            number = re.fullmatch(r"[\d.e+-]+", text) is not None
+            return constant or (text if number or text[:1] == '"' else f'"{text}"')
         case n.Name(parts):
             plain = parts in (("R",), (HOLE,), ("True",), ("False",), ("None",))
             return node.text if plain else f'"{node.text}"'

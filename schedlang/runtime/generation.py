@@ -2,7 +2,8 @@
 
 The loop runs on every rank, on the same tokens; only the model's forward is the program's.  Prompts
 are shared among replicas and microbatches as the rows of a batch are.  Keys and values stay where
-they are made: a rank has those of its layers, of its heads, and of its rows.
+they are made: a rank has those of its layers, of its heads, and of its rows.  An encoder runs with
+each token again, as stages that the program has in one chain: what it gives is kept nowhere.
 """
 
 from __future__ import annotations
@@ -48,18 +49,30 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
     _check(a, model, {name: options.get(name, getattr(config, name, None)) for name in REFUSED})
     samples = options.get("do_sample", getattr(config, "do_sample", False))
     _check_same(inputs, options, default_generators([a.ranks.device]) if samples else [])
-    return _facade(a, model, run).generate(inputs, **options)
+    if model.config.is_encoder_decoder:
+        options |= _beside_encoder(model, inputs, options)
+    return _facade(a, model, run).generate(*([] if inputs is None else [inputs]), **options)
+
+
+def _beside_encoder(model: Any, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
+    """Put what an encoder is given in the place of what it gives: there the loop repeats its rows
+    where it tries several for one, and hands them to each forward."""
+    from transformers.utils import ModelOutput
+
+    if options.get("encoder_outputs") is not None:
+        raise _refused("`encoder_outputs` are not followed", "give what the encoder is given")
+    names = (model.main_input_name, "inputs_embeds")
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    found = given or ({} if inputs is None else {names[0]: inputs})
+    if not found:
+        raise _refused(f"`{names[0]}`, which the encoder is given, is missing", "give it")
+    return {"encoder_outputs": ModelOutput(found)}
 
 
 def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "generation_config"):
         raise _refused(
             f"`{type(model).__name__}` has no `generate` of transformers",
-            "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
-        )
-    if model.config.is_encoder_decoder:
-        raise _refused(
-            "an encoder and a decoder are not generated with",
             "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
         )
     if a.tokens is not None:
@@ -108,7 +121,7 @@ def _refused(title: str, help_: str) -> Refusal:
 
 def _facade(a: Assembly, model: Any, run: Run) -> Any:
     """The model as transformers' loop sees it: its forward is the program's, on whole batches."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import EncoderDecoderCache
 
     kind: Any = type(model)
     _, replicas, _ = a.parts
@@ -120,6 +133,8 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         nonlocal fed
         name = next((name for name in CACHES if inputs.get(name) is not None), None)
         cache: Any = None if name is None else inputs.pop(name)
+        if (encoder := inputs.pop("encoder_outputs", None)) is not None:
+            inputs |= encoder  # what `_beside_encoder` has laid there
         tokens = _tokens(inputs)
         # a cache that the model makes by itself (RWKV, MiniMax): the loop takes it as kept
         if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
@@ -140,18 +155,10 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         for name in CACHES:
             if (made := given.get(name)) is None:
                 continue
-            if type(made) is not DynamicCache:
-                raise _refused(
-                    f"a cache of the kind `{type(made).__name__}` is not followed",
-                    "leave out `cache_implementation` and caches of your own: this one keeps"
-                    " all keys and values",
-                )
-            if any(
-                type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
-                for layer in made.layers
-            ):
-                raise _refused(MORE, WITHOUT)
-            given[name] = _cache_class()()
+            two = type(made) is EncoderDecoderCache
+            for one in (made.self_attention_cache, made.cross_attention_cache) if two else (made,):
+                _check_cache(one)
+            given[name] = _cache_class(two)()
 
     more = {
         "forward": forward,
@@ -164,10 +171,28 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     return facade
 
 
+def _check_cache(made: Any) -> None:
+    """Refuse a cache that keeps other things than all keys and values, or in another way."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if type(made) is not DynamicCache:
+        raise _refused(
+            f"a cache of the kind `{type(made).__name__}` is not followed",
+            "leave out `cache_implementation` and caches of your own: this one keeps"
+            " all keys and values",
+        )
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in made.layers):
+        raise _refused(MORE, WITHOUT)
+
+
+# the sequences that tokens are added to: of a decoder with an encoder, or else all that there is
+_GROWS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+
 def _tokens(inputs: Mapping[str, Any]) -> int:
     """Count the tokens of each row that a forward is given."""
-    ids = inputs.get("input_ids")
-    return int((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
+    grows = next(inputs[name] for name in _GROWS if inputs.get(name) is not None)
+    return int(grows.shape[1])
 
 
 def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
@@ -252,9 +277,35 @@ class KeyValueCache:
     reorder_cache = crop = batch_repeat_interleave = batch_select_indices = _other
 
 
-@functools.cache
-def _cache_class() -> Any:
-    """Made when first asked for: transformers is imported for its own models only."""
-    from transformers.cache_utils import DynamicCache
+class _None(dict[int, bool]):
+    """No layer has keys and values of an encoder's tokens: each forward makes them."""
 
-    return type("Cache", (KeyValueCache, DynamicCache), {})
+    def __setitem__(self, layer: int, value: bool) -> None:
+        """Leave it at that."""
+
+
+@functools.cache
+def _cache_class(two: bool) -> Any:
+    """Made when first asked for: transformers is imported for its own models only.
+
+    two  of a decoder with an encoder: parts have one more cache, which gives back what it is given
+    """
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    one = type("Cache", (KeyValueCache, DynamicCache), {})
+    if not two:
+        return one
+
+    class Passes(DynamicCache):  # type: ignore[misc]  # transformers has no types
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return keys, values
+
+    class Both(EncoderDecoderCache):  # type: ignore[misc]
+        __reduce__ = KeyValueCache.__reduce__
+
+    def part(self: Any, microbatch: int) -> Any:
+        both = Both(KeyValueCache.part(self, microbatch), Passes())
+        both.is_updated = _None()
+        return both
+
+    return type("Cache", (one,), {"part": part})

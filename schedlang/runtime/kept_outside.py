@@ -1,4 +1,4 @@
-"""What the code of a model keeps outside of it, in globals and caches, as it was before a run."""
+"""State that a model's code keeps outside of it, in globals and caches, put back after a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from schedlang.ir import pytree
 OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
 LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines the classes is seen
 CACHED = type(functools.cache(lambda: None))
+_OPENED = (dict, list, CACHED)
 DEPTH = 3  # of containers in containers
 
 MOST = 4096  # entries of a container that is looked into: tables are few
@@ -33,9 +35,10 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
     Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
     a class or by `functools.lru_cache`: the model itself would meet them afterwards.
     """
+    classes = {cls for one in model.modules() for cls in type(one).__mro__}
     undo: Undo = []
     try:
-        for names, put in _spaces(model):
+        for names, put in _spaces(frozenset(cls for cls in classes if _root(cls) not in OTHERS)):
             _remember(names, put, undo, 0)
         yield
     finally:
@@ -43,23 +46,21 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
             back()
 
 
-def _spaces(model: nn.Module) -> Iterator[tuple[Any, Put | None]]:
-    """The names of modules, classes, functions and their cells, each with what sets one."""
-    classes = {cls for one in model.modules() for cls in type(one).__mro__}
-    classes = {cls for cls in classes if _root(cls) not in OTHERS}
+@functools.lru_cache(maxsize=16)  # one model is run many times
+def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put | None]]:
+    """List the names of modules, classes, functions and their cells, each with what sets one."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
     near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
-    found: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
-    for space in found:
-        yield space, partial(_set_item, space)
-    for cls in classes:
-        yield vars(cls), partial(_set_attribute, cls)
-    functions = {f for s in (*found, *map(vars, classes)) for f in _functions(s, homes)}
-    for function in functions:
-        yield function.__dict__, partial(_set_item, function.__dict__)
-        for cell in function.__closure__ or ():
-            yield cell, partial(_set_cell, cell)
+    modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
+    functions = {f for s in (*modules, *map(vars, classes)) for f in _functions(s, homes)}
+    found: list[tuple[Any, Put | None]] = [
+        (space, partial(_set_item, space))
+        for space in (*modules, *(function.__dict__ for function in functions))
+    ]
+    found += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
+    cells = [cell for function in functions for cell in function.__closure__ or ()]
+    return [*found, *((cell, partial(_set_cell, cell)) for cell in cells)]
 
 
 def _set_item(space: Any, key: Any, value: Any) -> None:
@@ -93,8 +94,9 @@ def _home(value: Any) -> str:
 
 def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
     for value in tuple(space.values()):
-        inner = getattr(value, "__wrapped__", value)  # of a decorator
-        for one in (value, inner):
+        if isinstance(value, ModuleType):  # one that imports what it is asked for
+            continue
+        for one in (value, getattr(value, "__wrapped__", value)):  # of a decorator
             if isinstance(one, FunctionType) and one.__module__ in homes:
                 yield one
 
@@ -102,24 +104,26 @@ def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
 def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
     """Add what puts names back, and what they hold, to `undo`."""
     before = _contents(space)
-    undo.append(lambda: _put_back(space, before, put))
+    undo.append(partial(_put_back, space, before, put))
     for key, value in before.items():
+        if not isinstance(value, _OPENED):  # nearly all
+            continue
         if isinstance(value, CACHED):
             undo.append(partial(_forget, value, value.cache_info().misses))
-        elif not isinstance(value, (dict, list)) or len(value) > MOST or key == "__builtins__":
-            continue
-        elif depth < DEPTH:
+        elif depth < DEPTH and len(value) <= MOST and key != "__builtins__":
             inner = partial(_set_item, value) if isinstance(value, dict) else None
             _remember(value, inner, undo, depth + 1)
 
 
 def _contents(space: Any) -> dict[Any, Any]:
-    if isinstance(space, CellType):
-        try:
-            return {0: space.cell_contents}
-        except ValueError:  # not bound yet
-            return {}
-    return dict(enumerate(space)) if isinstance(space, list) else dict(space)
+    if isinstance(space, list):
+        return dict(enumerate(space))
+    if not isinstance(space, CellType):
+        return dict(space)
+    try:
+        return {0: space.cell_contents}
+    except ValueError:  # not bound yet
+        return {}
 
 
 def _forget(cache: Any, misses: int) -> None:
@@ -129,12 +133,15 @@ def _forget(cache: Any, misses: int) -> None:
 
 def _put_back(space: Any, before: dict[Any, Any], put: Put | None) -> None:
     now = _contents(space)
+    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+        return
     changed = [k for k, v in now.items() if k not in before or before[k] is not v]
     held = [k for k in changed if _holds(now[k]) or _holds(before.get(k))]
-    if held and put is None:  # a list: its places are those of before
+    if put is not None:
+        for key in held:
+            put(key, before.get(key, GONE))
+    elif held:  # a list: its places are those of before
         space[:] = before.values()
-    for key in held if put is not None else ():
-        put(key, before.get(key, GONE))
 
 
 def _holds(value: Any) -> bool:

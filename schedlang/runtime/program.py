@@ -24,9 +24,7 @@ from schedlang.runtime import shards, whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part, check_mapping, followed, moved
 from schedlang.runtime.checkpointing import archive
-from schedlang.runtime.checkpointing.adapter import export_adapter
 from schedlang.runtime.checkpointing.background import Background
-from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import InShard
@@ -83,7 +81,7 @@ class Program:
     offloaded: Offloaded | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
-    comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
+    comparing: Comparing | None = None  # compares the next batch among ranks
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -266,9 +264,10 @@ class Program:
         """The output of the whole batch, structured as the model's own, on every rank.
 
         Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
-        what no rank has whole (`left_out` says what and why): a cache of keys and values of other
-        stages, a count that differs between parts.
+        what no rank has whole (`left_out` says what and why): caches of other stages, say.
         """
+        if self.comparing is not None:
+            self.comparing.check(self.assembly, batch, local, None)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -590,10 +589,10 @@ class Program:
     ) -> None:
         """Write whole weights in files of `shard` bytes, with adapters merged into them
         (`shards.export`); with `adapter` the adapters alone, for PEFT
-        (`adapter.export_adapter`)."""
+        (`shards.export_adapter`)."""
         a = self.assembly
-        if not adapter:
-            shards.export(a, path, model, whole.parts(a), whole.buffers(a), shard)
-            return
-        state = whole.state_dict(a, first_rank)  # which is the one that writes
-        export_adapter(a.ranks.rank, path, model, state, a.merges, self.trained())
+        parts, buffers = whole.parts(a), whole.buffers(a)
+        if adapter:
+            shards.export_adapter(a, path, model, parts, buffers, self.trained())
+        else:
+            shards.export(a, path, model, parts, buffers, shard)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.checkpointing import adapter
 from schedlang.runtime.checkpointing.export import MARK, MARKS, check, unwritten
 from schedlang.runtime.checkpointing.holding import assembled
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES
@@ -75,6 +76,41 @@ def export(
     replace_folder(
         target, a.ranks.rank, fill, marks=MARKS, diagnose=diagnose, failures=(Exception,)
     )
+
+
+def export_adapter(
+    a: Assembly,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    parts: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    trained: Sequence[str],
+) -> None:
+    """Write the adapters, and modules that are trained beside them, for PEFT; all ranks together.
+
+    Only what is written is put together, tensor by tensor, on the first rank, since PEFT reads one
+    file.  Raises Refusal S631, S632, S639 or S638 on all ranks, leaving what was at the path as it
+    was.
+    """
+    target = Path(world.broadcast_object(0, str(resolved(path))))
+    comes, rank = Coming(a, parts, buffers), a.ranks.rank
+    rows = adapter.rows_of(a.merges, target)
+    tensors, config = adapter.contents(rows, comes.state(), trained, model)
+    file = _file(adapter.MARK, tensors, {"format": "pt"})
+
+    def all_of_it(folder: Path) -> None:
+        _write(folder, [file], comes)
+        if rank == 0:
+            (folder / adapter.CONFIG).write_text(config)
+
+    def diagnose(error: BaseException) -> Diagnostic:
+        return Diagnostic("S631", f"cannot write the adapters to `{target}`", notes=(str(error),))
+
+    def fill(folder: Path) -> None:
+        together(lambda: all_of_it(folder), diagnose)
+
+    marks = (adapter.MARK,)
+    replace_folder(target, rank, fill, marks=marks, diagnose=diagnose, failures=(Exception,))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 from zlib import crc32
@@ -143,13 +143,25 @@ _HELPS = (
 class Comparing:
     """Raises the same Refusal (S652) on all ranks where their steps would differ.
 
-    `settings` gives the optimizer's, which a scheduler may have changed.
+    `settings` gives the optimizer's, which a scheduler may have changed; `every` step is compared,
+    or the first and the first evaluation: samplers that are seeded by rank differ there.
     """
 
     settings: Callable[[], list[Item]]
+    every: bool
+    _done: set[bool] = field(default_factory=set)  # whether of steps, of evaluations
 
-    def check(self, a: Assembly, batch: Batch, local: bool, step: int) -> None:
-        """One small collective, of digests; under `local` ranks of the same rows are compared."""
+    def check(self, a: Assembly, batch: Batch, local: bool, step: int | None) -> None:
+        """One small collective, of digests; under `local` ranks of the same rows are compared.
+
+        step: None: an evaluation
+        """
+        if not self.every:
+            if (step is None) in self._done:
+                return
+            self._done.add(step is None)
+            if not local and _same_for_all(a, batch):
+                return
         kinds = Item("batch", {name: _kind(value) for name, value in batch.items()}, helps=_HELPS)
         values = Item(
             "batch",
@@ -168,6 +180,18 @@ class Comparing:
                 _check(item, {rank: everyone[rank][1][place] for rank in ranks}, step)
 
 
+def _same_for_all(a: Assembly, batch: Batch) -> bool:
+    """Return, on all ranks the same, whether all were given the same batch.
+
+    Where a number and its square are on average what they are here, they are that everywhere; of 20
+    bits the sums are exact.
+    """
+    own = crc32(repr([(name, _value(value)) for name, value in batch.items()]).encode()) >> 12
+    found = torch.tensor([own, own**2], dtype=torch.float64, device=a.ranks.device)
+    world.all_reduce(found, a.ranks.world.group)
+    return found.tolist() == [a.ranks.mesh.world * own, a.ranks.mesh.world * own**2]
+
+
 def _compared(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
     """All ranks, or those that were given the same rows."""
     rows: dict[int, list[int]] = {}
@@ -176,10 +200,11 @@ def _compared(everyone: list[tuple[int, Any]], apart: bool) -> list[list[int]]:
     return list(rows.values())
 
 
-def _check(item: Item, said: Mapping[int, Mapping[str, str]], step: int) -> None:
+def _check(item: Item, said: Mapping[int, Mapping[str, str]], step: int | None) -> None:
     title, notes = differences(item, said)
     if notes:
-        raise Refusal.of("S652", f"{title} in step {step}", notes=tuple(notes), helps=item.helps)
+        when = "an evaluation" if step is None else f"step {step}"
+        raise Refusal.of("S652", f"{title} in {when}", notes=tuple(notes), helps=item.helps)
 
 
 def _kind(value: object) -> str:

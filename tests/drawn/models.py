@@ -322,6 +322,12 @@ OWN = (
         lambda seed: {"x": _noise(seed, 6), "domain": _numbers(seed, 2), "y": _numbers(seed, 4)},
     ),
     Subject(
+        "routed",
+        own.Routed,
+        lambda seed: {"x": _noise(seed, 6), "language": _numbers(seed, 3), "y": _numbers(seed, 4)},
+        lambda output, batch: output[0],
+    ),
+    Subject(
         "assorted",
         own.Assorted,
         lambda seed: {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,8 +131,100 @@ class Parallel(nn.Module):
         return out.square().mean()
 
 
-def test_units_that_not_every_rank_calls(threads: Threads) -> None:
-    """Ranks that gather different modules of one size are found out, whatever was mixed (S663)."""
-    plan = planned(Parallel().double(), "  zero(stage=3, over=dp)", "dp=2")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_units_that_not_every_rank_calls(threads: Threads, stage: int) -> None:
+    """What values choose among is no unit of its own: ranks would gather different ones."""
+    plan = planned(Parallel().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    proven(threads, plan, chosen())
+
+
+class Turned(nn.Module):
+    """Layers of one size, which a number in each row sends it through one way or the other.
+
+    `strict`: no other kind than that of the batch is taken, so that a look with other values shows
+    nothing.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.strict = strict
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        """The mean of what the layers give."""
+        if self.strict and int(kind[0]) != 7:
+            raise ValueError("another kind")
+        layers, out = list(self.layers), []
+        for row in x:
+            for layer in layers if row[0] > 0 else layers[::-1]:
+                row = layer(row).tanh()
+            out.append(row)
+        return torch.stack(out).square().mean()
+
+
+def turned() -> list[dict[str, Tensor]]:
+    """Batches whose halves go two ways, or all rows one."""
+    return [{"x": batch["x"].sort(0).values, "kind": torch.full((4,), 7)} for batch in chosen()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_units_that_ranks_call_in_other_orders(threads: Threads, stage: int) -> None:
+    """Each rank calls the layers in an order of its own, and sums each with itself."""
+    plan = planned(Turned().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    seen = threads.run(steps, 2, plan, tuple(turned()), sgd, None, {})[0]
+    assert_near(seen, sequential(Turned().double(), turned()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_orders_that_nobody_could_see_before(threads: Threads, stage: int) -> None:
+    """Modules of one size that ranks summed with others are found out before a step (S663)."""
+    plan = planned(Turned(strict=True).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
     with pytest.raises(Exception, match="S663"):
-        threads.run(steps, 2, plan, tuple(chosen()), sgd, None, {})
+        threads.run(steps, 2, plan, tuple(turned()), sgd, None, {})
+
+
+class Spoken(nn.Module):
+    """Blocks, each with an adapter for every language; a number of the row chooses."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.inside = inside
+        adapters = [
+            nn.ModuleDict({name: nn.Linear(4, 4) for name in ("de", "en", "fr")})
+            for _ in self.blocks
+        ]
+        if inside:
+            for block, own in zip(self.blocks, adapters):
+                block.adapters = own
+        else:
+            self.adapters = nn.ModuleList(adapters)
+
+    def forward(self, x: Tensor, languages: Tensor) -> Tensor:
+        """The mean of what the rows give."""
+        for number, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            own: Any = block.adapters if self.inside else self.adapters[number]
+            names = list(own)
+            x = x + torch.stack([own[names[int(k)]](one) for one, k in zip(x, languages)])
+        return x.square().mean()
+
+
+def spoken() -> list[dict[str, Tensor]]:
+    """Batches of one language, then of others for each half of the rows."""
+    torch.manual_seed(1)
+    languages = [[0, 0, 0, 0], [0, 0, 1, 1], [2, 1, 1, 2], [2, 2, 0, 0]]
+    return [{"x": torch.randn(4, 4).double(), "languages": torch.tensor(k)} for k in languages]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_that_numbers_of_the_batch_choose(
+    threads: Threads, stage: int, inside: bool
+) -> None:
+    """Each adapter is summed with itself, also one that the batch of `build` did not choose."""
+    plan = planned(Spoken(inside).double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    seen = threads.run(steps, 2, plan, tuple(spoken()), sgd, None, {})[0]
+    assert_near(seen, sequential(Spoken(inside).double(), spoken()))

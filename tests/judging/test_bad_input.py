@@ -89,6 +89,11 @@ REFUSED = {
         "S761",
         "`step` of the program",
     ),
+    "a step that takes a batch apart": (
+        "    return schedlang.TrainingProgram(model, lambda input, target: None)\n",
+        "S761",
+        "is step(input, target): it takes no batch",
+    ),
     "raises while it is built": ("    model.nothing\n" + RIGHT, "S762", "`program` raises"),
     "raises on one rank": (
         stepping("if rank == 1:", "    raise ValueError('no data')"),
@@ -175,8 +180,8 @@ REFUSED = {
     ),
     "a step without a batch": (
         "    return schedlang.TrainingProgram(model, lambda: ahead(model, {}))\n",
-        "S762",
-        "`step` raises TypeError",
+        "S761",
+        "is step(): it takes no batch",
     ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.masks import Whole, placed
+from schedlang.passes.judge.places import Whole, placed
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, wrapped

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.nearest import nearest
+from schedlang.passes.judge.places import nearest
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net, wrapped

@@ -1,12 +1,12 @@
 """What the page of findings says of torch is what the torch that is installed does."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forks
 
 PAGE = Path(__file__).parents[2] / "docs" / "found.md"
 
@@ -57,6 +57,5 @@ def played(heading: str, folder: Path) -> str:
     text = PAGE.read_text().partition(f"## {heading}")[2]
     code, said = (re.search(rf"```{kind}\n(.*?)```", text, re.S)[1] for kind in ("python", "text"))
     (folder / "played.py").write_text(code)
-    command = [sys.executable, str(folder / "played.py")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks.run(folder / "played.py")
     return "" if done.stdout == said else done.stdout + done.stderr

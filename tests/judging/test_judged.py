@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.judging import by_hand, net, wrapped
 DEEP = pytest.mark.deep
 
 
+@cache  # several tests ask for that of one program
 def judged(pool: Pool, program: Callable[[Any], Any], ranks: int, **model: Any) -> Report:
     """The report on a program of the small decoder."""
     torch.manual_seed(0)

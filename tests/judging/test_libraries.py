@@ -42,9 +42,8 @@ OTHERWISE = [  # a setting of a program, and another that its page or its commen
 
 
 def lines(path: Path) -> int:
-    """What a user writes: lines with code, without the first sentence and comments."""
+    """What a user writes: lines with code, without docstrings and comments."""
     text = path.read_text()
-    first = ast.parse(text).body[0]
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     rows = {
         row
@@ -52,7 +51,11 @@ def lines(path: Path) -> int:
         if token.string.strip() and token.type != tokenize.COMMENT
         for row in range(token.start[0], token.end[0] + 1)
     }
-    return len(rows - set(range(first.lineno, (first.end_lineno or 0) + 1)))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
+            first = node.body[0]
+            rows -= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(rows)
 
 
 def test_the_page_counts_their_lines() -> None:

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
+from schedlang.passes.judge.modules import Exact, Run, Seen
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
 from tests.judging.catches import lost_window, pipeline_accumulated
 from tests.judging.catches.parts import Gathered, own, total
-from tests.judging.catches.words import batch, loss
+from tests.judging.catches.words import WIDTH, Words, batch, loss
 
 
 def _said(report: Report) -> dict[str, str]:
@@ -156,3 +157,61 @@ def test_an_output_that_is_laid_otherwise_is_told(pool: Pool) -> None:
     original = {"model": Placed(), "batch": batch, "loss": loss, "ranks": 1, "pool": pool}
     said = _said(verify_program(program, **original))["first module"]
     assert "`mixed`: along dim 1 it holds the places [0, 1, 2, 0, 1, 2] of what is right" in said
+
+
+def test_words_before_rows_where_there_are_as_many() -> None:
+    """Eight words of two rows lie in eight rows of nine words; words that come twice do not."""
+    whole = torch.randn(8, 9, 4, dtype=torch.float64)
+    looks = Exact(Run({("inner", 0): Seen([whole])}))
+    at = (("inner", 0), 0)
+    part = whole[2:4, :8].transpose(0, 1)
+    places = looks.placed(at, part)
+    assert places is not None and torch.equal(whole.reshape(-1)[places], part)
+    assert looks.placed(at, whole[:, [0, 1, 2] * 3]) is None
+    assert looks.placed(at, whole[[0, 1] * 4]) is None
+
+
+def test_terms_that_ranks_have_as_copies(pool: Pool) -> None:
+    """Rows in two, each half on two ranks: positions have a term of each half, and are right."""
+
+    def program(model: Any) -> TrainingProgram:
+        def step(batch: Any) -> Any:
+            mine = {"ids": batch["ids"].chunk(2)[dist.get_rank() // 2]}
+            value = loss(model(mine["ids"]), mine)
+            value.backward()
+            for p in model.parameters():
+                p.grad = total(p.grad) / 8
+            return value
+
+        return TrainingProgram(model, step)
+
+    torch.manual_seed(0)
+    original = {"model": Placed(), "batch": batch, "loss": loss, "ranks": 4, "pool": pool}
+    said = _said(verify_program(program, **original))
+    assert "1/2 times the right value" in said["gradients"], said
+    assert "first module" not in said, said
+
+
+def test_a_bias_that_is_added_later_is_no_difference(pool: Pool) -> None:
+    """A layer gives another thing than the original's, and the loss is right: it is not blamed."""
+
+    def program(model: Any) -> TrainingProgram:
+        layer = model.inner[0]
+        layer.register_forward_hook(lambda _module, _given, output: output - layer.bias)
+        model.inner[1].register_forward_pre_hook(lambda _module, given: given[0] + layer.bias)
+
+        def step(batch: Any) -> Any:
+            value = loss(model(batch["ids"]), batch)
+            value.backward()
+            for p in model.parameters():
+                p.grad = p.grad / 2
+            return value
+
+        return TrainingProgram(model, step)
+
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+    original = {"model": Words(inner), "batch": batch, "loss": loss, "ranks": 1, "pool": pool}
+    said = _said(verify_program(program, **original))
+    assert "1/2 times the right value" in said["gradients"], said
+    assert "first module" not in said, said

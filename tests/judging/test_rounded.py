@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def scaled_moment(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(made.module, made.step, optimizer=optimizer)
 
 
+@cache  # several tests ask for that of one program
 def judged(pool: Pool, program: Any, dtype: str, ranks: int = 2, **model: Any) -> Any:
     """The report on a program of the small decoder."""
     torch.manual_seed(0)
@@ -157,7 +159,7 @@ def test_the_kind_of_mistake_is_told_within_roundings(
     """The right value, times the factor that is named, or put together so, is within its bound."""
     if program is by_hand.unreduced and dtype == "bfloat16":
         pytest.skip("in so few bits weights that are cut by hand are not told apart")
-    report = judged(pool, program, dtype)
+    report = judged(pool, program, dtype, 2)
     ((where, text),) = report.localised
     assert where == "gradients" and names in text and said in text, str(report)
     if program is wrapped.ddp_twice:

@@ -32,9 +32,9 @@ BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 STAGES = '[1] pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 
 
-def model_of(kind: str, dtype: torch.dtype, dropout: float = 0.0) -> Any:
+def model_of(kind: str, dtype: torch.dtype, dropout: float = 0.0, blocks: int = 2) -> Any:
     """A model of transformers with a loss that it can name, and no cache: both log while traced."""
-    model: Any = models.gpt2(2, dropout) if kind == "gpt2" else models.llama(2)
+    model: Any = models.gpt2(blocks, dropout) if kind == "gpt2" else models.llama(blocks)
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = dropout
@@ -63,13 +63,15 @@ def _trained(kind: str, parts: tuple[str, ...], backend: str) -> tuple[list[floa
     torch._dynamo.reset()
     counters.clear()
     low = bool({"cast", "whole cast"} & set(parts))
+    # two where each is a graph: equal ones share it
+    blocks = 2 if {"zero", "stages"} & set(parts) else 1
     axes = {"zero": "dp", "replicas": "dp", "tp": "tp", "stages": "pp"}
     mesh = ", ".join(f"{axis}=2" for part, axis in axes.items() if part in parts)
     batch: dict[str, Any] = {**models.tokens(rows=4), "use_cache": False}
     found: list[Any] = []
     for compiles in (False, True):
         dropout = 0.1 if "dropout" in parts else 0.0
-        model = model_of(kind, torch.float32 if low else torch.float64, dropout)
+        model = model_of(kind, torch.float32 if low else torch.float64, dropout, blocks)
         plan = planned(model, rows_of(kind, parts), mesh, *(("dtype",) if low else ()))
         program = build(plan, batch, optimizer=_sgd)
         for stage in _graphs(program.assembly.module, kind, parts) if compiles else ():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,33 @@ BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("compare", ["batches", "build"])
 @pytest.mark.parametrize("kind", BATCHES)
-def test_batches_are_compared_where_asked(pool: Pool, kind: str) -> None:
-    """All ranks refuse the step alike, before any of them computes."""
+def test_batches_are_compared(pool: Pool, kind: str, compare: str) -> None:
+    """All ranks refuse the step alike, before any computes; the first one without being asked."""
     batch, said = BATCHES[kind]
+    train = partial(_trained, batch=batch, compare=compare, steps=2)
+    if (kind, compare) == ("later", "build"):
+        assert len(pool.run(train, 2)[0]) == 2
+        return
     with pytest.raises(Refusal) as info:
-        pool.run(lambda: _trained(batch=batch, compare="batches", steps=2), 2)
+        pool.run(train, 2)
     assert info.value.diagnostic.code == "S652" and said in str(info.value), str(info.value)
+
+
+def test_the_first_evaluation_is_compared(pool: Pool) -> None:
+    """As the first step is; what comes after it is not."""
+
+    def body(apart: int) -> int:
+        torch.manual_seed(0)
+        program = _schedule(Net(), "tp").build(batch=_batch())
+        for step in range(2):
+            program.eval_step(_batch(dist.get_rank() if step == apart else 0))
+        return apart
+
+    with pytest.raises(Refusal, match="rank 1 has a different batch in an evaluation"):
+        pool.run(body, 2, 0)
+    assert pool.run(body, 2, 1) == [1, 1]
 
 
 def test_rows_of_ones_own_may_differ(pool: Pool) -> None:

@@ -11,10 +11,14 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from schedlang.runtime.comm import reach
 from tests.launching import elastic_run
 from tests.launching.agents import (
     Apart,
@@ -84,10 +88,11 @@ def _at(job: Nodes, step: int, ranks: int) -> int:
 MEETS = """
 import os, signal, sys, time
 from schedlang import Refusal, elastic
-elastic.COMES, elastic._LOOK = 6.0, 1.0
+from schedlang.runtime.comm import reach
+elastic.COMES, elastic._LOOK, reach.LOST = 6.0, 1.0, 4.0
 met = elastic.Meeting()
 print(met.every(met.rank), met.first(met.rank), flush=True)
-if met.rank == 1 and sys.argv[1] == "stands still":
+if sys.argv[1] == f"rank {met.rank} stands still":
     os.kill(os.getpid(), signal.SIGSTOP)
 if met.rank == 1:
     time.sleep(9)  # it plans, and says that it is there
@@ -99,16 +104,16 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["plans", "stands still"])
-def test_ranks_meet_before_they_join(how: str) -> None:
-    """Whatever number of restarts their nodes count; one that takes long is awaited, and one that
-    stands still is named."""
+@contextmanager
+def meeting(how: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks that meet, whatever number of restarts their nodes count."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", MEETS, how],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={
                 **os.environ,
@@ -119,18 +124,68 @@ def test_ranks_meet_before_they_join(how: str) -> None:
         )
         for rank in range(2)
     ]
-    first, second = ranks
     try:
-        told = first.communicate(timeout=120)[0].splitlines()
+        yield ranks
     finally:
-        second.kill()
-        second.communicate()
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("how", ["plans", "rank 1 stands still"])
+def test_ranks_meet_before_they_join(how: str) -> None:
+    """One that takes long is awaited, and one that stands still is named."""
+    with meeting(how) as (first, _):
+        told = first.communicate(timeout=120)[0].splitlines()
     last = "[0, 10]" if how == "plans" else "S651 rank 1 has not called `build` within 6 s"
     assert told == ["[0, 1] 0", last]
 
 
+def test_the_first_rank_stands_still() -> None:
+    """It keeps the store of the round, which answers nobody any more: the other ends, and says
+    so, although it waits for that answer without an end."""
+    with meeting("rank 0 stands still") as (_, other):
+        told, said = other.communicate(timeout=120)
+    assert told.splitlines() == ["[0, 1] 0"] and other.returncode == reach.ENDS, said
+    assert "S651" in said and "has not answered for 4 s" in said, said
+
+
+def test_a_store_that_takes_connections_and_says_nothing() -> None:
+    """As one whose machine is cut off while a rank connects: that waits without an end, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code = "from schedlang.runtime.comm import agreement, reach; reach.LOST = 4.0\n"
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}agreement.meet(20.0)"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+    assert done.returncode == reach.ENDS, done.stderr
+    assert "S651" in done.stderr and "has not answered for 4 s" in done.stderr
+
+
+def test_a_store_counts_as_lost_by_time_in_which_this_process_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was stopped itself asks again before it ends; one that was not ends once."""
+    now, ends = [0.0], list[float]()
+    monkeypatch.setattr(reach, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = reach.Reach(object, 25.0, ends.append)
+    for at in (*range(1, 20), *range(100, 106)):  # stopped for 80 s
+        now[0] = float(at)
+        found.look()
+    assert not ends and not found.ended.is_set()
+    now[0] = 107.0
+    found.look()
+    assert ends == [25.0] and found.ended.is_set()
+
+
 MINUTES = float(os.environ.get("SCHEDLANG_ELASTIC_MINUTES", "3"))
 MOST = 4  # nodes at once
+ENDS = 60.0  # seconds in which the ranks of the others end, also of a round that just begins
 
 
 @pytest.mark.deep
@@ -173,6 +228,7 @@ def test_nodes_come_and_go_at_random(tmp_path: Path) -> None:
         {act: f"{len(s)} times, slowest end {max(s, default=0):.1f} s" for act, s in took.items()}
     )
     check(tmp_path, steps)
+    assert all(seconds < ENDS for ended in took.values() for seconds in ended)
 
 
 def _lost(job: Apart, act: str, whom: int) -> list[float]:

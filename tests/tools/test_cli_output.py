@@ -313,7 +313,7 @@ layers.*.a_module_that_is_not_there_and_has_a_name_of_its_own  shard(col, over=t
     "words",
     [
         ["tune", "knobs.sched", "--gpus", "4", "--on", "h100"],
-        ["tune", "model.py", "--gpus", "4", "--on", "h100"],
+        ["tune", "model.py", "--gpus", "2", "--on", "h100"],
         ["diff", "knobs.sched", "stages.sched"],
         ["simulate", "stages.sched"],
         ["simulate", "--order", "1F1B", "--ranks", "12", "--micro", "40"],

@@ -23,7 +23,7 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.propagate import dryrun
 from schedlang.passes.static_checks.static import static
 from schedlang.passes.verify.changed import KIND
-from schedlang.runtime import adapted
+from schedlang.runtime import adapted, shards
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, proven, sequential, sgd, trained
@@ -377,6 +377,43 @@ def test_experts_in_one_tensor_have_none() -> None:
     planned(model, f"{BLOCK}.self_attn.q_proj  adapt(lora)", "", "model")
 
 
+class Int8(nn.Linear):
+    """A frozen layer whose weight is whole numbers, with a scale for each output."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        weight = base.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        whole = (weight / self.scale).round().to(torch.int8)
+        self.weight, self.bias = nn.Parameter(whole, requires_grad=False), base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def quantised() -> nn.Module:
+    """Llama whose products after attention are quantised, and nothing else."""
+    model: Any = models.llama(2).double()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Int8(layer.self_attn.o_proj)
+        layer.mlp.down_proj = Int8(layer.mlp.down_proj)
+    return model
+
+
+def test_a_base_that_is_quantised_in_part_trains_beside_it(threads: Threads) -> None:
+    """Adapters of other projections train as by hand; of a quantised one they are refused, since
+    they could not be merged."""
+    rows = f"{', '.join(COL)}  adapt(lora, rank=4, alpha=6)\n"
+    plan = begun(f"{rows}zero(stage=2, over=dp)", "dp=2", quantised())
+    wanted = sequential(by_hand(plan, 1.5), BATCHES, adamw)
+    seen = of_adapters(trained(threads, plan, BATCHES, adamw))
+    assert_near(seen, of_adapters(wanted))
+    assert sum("grad 0" in name for name in seen) == 2 * 2 * len(COL)
+    with pytest.raises(Refusal, match="its weight is quantised") as error:
+        planned(quantised(), LORA, "", "model")
+    assert error.value.diagnostic.code == "S404"
+
+
 def test_a_tied_table_is_untied_first() -> None:
     """Merged, the adapter of a tied head would change the embedding."""
     with pytest.raises(Refusal, match="S418") as error:
@@ -407,3 +444,55 @@ def test_merged_weights_are_exported(threads: Threads, tmp_path: Path, adapters:
         wanted, got = (one.eval()(**BATCHES[1]).logits for one in (own, found))
     assert torch.allclose(got, wanted, rtol=1e-9, atol=1e-11)
     assert not torch.allclose(got, model.eval()(**BATCHES[1]).logits, rtol=1e-3)
+
+
+def alone(plan: Plan, folder: str, model: nn.Module) -> tuple[list[tuple[str, int]], Any]:
+    """On this rank: what is put together while adapters are exported, and what was trained."""
+    program = build(plan, BATCHES[0], optimizer=sgd)
+    program.train_step(BATCHES[0])
+    seen: list[tuple[str, int]] = []
+
+    class Noting(shards.Coming):
+        def part(self, name: str, *given: Any) -> Tensor:
+            found = super().part(name, *given)
+            here = self.kept[self.writer].values()
+            seen.append((name, sum(one.nbytes for one in here if one is not None)))
+            return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shards, "Coming", Noting)
+        program.export(folder, model, adapter=True)
+    return seen, program.state_dict()
+
+
+@pytest.mark.parametrize(
+    "adapters", [LORA, DORA, f'{COL[0]}  adapt(lora, rank=3, alpha=6, keep="lm_head.*")\n']
+)
+def test_adapters_alone_are_all_that_is_put_together(
+    tmp_path: Path, pool: Any, adapters: str
+) -> None:
+    """Frozen weights stay in their parts; the first rank has at most two whole tensors at once, the
+    others none; what is written are the trained values."""
+    from safetensors.torch import load_file
+
+    plan = begun(f"{adapters}{SPLIT}{ONE_F}", "pp=2, tp=2")
+    model = plan.model.base.model
+    told = pool.run(alone, 4, plan, str(tmp_path / "alone"), model)
+    state = told[0][1]
+    trained = {name for name, p in plan.model.model.named_parameters() if p.requires_grad}
+    for rank, (seen, _) in enumerate(told):
+        assert {name for name, _ in seen} == trained
+        sizes = sorted(state[name].nbytes for name in trained)
+        most = sum(sizes[-2:]) if rank == 0 else 0
+        assert max(held for _, held in seen) <= most and min(held for _, held in seen) >= 0
+    found = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    prefix = "base_model.model."
+    own = {
+        key.removeprefix(prefix)
+        .replace("_vector", "")
+        .replace("lora_A.weight", "lora_A")
+        .replace("lora_B.weight", "lora_B"): value
+        for key, value in found.items()
+    }
+    assert own.keys() == trained and all(key.startswith(prefix) for key in found)
+    assert not [key for key, value in own.items() if not torch.equal(value, state[key])]

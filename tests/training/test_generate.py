@@ -231,7 +231,6 @@ def _trained() -> tuple[Tensor, Tensor, list[list[float]]]:
 @pytest.mark.parametrize(
     ("model", "text", "options", "said"),
     [
-        (of("t5"), "mesh(dp=1)\n", {}, "an encoder and a decoder"),
         (of("bert"), "mesh(dp=1)\n", {}, "`BertForMaskedLM` has no `generate`"),
         (of("llama"), "mesh(dp=1)\n", {"max_time": 3.0}, "`max_time` is not followed"),
         (of("llama"), "mesh(dp=1)\n", {"num_beams": 2}, "moves their rows"),
@@ -246,7 +245,7 @@ def _trained() -> tuple[Tensor, Tensor, list[list[float]]]:
         (minimax, "mesh(dp=1)\n", {}, "more than keys and values"),
     ],
     ids=[
-        *("encoder and decoder", "no generate", "a clock", "beams", "a static cache", "a state"),
+        *("no generate", "a clock", "beams", "a static cache", "a state"),
         *("states of its own", "a cache of its own"),
     ],
 )

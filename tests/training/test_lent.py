@@ -199,3 +199,56 @@ def test_reentrant_checkpoints_in_earlier_stages() -> None:
     with pytest.raises(Refusal, match="runs in a reentrant checkpoint") as caught:
         prepare(planned(Again().double(), rows, "pp=2"), batch(4))
     assert caught.value.diagnostic.code == "S610" and caught.value.diagnostic.helps
+
+
+class _Rerun(torch.autograd.Function):
+    """Calls modules without a graph, and runs them again in a backward of its own (Reformer)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Any) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = x + layer(x).tanh()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            begin = out = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                out = out + layer(out).tanh()
+        torch.autograd.backward(out, grads[0])
+        return begin.grad, None
+
+
+class Reversible(nn.Module):
+    """Layers that such a function calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": _Rerun.apply(self.enter(x), self.layers).square().mean()}  # type: ignore
+
+
+def test_functions_of_a_models_own_are_not_cut() -> None:
+    """Layers that a function runs again in its backward lie in one stage, or are refused."""
+    rows = '{}  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    x = {"x": batch(4)["x"]}
+    for cut in ("layers", "layers.1"):
+        with pytest.raises(Refusal, match="`_Rerun`, whose backward is its own") as caught:
+            prepare(planned(Reversible().double(), rows.format(cut), "pp=2"), x)
+        assert caught.value.diagnostic.code == "S610" and caught.value.diagnostic.helps
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_functions_of_a_models_own_train_in_slices(threads: Threads, stage: int) -> None:
+    """Their gradients are summed, and their parameters gathered, where the backward runs them."""
+    plan = planned(Reversible().double(), f"zero(stage={stage}, over=dp)", "dp=2")
+    x = [{"x": batch(seed)["x"]} for seed in (4, 6)]
+    proven(threads, plan, x)

@@ -417,8 +417,9 @@ def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> N
     walk = WALKS["a sum as a loss, dp"]
     plan, batch = _plan(walk), walk.batch(0)
     found = prepare(plan, batch)
-    with pytest.raises(Refusal, match="S703"):
+    with pytest.raises(Refusal, match="S703") as caught:
         cheaply(plan, batch, found)
+    assert "a sum over rows, not a mean" in str(caught.value)
     with monkeypatch.context() as patch:
         patch.setattr(probe, "CHEAP", 10)
         cheaply(plan, batch, found)
@@ -452,3 +453,10 @@ def test_a_batch_norm_is_seen_whatever_it_takes(name: str, monkeypatch: pytest.M
     model.eval()  # loaded so: all of it trains
     with pytest.raises(Refusal, match="S703"):
         cheaply(plan, batch, found)
+
+
+def test_a_batch_norm_of_one_row() -> None:
+    """What torch raises of parts of one row is no mistake of the batch: larger parts are named."""
+    walk = Walk(Normed, _points, PP.replace("micro=2", "micro=8"), "S604", relax=FREE)
+    with pytest.raises(Refusal, match="give more rows, or fewer parts"):
+        prepare(_plan(walk), {"x": walk.batch(0)["x"][:1]})

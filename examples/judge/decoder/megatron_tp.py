@@ -26,6 +26,7 @@ world = 2
 
 
 def program(model):
+    """Build `GPTModel` of this rank's part of all layers, with the weights of `model`."""
     ranks, dtype = dist.get_world_size(), model.head.weight.dtype
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(ranks, create_gloo_process_groups=False)
@@ -59,7 +60,8 @@ def program(model):
     return schedlang.TrainingProgram(made, step, world_loss="same")
 
 
-def weights(model):  # under Megatron's names: three projections are one, head by head
+def weights(model):
+    """Yield Megatron's names, weights, and the dim of a part: projections are one, head by head."""
     yield "embedding.word_embeddings.weight", model.embed.weight, 0
     yield "output_layer.weight", model.head.weight, 0
     for kind in ("weight", "bias"):

@@ -19,6 +19,7 @@ world = 2
 
 
 def program(model):
+    """Build `GPTModel` of this rank's part of all layers, with the weights of `model`."""
     given, dtype = model.config, model.lm_head.weight.dtype
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -69,10 +70,12 @@ def program(model):
 
 
 def own(weight, dim=0):
+    """Return this rank's part of a weight."""
     return weight.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-def weights(model):  # under Megatron's names: three projections are one, group by group
+def weights(model):
+    """Yield Megatron's names and this rank's weights: three projections are one, group by group."""
     yield "embedding.word_embeddings.weight", own(model.model.embed_tokens.weight)
     yield "output_layer.weight", own(model.lm_head.weight)
     yield "decoder.final_layernorm.weight", model.model.norm.weight

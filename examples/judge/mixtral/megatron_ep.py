@@ -21,6 +21,7 @@ world = 2
 
 
 def program(model):
+    """Build `GPTModel` of this rank's experts and of all else, with the weights of `model`."""
     ranks, rank, given = dist.get_world_size(), dist.get_rank(), model.config
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -79,7 +80,8 @@ def program(model):
     return schedlang.TrainingProgram(made, step, world_loss="sum")
 
 
-def weights(model):  # under Megatron's names: three projections are one, group by group
+def weights(model):
+    """Yield Megatron's names and this rank's weights: three projections are one, group by group."""
     ranks, rank, given = dist.get_world_size(), dist.get_rank(), model.config
     yield "embedding.word_embeddings.weight", model.model.embed_tokens.weight
     yield "output_layer.weight", model.lm_head.weight

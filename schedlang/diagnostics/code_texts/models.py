@@ -121,11 +121,18 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S651": (
         "a rank has not called `build`",
-        "All ranks build together.  `build(wait=300)` gives them longer.",
+        "All ranks build together.  `build(wait=300)` gives them longer.  Or the store in which\n"
+        "they meet does not answer: the node of the first rank is cut off, or has ended.",
     ),
     "S652": (
         "ranks were given different batches",
-        "With `compare='batches'` each step compares them, and the optimizer's settings.",
+        "The first step compares them, and with `compare='batches'` each step, and the\n"
+        "optimizer's settings; with `compare='nothing'` none does.",
+    ),
+    "S653": (
+        "a number outside of a table that is split",
+        "Words and labels are counted from 0; a loss leaves out those that are its\n"
+        "`ignore_index`. The model alone raises IndexError.",
     ),
     "S655": (
         "a model that cannot be split into slices",
@@ -152,8 +159,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S663": (
         "modules that not every rank calls",
-        "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
-        "ranks would gather different ones.",
+        "ZeRO gathers a module, and sums its gradients, on all ranks together; where values\n"
+        "decide whether, and in which order, modules are called, it would be different ones.",
     ),
     "S668": (
         "statistics of a batch in microbatches",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,49 +12,33 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.ir.model import Adapting
 from schedlang.runtime.adapted import MAGNITUDE, Adapt, Adapted
-from schedlang.runtime.checkpointing.steps import resolved
-from schedlang.runtime.comm import world
-from schedlang.runtime.storage.folder import replace_folder
 
 MARK, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of all names: that of the model which PEFT wraps
 
 
-def export_adapter(
-    rank: int,
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    changes: Sequence[Adapting],
-    trained: Sequence[str],
-) -> None:
-    """Write the adapters, and modules that are trained beside them (`modules_to_save`).
-
-    `state` are whole tensors, which the first rank has.  Probabilities of dropout are those of the
-    first row: PEFT knows one.  Raises Refusal S631, S632, S639 or S638 on all ranks, leaving what
-    was at the path as it was.
-    """
+def rows_of(changes: Sequence[Adapting], target: Path) -> list[Adapt]:
+    """The rows that bring adapters; raises Refusal S639 for none, or of more than one kind."""
     rows = [change for change in changes if isinstance(change, Adapt)]
-    target = Path(world.broadcast_object(0, str(resolved(path))))
     if not rows or len({row.kind for row in rows}) > 1:
         raise Refusal(_no_adapter(target, bool(rows)))
+    return rows
+
+
+def contents(
+    rows: Sequence[Adapt], state: Mapping[str, Tensor], trained: Sequence[str], model: nn.Module
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors that are written, by PEFT's names, and the text of its configuration.
+
+    Adapters, and modules that are trained beside them (`modules_to_save`).  Probabilities of
+    dropout are those of the first row: PEFT knows one.
+    """
     apart = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}
     saved = sorted({name.rpartition(".")[0] for name in trained if name not in apart})
-
-    def fill(folder: Path) -> None:
-        if rank == 0:
-            from safetensors.torch import save_file
-
-            tensors = {_name(n): v.contiguous() for n, v in state.items() if n in apart}
-            beside = (n for n in state if n.rpartition(".")[0] in saved and n not in apart)
-            tensors |= {f"{PREFIX}{name}": state[name].contiguous() for name in beside}
-            save_file(tensors, folder / MARK, {"format": "pt"})
-            (folder / CONFIG).write_text(json.dumps(_config(rows, saved, model), indent=2))
-
-    def diagnose(error: BaseException) -> Diagnostic:
-        return Diagnostic("S631", f"cannot write the adapters to `{target}`", notes=(str(error),))
-
-    replace_folder(target, rank, fill, marks=(MARK,), diagnose=diagnose, failures=(Exception,))
+    tensors = {_name(name): value for name, value in state.items() if name in apart}
+    beside = (n for n in state if n.rpartition(".")[0] in saved and n not in apart)
+    tensors |= {f"{PREFIX}{name}": state[name] for name in beside}
+    return tensors, json.dumps(_config(rows, saved, model), indent=2)
 
 
 def _name(name: str) -> str:

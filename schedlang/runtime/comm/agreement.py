@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import zlib
@@ -35,6 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.told_once import FRESH, JOB, job_store
 from schedlang.runtime import device as devices
+from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
@@ -198,6 +200,8 @@ def meet(wait: float) -> Any:
     store = _store_of_round(world, wait) if own_round() else job_store()
     if store is None:
         return None
+    if own_round() or devices.accelerator() is None:  # else the agent of its node looks after it
+        reach.keep(store.clone)
     room = f"schedlang/came/{round_name()}/{world}"
     count, rank = f"{room}/count", os.environ["RANK"]
     store.set(f"{room}/{rank}", "1")
@@ -218,7 +222,8 @@ def _store_of_round(world: int, wait: float) -> Any:
     """The store that the first rank keeps, where torchrun has told all to look for it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = os.environ["RANK"] == "0"
-    try:
+
+    def made() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
@@ -228,10 +233,26 @@ def _store_of_round(world: int, wait: float) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (RuntimeError, TimeoutError):
-        if keeps:
-            raise
+
+    if keeps:
+        return made()
+    # torch tries one address of a machine that is gone after the other, each as long as it may
+    if not until(lambda: _answers(host, port), wait):
         refuse_missing([0], world, wait)
+    reach.keep(made)
+    try:
+        return made()
+    except (RuntimeError, TimeoutError):
+        refuse_missing([0], world, wait)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        with socket.create_connection((host, port), timeout=_MORE):
+            return True
+    except OSError:
+        return False
 
 
 def tell(error: Exception) -> None:

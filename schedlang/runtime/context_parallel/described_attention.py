@@ -196,7 +196,7 @@ def _attend(
         rule = replace(rule, rows=over_all_keys(shard, bias))
         if rule.rows is None:
             raise of_few_tokens()
-    blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
+    blind: Any = "scores" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return shard.attend(how, call).transpose(1, 2).contiguous(), None
 

@@ -258,8 +258,13 @@ class ExchangeKeys:
         out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
         if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
             return out
+        if call.mask.sinks is not None:  # all of such a query's weight is theirs
+            return out
         blind = lse.detach().isneginf().unsqueeze(-1)
-        return torch.where(blind, _mean(call.value, heads, how, shard.layout.total), out)
+        mean = _mean(call, heads, how, shard.layout.total)
+        if call.blind == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
+            mean = _Unseen.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
+        return torch.where(blind, mean, out)
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
         """See Exchange."""
@@ -295,12 +300,52 @@ class WithoutValues(ExchangeKeys):
         return Dropout.fresh(p, rows, heads, shard.layout.total)
 
 
-def _mean(value: Tensor, heads: int, how: AttentionMethod, total: int) -> Tensor:
-    """The mean value of all tokens, for each head of the queries."""
-    mean = value.sum(2, keepdim=True) / total
+CAPPED = (
+    "attention under `context_parallel`: a query that sees no key gives its capped scores a"
+    " gradient that sums over keys do not tell; pad rows on the right, or give the token behind"
+    " the padding no label"
+)
+
+
+class _Unseen(torch.autograd.Function):
+    """The output as it is; in backward an error where a query that sees no key has a gradient."""
+
+    @staticmethod
+    def forward(out: Tensor, blind: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (blind,) = ctx.saved_tensors
+        torch._assert_async(~(blind & (grads[0] != 0)).any(), CAPPED)
+        return grads[0], None
+
+
+def _mean(call: Call, heads: int, how: AttentionMethod, total: int) -> Tensor:
+    """The mean value of all tokens, for each head of the queries.
+
+    Where scores are hidden by very low numbers that are added to them they still have a gradient:
+    that of a softmax whose weights are alike, for which sums over all keys are enough.
+    """
+    key, value = call.key, call.value
+    sums = value.sum(2, keepdim=True)
+    flows = call.blind == "scores" and call.mask.cap is None
+    if flows:  # in one sum: of values, of keys times values, and of keys
+        ones = F.pad(value.detach(), (0, 1), value=1.0)
+        sums = torch.cat([F.pad(sums, (0, 1)), key.mT @ ones], 2)
     for group in how.groups:
-        mean = enter(reduce(mean, group), group)
-    return mean.repeat_interleave(heads // value.shape[1], 1)
+        sums = enter(reduce(sums, group), group)
+    sums = sums.repeat_interleave(heads // value.shape[1], 1)
+    if not flows:
+        return sums / total
+    mean, products, keys = sums[:, :, :1, :-1] / total, sums[:, :, 1:, :-1], sums[:, :, 1:, -1:]
+    scale = key.shape[-1] ** -0.5 if call.scale is None else call.scale
+    slope = (call.query @ products - (call.query @ keys) * mean.detach()) * (scale / total)
+    return mean + slope - slope.detach()
 
 
 class InShard:

@@ -51,8 +51,9 @@ class Call:
     """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
 
     drawn  what `SequenceShard.draw` gave, where the model's own dropout of weights was asked first
-    blind  what a query that sees no key gives: nothing, or the mean of all values (`eager`
-           attention of transformers, which masks by very low numbers)
+    blind  what a query that sees no key gives: nothing, or the mean of all values; `scores`: whose
+           scores have a gradient all the same (`eager` attention of transformers, which adds very
+           low numbers to them)
     """
 
     query: Tensor
@@ -61,7 +62,7 @@ class Call:
     mask: Mask
     scale: float | None = None
     dropout: float = 0.0
-    blind: Literal["zero", "mean"] = "zero"
+    blind: Literal["zero", "mean", "scores"] = "zero"
     drawn: Any = None
 
     @property

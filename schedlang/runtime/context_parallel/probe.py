@@ -219,9 +219,10 @@ class _Meeting:
         scores = scores * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if call.mask.cap is not None:
             scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
+        alike = scores - scores.detach() if call.blind == "scores" else torch.zeros_like(scores)
         scores = _masked(scores, shard, call, tags)
-        if call.blind == "mean":
-            scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+        if call.blind != "zero" and call.mask.sinks is None:
+            scores = torch.where(scores.isneginf().all(-1, keepdim=True), alike, scores)
         if call.mask.sinks is not None:
             sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)

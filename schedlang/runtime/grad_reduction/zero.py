@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Handler
 
 T = TypeVar("T")
+_PRIME = 2**31 - 1  # the largest that a number of 32 bits holds
 
 # ---- Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2).
 # Rajbhandari et al., ZeRO (SC 2020).  Gradients are summed, never averaged: the loss of each part
@@ -86,7 +87,9 @@ class Sliced:
         self.ahead = 0
         self.asked = asked  # values may decide that no rank uses a parameter in a step
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
-        self.calls: list[int] = []  # of each unit in this step, where values decide on them
+        # of each unit in this step, where values decide on them: a number made of when it is called
+        self.calls: list[int] = []
+        self._turn = 0  # calls of units in this step
         self._root: _Root | None = None  # where no unit is around all others: in a pipeline
         self._new_roots: list[_Root] = []  # of all stages of this rank, until they are set up
         self._synced: tuple[bool, bool] | None = None
@@ -137,7 +140,8 @@ class Sliced:
         self.calls.append(0)
 
         def count(*unused: object) -> None:
-            self.calls[place] += 1
+            self._turn += 1
+            self.calls[place] = (self.calls[place] * 31 + self._turn) % _PRIME
 
         return count
 
@@ -193,16 +197,16 @@ class Sliced:
         return post_backward
 
     def check_calls(self) -> None:
-        """Raise Refusal S663 where values let ranks call a unit another number of times.
+        """Raise Refusal S663 where values let ranks call units in another order.
 
-        What they gathered together was not one unit then.
+        What they gathered, or summed, together was not one unit then.
         """
         if self.asked and self.units:
             counted = [*self.calls, *(-count for count in self.calls)]
             device = torch.device(self.mesh.device_type)
             flags = torch.tensor(counted, dtype=torch.int32, device=device)
             world.all_reduce(flags, self.mesh.get_group(), largest=True)
-            self.calls = [0] * len(self.calls)
+            self.calls, self._turn = [0] * len(self.calls), 0
             _check_calls(flags.tolist())
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
@@ -304,13 +308,13 @@ def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _check_calls(counts: Sequence[int]) -> None:
-    """The most and, negated, the fewest calls of each unit over the ranks."""
+    """Compare, of what the calls of each unit make, the most and, negated, the least of ranks."""
     most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
     if any(high + low for high, low in zip(most, fewest)):
         raise Refusal.of(
             "S663",
             "which modules that `zero` gathers are called depends on values",
-            notes=("ranks called one of them a different number of times in this step",),
+            notes=("ranks called them in different orders, or numbers, in this step",),
             helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
         )
 

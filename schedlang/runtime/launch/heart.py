@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from schedlang.runtime import device
+from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import own_store, round_name, until
 from schedlang.runtime.launch import record
@@ -60,8 +61,9 @@ def watch() -> None:
     if _watched or not apart or job.size == 1 or device.accelerator() is not None:
         return
     _watched = True
-    # the main thread may wait in the store's own connection
-    heart = Heart(own_store(), job.rank, job.size, HANG)
+    store = own_store()  # the main thread may wait in the store's own connection
+    reach.keep(store.clone)
+    heart = Heart(store, job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it
@@ -97,6 +99,7 @@ class Heart:
 
     def run(self) -> None:
         """Look again and again, until the process ends or the job's store is gone."""
+        reach.WATCHERS.add(threading.get_native_id())
         with suppress(RuntimeError):
             while not self.ended.wait(_LOOK):
                 self.look()
@@ -131,7 +134,8 @@ class Heart:
     def now(self) -> tuple[float, float, int]:
         """Seconds that it had and waited for so far, and what it read from and wrote to disks."""
         here = [os.getpid()]
-        return cpu_seconds(here), queued_seconds(here), _stored()
+        # on a machine with too much to do those that look would wait for half of the time, too
+        return cpu_seconds(here), queued_seconds(here, reach.WATCHERS), _stored()
 
     def answer(self) -> None:
         """Say where this rank stands, and end with the others."""

@@ -22,6 +22,7 @@ from torch import Size, Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.bounds import check_within
 from schedlang.runtime.comm import collectives, world
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.modes import again
@@ -164,7 +165,11 @@ def as_torchs(loss: Loss) -> Callable[..., Tensor]:
                 reduction,
                 label_smoothing,
             )
-        return loss(logits, target, target != ignore_index, reduction, label_smoothing)
+        counts = target != ignore_index
+        helps = (f"give {ignore_index} (`ignore_index`) to what has no label",)
+        counted = target.masked_fill(~counts, 0)
+        check_within(counted, logits.shape[-1], "the label", "`cross_entropy`", helps)
+        return loss(logits, target, counts, reduction, label_smoothing)
 
     cross_entropy.__doc__ = loss.__doc__
     return cross_entropy
@@ -178,6 +183,13 @@ def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
     return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
 
 
+def _held(x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return where in this rank's part of the last dim the targets lie, and which of them do."""
+    local = target - group.rank * x.shape[-1]  # every rank holds as many, padding included
+    mine = (local >= 0) & (local < x.shape[-1])
+    return local.clamp_(0, x.shape[-1] - 1), mine
+
+
 class _Statistics(torch.autograd.Function):
     """log-sum-exp, the target's logit, and if asked the sum of logits, over the split last dim."""
 
@@ -189,10 +201,7 @@ class _Statistics(torch.autograd.Function):
         largest = x.amax(-1)
         collectives.count("all-reduce", group, largest)
         world.all_reduce(largest, group.pg, largest=True)
-        offset = group.rank * x.shape[-1]  # every rank holds as many, padding included
-        local = target - offset
-        mine = (local >= 0) & (local < x.shape[-1])
-        local = local.clamp(0, x.shape[-1] - 1)
+        local, mine = _held(x, target, group)
         picked = torch.where(mine, x.gather(-1, local[..., None])[..., 0], 0.0)
         exps = (x - largest[..., None]).exp_().sum(-1)
         parts = [exps, picked]
@@ -200,7 +209,8 @@ class _Statistics(torch.autograd.Function):
             parts.append(x.masked_fill(x == -torch.inf, 0.0).sum(-1))
         sums = collectives.all_reduce(torch.stack(parts), group)
         logsumexp = sums[0].log() + largest
-        ctx.save_for_backward(x, logsumexp, local, mine)
+        ctx.save_for_backward(x, logsumexp, target)
+        ctx.group = group
         ctx.set_materialize_grads(False)
         return logsumexp, *(one.clone() for one in sums[1:])
 
@@ -210,7 +220,8 @@ class _Statistics(torch.autograd.Function):
 
         Nothing as large as the logits lives beside them and their gradient.
         """
-        x, logsumexp, local, mine = ctx.saved_tensors
+        x, logsumexp, target = ctx.saved_tensors
+        local, mine = _held(x, target, ctx.group)
         by_lse, by_target, *by_sum = grads
         out = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
         for one in by_sum:  # labels are smoothed
@@ -224,8 +235,7 @@ def cross_entropy(
     logits: ShardedLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits (..., classes) split over the last dim."""
-    filled = target.masked_fill(~counts, 0)
-    given = (logits.local, filled, logits.group, bool(smoothing))
+    given = (logits.local, target, logits.group, bool(smoothing))
     stats = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
     logsumexp, picked, *total = cast(tuple[Tensor, ...], stats)
     loss = logsumexp - picked

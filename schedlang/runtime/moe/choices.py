@@ -38,6 +38,8 @@ class Choices(Carrying):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if type(func) is ATTRIBUTE:  # a third of all calls
+            if func.__name__ == "__get__":  # no mode changes what is read
+                return func(*args)
             return self.ask(func, types, args, kwargs or {})
         out = self.run(func, types, args, kwargs or {})
         # rounding tips no choice among whole numbers

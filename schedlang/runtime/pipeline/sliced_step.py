@@ -50,7 +50,7 @@ class SlicedStep(Step):
         carried = self.carried[work._replace(slice=0)]
         part = self.parts[work.microbatch][work.slice]
         with self.slices.forward(part, carried) as inputs:
-            return stage.forward(inputs, received), _Slice(carried, work.slice)
+            return stage.forward(inputs, received, self.train), _Slice(carried, work.slice)
 
     def weight(self, work: Work) -> Number:
         """The share of a slice in its microbatch."""
@@ -64,7 +64,8 @@ class SlicedStep(Step):
         made.append((loss, output))
         if len(made) < len(parts):
             return
-        whole = whole_loss([value for value, _ in made if value is not None], parts)
+        losses = [value for value, _ in made if value is not None]
+        whole = whole_loss(losses, parts) if losses else None
         output = joined([output for _, output in made], parts) if self.keep else None
         self.results[work.microbatch] = Result(whole, output)
         del self.made[work.microbatch]

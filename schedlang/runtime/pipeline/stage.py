@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -172,12 +172,13 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
         device: Any,
         module: nn.Module,
+        kept: AbstractContextManager[None] | None = None,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
         default = torch.get_default_dtype()  # float64 while a proof computes in it
         key = (unit, default, self.training[unit], _signature((args, kwargs)))
         if key not in self._known:
-            with imitated(torch.device(device).type):
+            with kept or kept_outside(module), imitated(torch.device(device).type):
                 self._known[key] = self._shapes(unit, args, kwargs, module)
         leaves, spec, draws, told = self._known[key]
         for site, times in draws.items():
@@ -201,9 +202,9 @@ class Stub:
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             if unit >= last:
                 raise StageEnd
-            return self(unit, args, kwargs, {}, device, switch.modules[unit])
+            return self(unit, args, kwargs, {}, device, switch.modules[unit], nullcontext())
 
-        with switch.using(handle), suppress(StageEnd):
+        with kept_outside(model), switch.using(handle), suppress(StageEnd):
             called(model, batch)
 
     @property
@@ -260,7 +261,6 @@ class Stub:
                     torch.device("meta"),
                     on_meta((), ()),
                 )
-                stack.enter_context(kept_outside(module))
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
@@ -338,18 +338,36 @@ class Stage:
         return self.cut.graph.leaves[token].differentiable
 
     def forward(
-        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+        self,
+        batch: Mapping[str, Any],
+        received: Mapping[Token, torch.Tensor],
+        train: bool = True,
     ) -> Forwarded:
-        """Forward of one microbatch; `received` holds every token of `incoming`."""
+        """Forward of one microbatch; `received` holds every token of `incoming`.
+
+        Where nothing is trained the loss function is not called: there may be no labels, and it
+        may write into the output.
+        """
         if self.whole:
-            output = called(self.model, batch)
-            return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
+            return self._ended(called(self.model, batch), batch, train, {}, {})
         if self.through is None:
-            return self._replayed(batch, received)
-        return self.through(lambda: self._replayed(batch, received))
+            return self._replayed(batch, received, train)
+        return self.through(lambda: self._replayed(batch, received, train))
+
+    def _ended(
+        self,
+        output: Any,
+        batch: Mapping[str, Any],
+        train: bool,
+        made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> Forwarded:
+        """The result of the last stage: the output, and in training the loss."""
+        loss = loss_of(output, batch, self.loss) if train else None
+        return Forwarded(made, edges, output, loss)
 
     def _replayed(
-        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
     ) -> Forwarded:
         """The model's own forward, of which the units of this stage are run."""
         made: dict[Token, torch.Tensor] = {}
@@ -377,7 +395,7 @@ class Stage:
             except StageEnd:
                 return Forwarded(made, edges)
             order.next(len(self.cut.graph.units))
-            return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
+            return self._ended(output, batch, train, made, edges)
 
     def _capture(
         self,

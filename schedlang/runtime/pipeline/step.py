@@ -69,7 +69,7 @@ class Step:
         self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
     ) -> tuple[Forwarded, Carried | None]:
         """The forward of a stage on the part of the batch that some work is on."""
-        return stage.forward(self.batches[work.microbatch], received), None
+        return stage.forward(self.batches[work.microbatch], received, self.train), None
 
     def weight(self, work: Work) -> Number:
         """Return the factor of this part's loss in backward."""

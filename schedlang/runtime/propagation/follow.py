@@ -34,11 +34,10 @@ from schedlang.runtime.propagation.trace import (
     Running,
     Stack,
     Tag,
-    factors_of,
 )
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.shard import Arrivals
-from schedlang.runtime.sharding.sizes import FILLS, PARTS, along, block_cut, index_at
+from schedlang.runtime.sharding.sizes import FILLS, PARTS, along, block_cut, factors_of, index_at
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}

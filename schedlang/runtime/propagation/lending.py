@@ -7,8 +7,11 @@ is written into it is lost.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,7 @@ from schedlang.runtime.tracing.meta import model_line, tensors_in
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Running
 
+_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 WRITING_OPERATORS = {
@@ -33,7 +37,7 @@ class Lending:
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     written   parameters that are written into
     derives   modules whose own forward takes a gradient -> the line of the model that does
-    ungraded  modules that are called without a graph
+    ungraded  modules that are called without a graph -> the `autograd.Function` that calls them
     entering  modules whose hooks run before them: what gathers them has come first
     """
 
@@ -41,7 +45,7 @@ class Lending:
         self.lent: set[tuple[str, str]] = set()
         self.written: set[str] = set()
         self.derives: dict[str, str] = {}
-        self.ungraded: set[str] = set()
+        self.ungraded: dict[str, str] = {}
         self.entering: list[str] = []
         self._names: dict[int, list[str]] = {}  # of each parameter, by its id
         self._lies_in: dict[int, list[str]] = {}  # and by its storage
@@ -50,8 +54,12 @@ class Lending:
     def noted(self) -> dict[str, Any]:
         """Return what was noted, by the names that an `Original` has for it."""
         lent, written = frozenset(self.lent), frozenset(self.written)
-        ungraded = frozenset(self.ungraded)
-        return {"lent": lent, "rewritten": written, "derives": self.derives, "ungraded": ungraded}
+        return {
+            "lent": lent,
+            "rewritten": written,
+            "derives": self.derives,
+            "ungraded": self.ungraded,
+        }
 
     def watch(self, model: nn.Module) -> None:
         """Know a model's parameters, and when a module is about to be called."""
@@ -75,7 +83,7 @@ class Lending:
         if muted or isinstance(module, torch.jit.ScriptModule):
             return
         if not torch.is_grad_enabled():
-            self.ungraded.add(fqn)
+            self.ungraded[fqn] = _function()
         if not called:
             # it was not called, its `.forward` was: no hooks run, that which gathers it among them
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
@@ -103,6 +111,16 @@ class Lending:
         away = [[one for one in not_running(name, running, self.entering)] for name in names]
         if all(away):
             self.lent.update((name, one) for name, some in zip(names, away) for one in some)
+
+
+def _function() -> str:
+    """The class of the innermost `torch.autograd.Function` whose forward runs now; "": of none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return ""
 
 
 def not_running(fqn: str, running: Sequence[str], entering: Sequence[str] = ()) -> Iterator[str]:

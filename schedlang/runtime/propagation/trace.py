@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +28,7 @@ from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.propagation.lending import Lending, not_running
 from schedlang.runtime.rng.draws import masks, shapes_of
+from schedlang.runtime.sharding.sizes import factors_of
 from schedlang.runtime.storage.saved import (
     given_whole,
     is_candidate,
@@ -117,18 +118,23 @@ class Trace(TorchFunctionMode):
     """The mode: runs every call, before and after which its lattices hear of it.
 
     `asked`: a tensor whose truth is asked for gives it, as far as the batch decides it. Else the
-    answer is the same in every run: no, and yes of what distributions check.
+    answer is the same in every run: no, and yes of what distributions check.  `other`: it is yes
+    of both, to see what a model does then.
     """
 
-    def __init__(self, stack: Stack, *lattices: Lattice, asked: bool = False) -> None:
+    def __init__(
+        self, stack: Stack, *lattices: Lattice, asked: bool = False, other: bool = False
+    ) -> None:
         super().__init__()
-        self.stack, self.lattices, self.asked = stack, lattices, asked
+        self.stack, self.lattices, self.asked, self.other = stack, lattices, asked, other
+        self.answered = False  # whether anybody asked for the truth of a tensor
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in ANSWERS and not self.asked:
-            return ANSWERS[func]
+            self.answered = True
+            return self.other or ANSWERS[func]
         kwargs = dict(kwargs or {})
         frame, given = self.stack.frames[-1], tensors_in((args, kwargs))
         call = Running(frame, name_of(func), func, args, kwargs, given)
@@ -239,20 +245,6 @@ def integers_in(tree: Any) -> tuple[int, ...]:
         bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
         found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
     return tuple(found)
-
-
-ARITHMETIC = {
-    *("add", "sub", "mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "pow"),
-    *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rpow", "multiply", "divide", "subtract"),
-    *("iadd", "isub", "imul", "itruediv", "idiv", "ipow"),
-}
-
-
-def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
-    """The plain numbers among the arguments of arithmetic, in order; of another call none."""
-    if name.strip("_") not in ARITHMETIC:
-        return ()
-    return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
 CHOOSING = {

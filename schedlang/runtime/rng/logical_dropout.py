@@ -133,6 +133,8 @@ class LogicalDropout(Carrying):
     ) -> Any:
         kwargs = kwargs or {}
         if type(func) is ATTRIBUTE:  # a third of all calls
+            if func.__name__ == "__get__":  # no mode changes what is read
+                return func(*args)
             return self.ask(func, types, args, kwargs)
         if may_draw(func, kwargs) and scope.current() is not None:
             if illogical(func, args, kwargs):

@@ -15,7 +15,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir.placement import P
+from schedlang.runtime.bounds import check_within
 from schedlang.runtime.sharding.shard import Edge, Forward, without_padding
+
+
+def check_index(ids: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Refuse numbers that name no row of the table, of which a rank holds some."""
+    helps = ("compare the size of the tokenizer's vocabulary with the model's",)
+    check_within(ids, module.num_embeddings, "the index", "an embedding", helps)
 
 
 class Lookup(TorchFunctionMode):
@@ -65,6 +72,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
         if edge is None:
             rows = F.embedding(ids, module.weight, local_pad)
         else:
+            check_index(ids, module)
             local = ids - first
             mine = (local >= 0) & (local < width)
             rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
@@ -107,6 +115,7 @@ def _of_rows(
     """Return what this rank's rows add to each bag."""
     weight = module.weight
     width = weight.shape[0]
+    check_index(ids, module)
     local = ids - edge.group.rank * width
     counts = torch.ones_like(ids, dtype=weight.dtype)
     if module.padding_idx is not None:

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from schedlang.ir.placement import S
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, reduce_scatter
+from schedlang.runtime.sharding.embedding import check_index
 from schedlang.runtime.sharding.shard import Edge, Forward, head_of
 
 if TYPE_CHECKING:
@@ -244,6 +245,7 @@ def embedding(sharded: Sharded, own: Forward) -> Forward:
     assert isinstance(module, nn.Embedding)
 
     def forward(ids: Tensor) -> Tensor:
+        check_index(ids, module)
         out: Tensor = Lookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]
         return out if edge is None else edge.exit(out)
 
@@ -374,6 +376,7 @@ def cube_embedding(sharded: Sharded, own: Forward) -> Forward:
     assert isinstance(module, nn.Embedding)
 
     def forward(ids: Tensor) -> Tensor:
+        check_index(ids, module)
         pad = module.padding_idx
         out: Tensor = CubeLookup.apply(ids, module.weight, cube, pad)  # type: ignore[no-untyped-call]
         return out if leave is None else leave.exit(out)

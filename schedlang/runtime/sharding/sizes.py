@@ -85,6 +85,20 @@ def along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) 
     return {one % dims for one in named if isinstance(one, int)}
 
 
+_ARITHMETIC = {
+    *("add", "sub", "mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "pow"),
+    *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rpow", "multiply", "divide", "subtract"),
+    *("iadd", "isub", "imul", "itruediv", "idiv", "ipow"),
+}
+
+
+def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
+    """The plain numbers among the arguments of arithmetic, in order; of another call none."""
+    if name.strip("_") not in _ARITHMETIC:
+        return ()
+    return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
+
+
 def index_at(given: Any, dim: int, dims: int) -> Any:
     """Return the item for one dim of an index into a tensor of so many dims."""
     index = given if isinstance(given, tuple) else (given,)

@@ -2,9 +2,6 @@
 
 And calls of torch as modes see them beside such a forward: names, tensors, the line of the model.
 
-* Shapes on the meta device that torch lacks: of grouped matrix products in any float type
-  (torch's own rule knows bfloat16 alone, so that no model of experts in another type could be
-  looked at without values), and of the loss of recognised speech.
 * A copy of a model, or of a batch, that has shapes but no values (the meta device).
 * Shapes of operators on the meta device, worked out once for equal tensors. Torch finds them in
   Python, which takes longer than a kernel would; layers that are alike ask for the same ones
@@ -19,7 +16,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,54 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from schedlang.ir import pytree
-from schedlang.ir.copied import without_copy
+from schedlang.ir.copied import deeply_copied
 from schedlang.runtime.adapters.hook_numbers import number_hooks_from
-
-
-@cache
-def install() -> Any:
-    """Put the rule in place of torch's, once; the result keeps it there."""
-    kind: Any = torch.library.Library
-    library = kind("aten", "IMPL", "Meta")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
-        library.impl("_grouped_mm", _shape, allow_override=True)
-    for name in ("_ctc_loss", "_ctc_loss.Tensor"):
-        library.impl(name, _ctc)
-    for name in ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"):
-        library.impl(name, _ctc_backward)
-    return library
-
-
-def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results of connectionist temporal classification: losses, and its states.
-
-    There are as many states as the longest target has, which without values is as long as any.
-    """
-    tokens, rows = log_probs.shape[:2] if log_probs.ndim == 3 else (len(log_probs), 1)
-    states = 2 * targets.shape[-1] + 1
-    return log_probs.new_empty(rows), log_probs.new_empty((rows, tokens, states))
-
-
-def _ctc_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(log_probs)
-
-
-def _shape(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    rows, columns = a.shape[-2], b.shape[-1]
-    if a.ndim == b.ndim:
-        groups = a.shape[0] if a.ndim == 3 else offs.shape[0] if offs is not None else 1
-        return a.new_empty((groups, rows, columns), dtype=out_dtype)
-    return a.new_empty((rows, columns), dtype=out_dtype)
-
-
-install()
+from schedlang.runtime.tracing import meta_shapes as meta_shapes
 
 
 def copy_with(
@@ -113,10 +64,7 @@ def copy_with(
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise without_copy(model, error) from error
+    return deeply_copied(model, memo)
 
 
 def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:
@@ -277,6 +225,7 @@ class Constants:
 
     values: dict[int, Tensor] = field(default_factory=dict)  # meta storage to a flat real tensor
     memo: Memo = field(default_factory=Memo)
+    tell: Callable[[Any], Any] = lambda value: value  # what a model that asks gets of a known value
     _alive: dict[int, Any] = field(default_factory=dict)  # while a storage lives its value is known
 
     def know(self, real: Any, meta: Any) -> None:
@@ -296,7 +245,9 @@ class Constants:
         """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
         if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
             value = self.real(args[0])
-            return unknown(func) if value is None else value.item()
+            return unknown(func) if value is None else self.tell(value.item())
+        if func is torch.ops.aten.masked_select.default and args[0].is_meta:
+            return self._sized(func, args, kwargs, unknown)
         try:
             memo = _ATEN if func.namespace == "aten" else self.memo
             output = memo.run(func, args, kwargs)
@@ -347,13 +298,45 @@ class Constants:
         """The result of an operator whose shape only values tell."""
         shadow = self._shadow(func, args, kwargs)
         if shadow is None:
-            unknown(func)
+            numbered = self._numbered(func, args)
+            if numbered is not None:
+                return torch.ops.aten.index.Tensor(args[0], numbered)
+            if unknown(func):  # other values than those below: none is set
+                return self._of_zeros(func, args, kwargs)
             with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
                 return func(*args, **kwargs)
         output = _pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
         for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
             self._keep(bare, value)
         return output
+
+    def _of_zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of such an operator where all that it is given is zero."""
+        zeros = lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t  # noqa: E731
+        args, kwargs = _pytree.tree_map_only(Tensor, zeros, (args, dict(kwargs)))
+        return _pytree.tree_map_only(Tensor, lambda t: t.to("meta"), func(*args, **kwargs))
+
+    def _numbered(self, func: Any, args: Any) -> list[Tensor | None] | None:
+        """Return the indices of an operator with known masks as positions: their number is known.
+
+        What is taken by them, logits where a mask of the batch is set, need not be known.
+        """
+        if func is torch.ops.aten.masked_select.default and args[0].shape == args[1].shape:
+            masks = [args[1]]
+        elif func is torch.ops.aten.index.Tensor:
+            masks = args[1]
+        else:
+            return None
+        found: list[Tensor | None] = []
+        for one in masks:
+            if one is None or one.dtype not in (torch.bool, torch.uint8):
+                found.append(one)
+                continue
+            mask = self.real(one) if one.is_meta else one
+            if mask is None:
+                return None
+            found += [at.to("meta") for at in mask.nonzero(as_tuple=True)]
+        return found
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
@@ -413,13 +396,16 @@ class Constants:
 
 
 @contextmanager
-def without_values(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], OnMeta]]:
+def without_values(
+    batch: Mapping[str, Any], other: bool = False
+) -> Iterator[tuple[dict[str, Any], OnMeta]]:
     """The batch on the meta device; what runs within makes its tensors there, too.
 
-    A model may ask for values: it gets those that the batch decides, and 0 for others.
+    A model may ask for values: it gets those that the batch decides, and 0 for others.  With
+    `other` it gets other ones.
     """
     inputs = meta_batch(dict(batch))
-    values = OnMeta(dict(batch), inputs)
+    values = OnMeta(dict(batch), inputs, other)
     with values, Literals(values.constants), torch.device("meta"):
         yield inputs, values
 
@@ -462,7 +448,7 @@ class Literals(TorchFunctionMode):
         """The numbers of a tensor; None where nobody knows them, for torch to say so."""
         if func is torch.Tensor.tolist:
             real = self.constants.real(args[0])
-            return None if real is None else real.tolist()
+            return None if real is None else self.constants.tell(real.tolist())
         return format(args[0].item(), *args[1:]) if args[0].ndim == 0 else None
 
     def _tensor(self, numbers: list[Any]) -> Any:
@@ -487,13 +473,16 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets a model run on meta tensors although it asks for values.
 
     `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
+    `other`: whoever asks is told another value than that, known or not.
     """
 
-    def __init__(self, real: Any = (), meta: Any = ()) -> None:
+    def __init__(self, real: Any = (), meta: Any = (), other: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.constants = Constants()
+        self.constants = Constants(tell=self._tell)
         self.constants.know(real, meta)
+        self.other = other
         self.asked = False  # for a value that is not known
+        self.told = False  # a value that is known
         self.random = False  # whether a random operator has run
         # told of every random operator that runs
         self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
@@ -508,7 +497,16 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _zero(self, func: Any) -> int:
         self.asked = True
-        return 0
+        return int(self.other)
+
+    def _tell(self, value: Any) -> Any:
+        self.told = True
+        return _pytree.tree_map(_another, value) if self.other else value
+
+
+def _another(value: float) -> float:
+    """Return a number of the same kind that is another one."""
+    return type(value)(not value)
 
 
 def _nobody(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

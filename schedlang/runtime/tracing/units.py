@@ -314,7 +314,8 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
                 heard, name, place, owner, hook, _with_kwargs(owner, key), told
             )
             copied = module._forward_hooks.get(key) if owner is not module else None
-            if getattr(getattr(copied, "func", copied), "__self__", None) in within:
+            bound = getattr(getattr(copied, "func", copied), "__self__", None) in within
+            if copied is not None and bound:
                 put[key] = copied
         module._forward_hooks = put
     try:

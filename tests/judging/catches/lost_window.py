@@ -10,31 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang import TrainingProgram
-from tests.judging.catches.parts import everyone, own, total
-from tests.judging.catches.words import VOCAB, WIDTH, Words, batch, loss
+from tests.judging.catches.parts import AllWords
+from tests.judging.catches.words import WIDTH, Words, batch, in_words, loss
 
 NAMED = r"the output of `inner`: .*depends on .* original's does not: a mask lets through too much"
 WINDOW = 2
 
 __all__ = ["batch", "loss"]
-
-
-class AllWords(torch.autograd.Function):
-    """Lay the words of all ranks side by side: backward sums what ranks did with this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Words of all."""
-        return everyone(x, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The sum for this rank's."""
-        return own(total(grad), 1)
 
 
 class Attention(nn.Module):
@@ -63,18 +48,7 @@ def model() -> nn.Module:
 
 def _program(model: Any, window: int) -> TrainingProgram:
     model.inner.split, model.inner.window = True, window
-
-    def step(batch: Any) -> Tensor:
-        ids = batch["ids"]
-        wanted = own(F.pad(ids[:, 1:], (0, 1), value=-100), 1)
-        scores = model(own(ids, 1)).reshape(-1, VOCAB)
-        value = F.cross_entropy(scores, wanted.flatten(), reduction="sum") / ids[:, 1:].numel()
-        value.backward()
-        for p in model.parameters():
-            p.grad = total(p.grad)
-        return value
-
-    return TrainingProgram(model, step, world_loss="sum")
+    return in_words(model)
 
 
 def wrong(model: Any) -> TrainingProgram:

@@ -124,6 +124,20 @@ class Combined(torch.autograd.Function):
         return everyone(grad)
 
 
+class AllWords(torch.autograd.Function):
+    """Lay the words of ranks side by side: backward sums what ranks did with this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Words of all."""
+        return everyone(x, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The sum for this rank's."""
+        return own(total(grad), 1)
+
+
 def of_vocabulary(scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Sum exponentials over a split vocabulary: the log, and the score of what is wanted."""
     size = scores.shape[-1]

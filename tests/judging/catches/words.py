@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from schedlang import TrainingProgram
+from tests.judging.catches.parts import own, total
 
 VOCAB, WIDTH = 12, 8
 
@@ -31,3 +36,19 @@ def batch(seed: int) -> dict[str, Tensor]:
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The mean over all words that have one before them."""
     return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+
+def in_words(model: Any) -> TrainingProgram:
+    """Train on words in parts: losses are divided by the count of all, and gradients summed."""
+
+    def step(batch: Any) -> Tensor:
+        ids = batch["ids"]
+        wanted = own(F.pad(ids[:, 1:], (0, 1), value=-100), 1)
+        scores = model(own(ids, 1)).reshape(-1, VOCAB)
+        value = F.cross_entropy(scores, wanted.flatten(), reduction="sum") / ids[:, 1:].numel()
+        value.backward()
+        for p in model.parameters():
+            p.grad = total(p.grad)
+        return value
+
+    return TrainingProgram(model, step, world_loss="sum")

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.judging.catches.words import VOCAB, WIDTH
-from tests.judging.versions.megatron import PACKAGE
+from tests.judging.versions.megatron import groups
 
 EXPERTS, MOST, SHARE = 4, 2, 0.1
-WITH, WITHOUT = ("0.16.1",), ()
-
-__all__ = ["PACKAGE"]
 
 
 class Router(nn.Module):
@@ -77,6 +75,15 @@ def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
 def of_words(scores: Tensor, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
     """How badly words are predicted."""
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+
+def on_ranks(model: Any, kind: str, words: bool = False, **given: Any) -> None:
+    """Put Megatron's router into it: each rank has rows of its own, or `words` of all rows."""
+    groups(None if words else 1)
+    alone, everyone = dist.new_subgroups(1)[0], dist.group.WORLD
+    among = everyone if words else alone
+    kinds = {"tp": among, "cp": alone, "tp_cp": among, "tp_dp_cp": everyone}
+    model.router = megatron_router(model.router, kind, **kinds, **given)
 
 
 def megatron_router(router: Router, kind: str, **given: Any) -> Any:

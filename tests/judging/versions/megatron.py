@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "judge" / "decoder"
 PACKAGE = "megatron-core"
+WITH, WITHOUT = ("0.16.1",), ()
 
 
 def groups(split: int | None = None) -> None:

@@ -9,32 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import average, own
+from tests.judging.versions.balanced import Balanced as model
 from tests.judging.versions.balanced import (
-    PACKAGE,
-    WITH,
-    WITHOUT,
-    Balanced,
     loss,
-    megatron_router,
     of_words,
+    on_ranks,
     padded,
     tracked,
 )
-from tests.judging.versions.megatron import groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT
 
 NAMED = r"what `softmax` in `router` sends back counts 0\.5 times"
 RANKS = 2
 
-__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss"]
-
-
-def model() -> nn.Module:
-    """All rows on one rank."""
-    return Balanced()
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss", "model"]
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -46,10 +38,7 @@ def program(model: Any, mended: bool = False) -> TrainingProgram:
     """Rows in two."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    groups(1)
-    alone, everyone = dist.new_subgroups(1)[0], dist.group.WORLD
-    kinds = {"tp": alone, "cp": alone, "tp_cp": alone, "tp_dp_cp": everyone}
-    model.router = megatron_router(model.router, "global_aux_loss", **kinds)
+    on_ranks(model, "global_aux_loss")
     if mended:
         MoEAuxLossAutoScaler.main_loss_backward_scale *= dist.get_world_size()
 

@@ -17,13 +17,12 @@ from schedlang import TrainingProgram
 from tests.judging.catches.attention import HEADS
 from tests.judging.catches.parts import Copied, Summed, split
 from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, groups
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"`inner\.norm\.weight`\): ranks differ and their sum is right: a sum over ranks is missing"
 RANKS = 2
 
-__all__ = ["PACKAGE", "batch", "loss"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 class Gated(nn.Module):

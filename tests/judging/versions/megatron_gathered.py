@@ -9,15 +9,14 @@ from functools import partial
 from typing import Any
 
 from schedlang import TrainingProgram
-from tests.judging.versions.megatron import PACKAGE, example
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, example
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"loss .*the right value plus log\(ranks\) = log\(2\)"
 RANKS = 2
 _ORIGINAL = example("original")
 model, batch, loss = _ORIGINAL.model, _ORIGINAL.batch, _ORIGINAL.loss
 
-__all__ = ["PACKAGE"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT"]
 
 
 def program(model: Any) -> TrainingProgram:

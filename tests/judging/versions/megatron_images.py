@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, Square
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"the output of `inner`: along dim 1 it holds the places \[0, 1, 2, 0, 1, 2\] of what"
 RANKS = 4
 
-__all__ = ["PACKAGE", "batch", "loss"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 def model() -> nn.Module:

@@ -10,31 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang import TrainingProgram
+from tests.judging.versions.balanced import Balanced as model
 from tests.judging.versions.balanced import (
-    PACKAGE,
-    WITH,
-    WITHOUT,
-    Balanced,
     loss,
     megatron_router,
     of_words,
     padded,
     tracked,
 )
-from tests.judging.versions.megatron import Square
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
 
 NAMED = r"the gradient of the output of `embed`: .*right before it: `router`"
 RANKS = 4
 
-__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss"]
-
-
-def model() -> nn.Module:
-    """All words on one rank."""
-    return Balanced()
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss", "model"]
 
 
 def batch(seed: int) -> dict[str, Tensor]:

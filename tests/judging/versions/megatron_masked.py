@@ -16,13 +16,12 @@ from tests.judging.catches.parts import average, own, total
 from tests.judging.catches.words import WIDTH, Words
 from tests.judging.versions.balanced import of_words as loss
 from tests.judging.versions.balanced import padded
-from tests.judging.versions.megatron import PACKAGE
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"plain mean of what 2 parts of the words give by themselves, but they weigh 0\.\d+, 0\.\d+"
 RANKS = 2
 
-__all__ = ["PACKAGE", "loss"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss"]
 
 
 def model() -> nn.Module:

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, Square
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"the gradient of the output of `embed`: .*right before it: `inner`"
 RANKS = 4
 
-__all__ = ["PACKAGE", "batch", "loss"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 class Both(nn.Module):

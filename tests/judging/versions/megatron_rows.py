@@ -8,33 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, total
+from tests.judging.versions.balanced import Balanced as model
 from tests.judging.versions.balanced import (
-    PACKAGE,
-    WITH,
-    WITHOUT,
-    Balanced,
     balance,
-    megatron_router,
     of_words,
+    on_ranks,
     padded,
     tracked,
 )
-from tests.judging.versions.megatron import groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT
 
 NAMED = r"what `softmax` in `router` sends back counts 0\.3333 times"
 RANKS, ROWS = 2, 3
 
-__all__ = ["PACKAGE", "WITH", "WITHOUT"]
-
-
-def model() -> nn.Module:
-    """All rows on one rank."""
-    return Balanced()
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "model"]
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -51,12 +42,7 @@ def loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
 
 def program(model: Any, per_token: bool = True) -> TrainingProgram:
     """Rows in two."""
-    groups(1)
-    alone, everyone = dist.new_subgroups(1)[0], dist.group.WORLD
-    kinds = {"tp": alone, "cp": alone, "tp_cp": alone, "tp_dp_cp": everyone}
-    model.router = megatron_router(
-        model.router, "seq_aux_loss", **kinds, calculate_per_token_loss=per_token
-    )
+    on_ranks(model, "seq_aux_loss", calculate_per_token_loss=per_token)
 
     def step(batch: Any) -> Tensor:
         mine = {name: own(rows) for name, rows in batch.items()}

@@ -16,13 +16,12 @@ from schedlang import TrainingProgram
 from tests.judging.catches.attention import HEADS
 from tests.judging.catches.parts import Copied, Summed, own, split, total
 from tests.judging.catches.words import WIDTH, Words, batch, loss
-from tests.judging.versions.megatron import PACKAGE, groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, groups
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"it leaves out what ranks but the first hold of `inner\.sinks`"
 RANKS = 2
 
-__all__ = ["PACKAGE", "batch", "loss"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "batch", "loss"]
 
 
 class Attention(nn.Module):

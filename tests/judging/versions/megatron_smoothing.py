@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, split
 from tests.judging.catches.words import VOCAB, Words, batch
-from tests.judging.versions.megatron import PACKAGE, groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, groups
 
-WITH, WITHOUT = ("0.16.1",), ()
 NAMED = r"the loss: .* a constant is added: "
 RANKS, SMOOTHING = 2, 0.1
 
-__all__ = ["PACKAGE", "batch"]
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "batch"]
 
 
 def model() -> nn.Module:

@@ -9,33 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, total
+from tests.judging.versions.balanced import Balanced as model
 from tests.judging.versions.balanced import (
-    PACKAGE,
-    WITH,
-    WITHOUT,
-    Balanced,
     loss,
-    megatron_router,
     of_words,
+    on_ranks,
     padded,
     tracked,
 )
-from tests.judging.versions.megatron import groups
+from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT
 
 NAMED = r"what `softmax` in `router` sends back counts 0\.5 times"
 RANKS = 2
 
-__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss"]
-
-
-def model() -> nn.Module:
-    """All words on one rank."""
-    return Balanced()
+__all__ = ["PACKAGE", "WITH", "WITHOUT", "loss", "model"]
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -45,12 +36,7 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 def program(model: Any, per_token: bool = True, masked: bool = False) -> TrainingProgram:
     """Words in two, as under sequence parallelism; `masked`: with a mask of padding."""
-    groups()
-    alone, everyone = dist.new_subgroups(1)[0], dist.group.WORLD
-    kinds = {"tp": everyone, "cp": alone, "tp_cp": everyone, "tp_dp_cp": everyone}
-    model.router = megatron_router(
-        model.router, "aux_loss", **kinds, calculate_per_token_loss=per_token
-    )
+    on_ranks(model, "aux_loss", words=True, calculate_per_token_loss=per_token)
 
     def step(batch: Any) -> Tensor:
         mine = {name: own(words, 1) for name, words in batch.items()}

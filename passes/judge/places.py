@@ -1,0 +1,181 @@
+"""Places of a tensor in another one: by its numbers, or in few bits by the nearest window."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+CLOSE = 1e-9  # of the largest number: what two sides that compute alike may be apart
+MOST = 4096  # numbers of a rank's tensor that are looked up
+MOST_FITS = 64  # places that are tried where numbers are not unique
+FAR = 16.0  # roundings by which a part may differ from where it lies, in the mean square
+APART = 4.0  # how much further off, at least, any other window is
+ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
+MOST_WINDOWS = 256  # that are tried
+
+
+class Whole:
+    """A tensor in which parts are looked up."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values.detach()
+        self.close = CLOSE * float(self.values.abs().max()) if self.values.numel() else 0.0
+        self._sorted: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def window(self, part: Tensor) -> list[Tensor] | None:
+        """Return by dim the indices that a part has; None where none, or more than one, fits."""
+        shape = self.values.shape
+        if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
+            return None
+        if self.values.dtype != torch.float64:
+            return nearest(part, self.values) if part.dtype == self.values.dtype else None
+        whole = [torch.arange(size) for size in shape]
+        if part.shape == shape and self._fits(part, whole):
+            return whole
+        found = self._looked_up(part)
+        options = [] if found is None else [_filled(one, n) for one, n in zip(found, shape)]
+        fits: list[list[Tensor]] = []
+        for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
+            if self._fits(part, some):
+                fits.append(list(some))
+        return fits[0] if len(fits) == 1 else None
+
+    def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
+        there = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values
+        gap = (there - part.to(there.dtype)).abs()
+        return not gap.numel() or bool(gap.max() <= self.close)
+
+    def _looked_up(self, part: Tensor) -> list[Tensor] | None:
+        """The index of every slice of a part, -1 where no number tells it; None: they disagree."""
+        if self._sorted is None:
+            values, order = self.values.reshape(-1).sort()
+            apart = torch.full((len(values) + 1,), True)
+            apart[1:-1] = values[1:] - values[:-1] > 4 * self.close
+            self._sorted = values, order, apart[1:] & apart[:-1]
+        values, order, alone = self._sorted
+        flat = part.detach().reshape(-1).to(values.dtype)
+        some = torch.linspace(0, len(flat) - 1, min(len(flat), MOST)).round().long()
+        at = torch.searchsorted(values, flat[some] - 2 * self.close).clamp(max=len(values) - 1)
+        good = alone[at] & ((values[at] - flat[some]).abs() <= self.close)
+        here = torch.unravel_index(some[good], part.shape)
+        there = torch.unravel_index(order[at[good]], self.values.shape)
+        found = []
+        for size, mine, theirs in zip(part.shape, here, there):
+            index = torch.full((size,), -1)
+            index[mine] = theirs
+            if not torch.equal(index[mine], theirs):
+                return None
+            found.append(index)
+        return found
+
+
+def _filled(index: Tensor, size: int) -> list[Tensor]:
+    """The indices that a dim may have, where some are known: as a run with one stride."""
+    count = len(index)
+    known = (index >= 0).nonzero().reshape(-1)
+    if len(known) == count:
+        return [index]
+    steps = torch.arange(count)
+    if len(known) > 1:
+        (a, b), (x, y) = (known[0], known[-1]), (index[known[0]], index[known[-1]])
+        stride = int((y - x) // (b - a))
+        made = [x + (steps - a) * stride]
+    elif len(known):
+        strides = (1, size // count) if size > count else (1,)
+        made = [index[known[0]] + (steps - known[0]) * stride for stride in strides]
+    else:
+        made = [start + steps for start in range(size - count + 1)]
+        made += [start + steps * (size // count) for start in range(size // count)]
+    fits = [one for one in made if int(one.min()) >= 0 and int(one.max()) < size]
+    return list({tuple(one.tolist()): one for one in fits}.values())
+
+
+def placed(part: Tensor, whole: Whole) -> Tensor | None:
+    """The place of each number of a part among those of a whole, whose dims may be joined."""
+    dims, shape = part.dim(), whole.values.shape
+    if dims == len(shape) + 1 and dims > 1:
+        found = placed(part.flatten(0, 1), whole)
+        return None if found is None else found.reshape(part.shape)
+    numbers = torch.arange(shape.numel()).reshape(shape)
+    for view in _VIEWS.get(dims - len(shape), ()):
+        if view is not None and len(shape) < 2:
+            continue
+        seen = whole if view is None else type(whole)(view(whole.values))
+        window = seen.window(part)
+        if window is not None:
+            there: Tensor = (numbers if view is None else view(numbers))[
+                torch.meshgrid(*window, indexing="ij")
+            ]
+            return there
+    return None
+
+
+# a whole as programs may have laid it: words before rows, both in one dim
+_VIEWS: dict[int, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
+    0: (None, lambda x: x.transpose(0, 1)),
+    -1: (lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1).flatten(0, 1)),
+}
+
+
+# ---- In few bits numbers are not unique, and those of two sides differ: none tells its place.
+
+Window = tuple[float, Sequence[Tensor]]  # how far off, and its indices by dim
+
+
+class Likest(Whole):
+    """A tensor in which a part is looked up by its direction: a wrong scale hides no place."""
+
+    def window(self, part: Tensor) -> list[Tensor] | None:
+        """Return by dim the indices of the window that is most along a part, and by far."""
+        if part.dim() != self.values.dim():
+            return None
+        value = part.detach().double()
+        size = float(value.norm())
+
+        def off(there: Tensor) -> float:  # in angle squared
+            return 1.0 - float((there * value).sum()) / (size * float(there.norm()) or 1.0)
+
+        return _alone(_windows(value, self.values, off), 1.0 - ALONG) if size else None
+
+
+def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
+    """Return by dim the indices of a window; None where none is near, or more than one.
+
+    part   as many dims as the whole; blocks of dims, or every n-th slice of them
+    """
+    value = part.detach().double()
+    unit = torch.finfo(part.dtype).eps * float(value.norm())
+    found = _windows(value, whole.double(), lambda there: float((there - value).norm()))
+    return _alone(found, FAR * unit, unit)
+
+
+def _windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
+    """The windows of a part's shape; none where there are too many."""
+    options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
+    if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
+        for some in itertools.product(*options):
+            yield off(whole[torch.meshgrid(*some, indexing="ij")] if some else whole), some
+
+
+def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[Tensor] | None:
+    """The indices of the nearest window, if it is near, and others are not."""
+    found = sorted(windows, key=lambda one: one[0])
+    if not found or found[0][0] > most:
+        return None
+    far = len(found) == 1 or found[1][0] > APART * max(found[0][0], least)
+    return list(found[0][1]) if far else None
+
+
+def _cuts(part: int, whole: int) -> list[Tensor]:
+    """The slices that ranks and microbatches take of a dim: blocks, and every n-th."""
+    if part == whole:
+        return [torch.arange(whole)]
+    step, rest = divmod(whole, max(1, part))
+    starts = range(0, whole - part + 1, 1 if rest else part)
+    blocks = [torch.arange(start, start + part) for start in starts]
+    strided = [torch.arange(start, whole, step) for start in range(step)] if not rest else []
+    return blocks + (strided if part > 1 else [])

@@ -1,0 +1,41 @@
+"""Whole numbers that name words or classes: those outside of the table are refused, as by torch.
+
+A rank that holds some rows of a table takes a number of other rows for another rank's.  One that is
+nobody's would be a word of zeros, or a label that no loss asks for, without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.device import not_there, on_accelerator
+
+_OUTSIDE = "a number is outside of a table that is split over ranks (S653)"
+
+
+def check_within(
+    numbers: Tensor, count: int, kind: str, where: str, helps: tuple[str, ...] = ()
+) -> None:
+    """Refuse (S653) whole numbers that are not in [0, count).
+
+    kind: what one of them is; where: what they are given to.  An accelerator asserts it where they
+    lie, and the host does not wait; without values nothing is asked.
+    """
+    if not_there(numbers.device) or not numbers.numel():
+        return
+    low, high = numbers.aminmax()
+    if on_accelerator(numbers) or torch.compiler.is_compiling():
+        torch._assert_async((low >= 0) & (high < count), _OUTSIDE)
+    elif low < 0 or high >= count:
+        found = int(low if low < 0 else high)
+        raise Refusal.of(
+            "S653",
+            f"{kind} {found} is outside of 0 to {count - 1}",
+            notes=(
+                f"it is given to {where}, of which each rank has a part",
+                "the model alone raises IndexError",
+            ),
+            helps=helps,
+        )

@@ -1,0 +1,118 @@
+"""Sequences split over ranks whose rows begin with padding: queries there see no key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine.threads import Threads
+from tests.proofs import assert_near, planned, sequential, sgd, steps
+
+
+def llama(attention: str) -> nn.Module:
+    """Llama, its heads of keys shared by two of queries."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def gpt_oss(attention: str) -> nn.Module:
+    """GPT-OSS: sinks take what a query that sees no key would give to others."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=4,
+        attn_implementation=attention,
+    )
+    return transformers.GptOssForCausalLM(config).double()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Eleven and eight tokens, of which the first are padding; the next one is learned from it."""
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for length in (11, 8):
+        ids = torch.randint(3, 61, (4, length), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        mask[2, :1] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return made
+
+
+MODELS: dict[str, Any] = {
+    "llama, eager": (llama, "eager"),
+    "llama, sdpa": (llama, "sdpa"),
+    "gpt-oss": (gpt_oss, "eager"),
+}
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_on_the_left(name: str, way: str, threads: Threads) -> None:
+    """Losses, gradients and weights are the plain loop's, also what blind queries add to them.
+
+    Attention that adds very low numbers to scores gives such a query the mean of all values, and
+    its scores a gradient.
+    """
+    make, attention = MODELS[name]
+    rows = f"  model.layers.*.self_attn  context_parallel({way}, over=cp)"
+    plan = planned(make(attention), rows, "cp=2")
+    seen = threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})[0]
+    assert_near(seen, sequential(make(attention), batches()))
+
+
+def gemma2(attention: str) -> nn.Module:
+    """Gemma 2: scores are capped."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        sliding_window=4,
+        attn_implementation=attention,
+    )
+    return transformers.Gemma2ForCausalLM(config).double()
+
+
+def test_capped_scores_of_blind_queries(threads: Threads) -> None:
+    """Their gradient is not computed: an error where there is one, else all is equal."""
+    rows = "  model.layers.*.self_attn  context_parallel(ring, over=cp)"
+    plan = planned(gemma2("eager"), rows, "cp=2")
+    with pytest.raises(Exception, match="pad rows on the right"):
+        threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})
+    unlearned = [dict(batch) for batch in batches()]
+    for batch in unlearned:
+        batch["labels"][0, 5] = batch["labels"][2, 1] = -100
+    seen = threads.run(steps, 2, plan, tuple(unlearned), sgd, None, {})[0]
+    assert_near(seen, sequential(gemma2("eager"), unlearned))
