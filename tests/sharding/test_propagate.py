@@ -381,7 +381,7 @@ class Wide(nn.Module):
 
 
 def test_plain_numbers_read_from_a_split_tensor_are_refused() -> None:
-    """A width read from a split tensor is a smaller number: the shapes agree, the numbers do not."""
+    """A width read from a split tensor is a smaller number: shapes agree, the numbers do not."""
     told = refused(Wide(), BOTH, "tp=2", X)
     assert "`div` takes 4 where the original takes 8" in told
 
