@@ -380,10 +380,10 @@ class Wide(nn.Module):
         return F.relu(self.down(y / y.shape[-1])).sum()
 
 
-def test_plain_numbers_read_from_a_split_tensor_change_the_result() -> None:
-    """A width read from a split tensor is a smaller number: `verify` is there to find it."""
-    # the shapes agree, so the trace cannot know; this records what only the proof can see
-    assert _traced(Wide(), BOTH, batch=X).edges.keys() == {"up", "down"}
+def test_plain_numbers_read_from_a_split_tensor_are_refused() -> None:
+    """A width read from a split tensor is a smaller number: shapes agree, the numbers do not."""
+    told = refused(Wide(), BOTH, "tp=2", X)
+    assert "`div` takes 4 where the original takes 8" in told
 
 
 class Late(nn.Module):

@@ -133,6 +133,18 @@ class Mapped(Layered):
         return {"loss": torch.vmap(torch.tanh)(self.logits(x)).std()}
 
 
+class Shortened(Layered):
+    """Looks rows up in a table, which are made shorter where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = self.table(x.detach().abs().argmax(-1) % 4)
+        return {"loss": self.logits(x + rows).square().mean()}
+
+
 class Counting(Layered):
     """Counts its calls."""
 
@@ -326,6 +338,7 @@ WALKS = {
     "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
     "the spread under a bound, dp": Walk(Hinged, _points, DP, "S703", late=True),
     "the spread after vmap, dp": Walk(Mapped, _points, DP, "S703", late=True),
+    "rows made shorter, dp": Walk(Shortened, _points, DP, "S708", late=True),
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
     "draws of an order, dp": Walk(Shuffled, _points, DP, "S812"),

@@ -24,7 +24,7 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.propagation import call_rules
-from schedlang.runtime.propagation.call_rules import REACHING, check_meeting, reaches
+from schedlang.runtime.propagation.call_rules import check_meeting, reaches
 from schedlang.runtime.propagation.trace import (
     Call,
     Frame,
@@ -37,7 +37,7 @@ from schedlang.runtime.propagation.trace import (
 )
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.shard import Arrivals
-from schedlang.runtime.sharding.sizes import ALONG, FILLS, PARTS, block_cut, index_at
+from schedlang.runtime.sharding.sizes import FILLS, PARTS, along, block_cut, factors_of, index_at
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -314,6 +314,8 @@ class Compared(Running):
         for axis in sorted(axes):
             if sum(axis in note.tags for note in notes) > 1:
                 check_meeting(self, axis)
+        if factors_of(self.name, self.args) != self.expected.factors:
+            raise self._otherwise(next(iter(axes), None))
         for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
             tags = self._tags(tensor, shape, axes, place)
             own = frozenset() if tags or data else roots
@@ -394,6 +396,15 @@ class Compared(Running):
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
 
+    def _otherwise(self, axis: str | None) -> Mismatch:
+        """A size of a part stands for that of the whole: `h / h.shape[-1]`."""
+        given, right = factors_of(self.name, self.args), self.expected.factors
+        said = " and ".join(f"{n:g}" for n in given), " and ".join(f"{n:g}" for n in right)
+        reason = "`{}` takes {} where the original takes {}: it counts a part"
+        return self.follower.refuse(
+            reason.format(self.name, *said), axis, "gather it first: `output=R` on the row before"
+        )
+
     def _unlike(
         self, local: Shape, shape: Shape, axis: str | None = None, why: str = ""
     ) -> Mismatch:
@@ -412,8 +423,7 @@ class Compared(Running):
         if source is None:
             return (shape[dim],)
         tag, whole = source
-        if self.name in ALONG or self.name in REACHING or self.name == ATTENTION:
-            self._check_along(axis, tag, whole)
+        self._check_along(axis, tag, whole)
         if self.name in RESHAPES:
             return self._reshaped(axis, tag, dim, whole, shape)
         if self.name in PARTS and shape[dim] != whole[tag.dim]:
@@ -478,11 +488,8 @@ class Compared(Running):
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
         """Refuse what computes along the split dim: it would need the other ranks' parts."""
-        dims: set[int] = set()
-        if self.name in ALONG:
-            named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
-            dims = {d % len(whole) for d in named if isinstance(d, int)}
-        elif self.name == ATTENTION:
+        dims = along(self.name, self.args, self.kwargs, len(whole))
+        if self.name == ATTENTION:
             dims = {len(whole) - 1, len(whole) - 2}
         after = self.expected.outputs[0]
         dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)

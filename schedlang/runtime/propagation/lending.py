@@ -28,6 +28,7 @@ SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 WRITING_OPERATORS = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"),
 }
+TABLES = ("embedding", "embedding_bag")
 
 
 class Lending:
@@ -97,7 +98,7 @@ class Lending:
             every = (name for names in self._names.values() for name in names)
             self.lent.update((name, one) for name in every for one in _around(name))
             self.derives.setdefault(running[-1], model_line())
-        for tensor in tensors_in(call.args[:1]) if _writes(call) else ():
+        for tensor in _written(call):
             self.written.update(self._lies_in.get(_storage(tensor), ()))
             self.written.update(self._names.get(id(tensor), ()))  # it may have got another storage
         if call.outputs and (call.name != "to" or len(call.inputs) == 1):  # else a dtype is read
@@ -139,6 +140,13 @@ def _around(name: str) -> Iterator[str]:
 def _storage(tensor: Tensor) -> int:
     """The identity of the storage of a tensor, which its views share; 0 where there is none."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _written(call: Running) -> list[Tensor]:
+    """The tensors that a call writes into."""
+    if call.name in TABLES and call.argument(3, "max_norm") is not None:
+        return tensors_in(call.argument(1, "weight"))  # rows that are looked up are made shorter
+    return tensors_in(call.args[:1]) if _writes(call) else []
 
 
 def _writes(call: Running) -> bool:

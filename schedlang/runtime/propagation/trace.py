@@ -28,6 +28,7 @@ from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.propagation.lending import Lending, not_running
 from schedlang.runtime.rng.draws import masks, shapes_of
+from schedlang.runtime.sharding.sizes import factors_of
 from schedlang.runtime.storage.saved import (
     given_whole,
     is_candidate,
@@ -50,12 +51,16 @@ Frame = tuple[str, int]  # a module and which of its calls
 
 @dataclass(frozen=True)
 class Call:
-    """One call that gave tensors: its name, shapes in and out, the integers among its arguments."""
+    """One call that gave tensors: its name, shapes in and out, the integers among its arguments.
+
+    factors  numbers by which arithmetic changes a tensor: they are the same for parts of it
+    """
 
     name: str
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     integers: tuple[int, ...]
+    factors: tuple[float, ...] = ()
 
 
 @dataclass
@@ -311,7 +316,8 @@ class Recorded(Lattice):
             given, made = (
                 tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
             )
-            known = Call(call.name, given, made, integers_in((call.args, call.kwargs)))
+            numbers = integers_in((call.args, call.kwargs)), factors_of(call.name, call.args)
+            known = Call(call.name, given, made, *numbers)
             self.frames.setdefault(call.frame, []).append(known)
         if self.stack.lending is not None and not self.stack.muted:
             self.stack.lending.after(call, [name for name, _ in self.stack.frames])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -38,24 +38,65 @@ FILLS = {
     "empty_like",
 }
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
-ALONG = {
-    "softmax",
-    "log_softmax",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "sort",
-    "argsort",
-    "topk",
-    "flip",
-    "roll",
-    "cross_entropy",
-    "nll_loss",
-    "normalize",
-    "softmin",
-    "gumbel_softmax",
-    "glu",
+# the keyword and the place of the dims in a call, and those of a call without; None: all dims
+_ALONG: Mapping[str, tuple[str, int, Any]] = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax"),
+        ("dim", 1, -1),
+    ),
+    **dict.fromkeys(("cummin", "sort", "argsort", "glu"), ("dim", 1, -1)),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), ("", 0, 1)),
+    **dict.fromkeys(("topk", "kthvalue"), ("dim", 2, -1)),
+    **dict.fromkeys(
+        ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), ("dim", 2, -1)
+    ),
+    **dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), ("dim", 2, (-2, -1))),
+    **dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), ("dim", 2, None)),
+    **dict.fromkeys(("tril", "triu"), ("", 0, (-2, -1))),
+    **dict.fromkeys(("index_fill", "index_copy", "index_add", "scatter", "gather"), ("dim", 1, -1)),
+    **dict.fromkeys(("channel_shuffle", "pixel_shuffle", "local_response_norm"), ("", 0, 1)),
+    "normalize": ("dim", 2, 1),
+    "gumbel_softmax": ("dim", 4, -1),
+    "flip": ("dims", 1, None),
+    "roll": ("dims", 2, None),
+    "rot90": ("dims", 2, (0, 1)),
+    "fliplr": ("", 0, 1),
+    "flipud": ("", 0, 0),
+    "msort": ("", 0, 0),
 }
+
+
+def along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> set[int]:
+    """The dims of a tensor of so many along which a call mixes what stands at different places.
+
+    By where torch's functions take them; those of a name that is not known are none.
+    """
+    if name.strip("_") == "renorm":  # the norm of a slice is over all dims but the one named
+        return set(range(dims)) - {kwargs.get("dim", args[2] if len(args) > 2 else 0) % dims}
+    if name.strip("_") not in _ALONG:
+        return set()
+    word, place, usual = _ALONG[name.strip("_")]
+    given = kwargs.get(word, usual)
+    if word and word not in kwargs and len(args) > place:
+        given = args[place:] if name == "flip" and len(args) > place + 1 else args[place]
+    if given is None:
+        return set(range(dims))
+    named = given if isinstance(given, (tuple, list)) else (given,)
+    return {one % dims for one in named if isinstance(one, int)}
+
+
+_ARITHMETIC = {
+    *("add", "sub", "mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "pow"),
+    *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rpow", "multiply", "divide", "subtract"),
+    *("iadd", "isub", "imul", "itruediv", "idiv", "ipow"),
+}
+
+
+def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
+    """The plain numbers among the arguments of arithmetic, in order; of another call none."""
+    if name.strip("_") not in _ARITHMETIC:
+        return ()
+    return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
 def index_at(given: Any, dim: int, dims: int) -> Any:
