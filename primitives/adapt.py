@@ -157,11 +157,15 @@ class adapt(Primitive):  # noqa: N801
                 helps=("select other projections",),
             )
         if not plan.model.computes_as(site.fqn, kind):
+            note, more = "an adapter would stand beside something that is not x W", ""
+            if not plan.model.model.get_parameter(f"{site.fqn}.weight").is_floating_point():
+                note = "its weight is quantised: an adapter could not be merged into it"
+                more = ", or adapt the layer as it was before it was quantised"
             refuse(
                 "S404",
                 f"`{site}` is a `{site.class_name}` with a forward of its own",
-                notes=("an adapter would stand beside something that is not x W",),
-                helps=("select other projections",),
+                notes=(note,),
+                helps=(f"select other projections{more}",),
             )
 
     @property

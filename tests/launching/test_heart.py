@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from schedlang.runtime.launch import heart
+from schedlang.runtime.comm import reach
+from schedlang.runtime.launch import heart, job
 from schedlang.runtime.launch.heart import Heart, inside
 from tests import forks
 
@@ -206,6 +208,48 @@ def test_one_that_works_gets_on() -> None:
         exec("def asks():\n    return one.gets_on()", names)
         asks: Any = names["asks"]
         assert asks()
+
+
+def test_those_that_look_are_not_those_that_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a machine with too much to do a thread that looks each second waits for a processor most
+    of the time, and says nothing of its rank; the main thread that waits for one says that it
+    works."""
+    for thread in ("1", "2"):
+        (tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
+
+    def queued(thread: int, seconds: float) -> None:
+        file = tmp_path / str(os.getpid()) / "task" / str(thread) / "schedstat"
+        file.write_text(f"1 {int(seconds * 1e9)} 1\n")
+
+    monkeypatch.setattr(job, "_PROC", tmp_path)
+    monkeypatch.setattr(heart, "cpu_seconds", lambda _: 1.0)
+    monkeypatch.setattr(heart, "_stored", lambda: 0)
+    monkeypatch.setattr(reach, "WATCHERS", {2})
+    (one, _), _ = _hearts(hang_after=30.0)
+    queued(1, 5.0)
+    queued(2, 5.0)
+    with inside():
+        assert not one.gets_on()
+        queued(2, 34.0)
+        assert not one.gets_on()
+        queued(1, 34.0)
+        assert one.gets_on()
+
+
+def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own number is among those that do not count, and so are those of the store's."""
+    monkeypatch.setattr(reach, "WATCHERS", set())
+    (one, _), _ = _hearts(hang_after=30.0)
+    found = reach.Reach(dist.HashStore, 25.0, lambda _: None)
+    for seen in (one, found):
+        seen.ended.set()
+    for run in (one.run, found.ask, found.run):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert thread.native_id in reach.WATCHERS
 
 
 def test_what_passed_while_all_was_stopped() -> None:

@@ -377,6 +377,43 @@ def test_experts_in_one_tensor_have_none() -> None:
     planned(model, f"{BLOCK}.self_attn.q_proj  adapt(lora)", "", "model")
 
 
+class Int8(nn.Linear):
+    """A frozen layer whose weight is whole numbers, with a scale for each output."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        weight = base.weight.detach()
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        whole = (weight / self.scale).round().to(torch.int8)
+        self.weight, self.bias = nn.Parameter(whole, requires_grad=False), base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def quantised() -> nn.Module:
+    """Llama whose products after attention are quantised, and nothing else."""
+    model: Any = models.llama(2).double()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Int8(layer.self_attn.o_proj)
+        layer.mlp.down_proj = Int8(layer.mlp.down_proj)
+    return model
+
+
+def test_a_base_that_is_quantised_in_part_trains_beside_it(threads: Threads) -> None:
+    """Adapters of other projections train as by hand; of a quantised one they are refused, since
+    they could not be merged."""
+    rows = f"{', '.join(COL)}  adapt(lora, rank=4, alpha=6)\n"
+    plan = begun(f"{rows}zero(stage=2, over=dp)", "dp=2", quantised())
+    wanted = sequential(by_hand(plan, 1.5), BATCHES, adamw)
+    seen = of_adapters(trained(threads, plan, BATCHES, adamw))
+    assert_near(seen, of_adapters(wanted))
+    assert sum("grad 0" in name for name in seen) == 2 * 2 * len(COL)
+    with pytest.raises(Refusal, match="its weight is quantised") as error:
+        planned(quantised(), LORA, "", "model")
+    assert error.value.diagnostic.code == "S404"
+
+
 def test_a_tied_table_is_untied_first() -> None:
     """Merged, the adapter of a tied head would change the embedding."""
     with pytest.raises(Refusal, match="S418") as error:

@@ -59,10 +59,8 @@ def whisper() -> nn.Module:
 
 
 T5_TP = """
-encoder.block.*.layer.0.SelfAttention.{q,k,v}  shard(col, over=tp)
-encoder.block.*.layer.0.SelfAttention.o  shard(row, over=tp)
-encoder.block.*.layer.1.DenseReluDense.wi  shard(col, over=tp)
-encoder.block.*.layer.1.DenseReluDense.wo  shard(row, over=tp)
+decoder.block.*.layer.2.DenseReluDense.wi  shard(col, over=tp)
+decoder.block.*.layer.2.DenseReluDense.wo  shard(row, over=tp)
 """
 BART_TP = """
 model.decoder.layers.*.self_attn.{q_proj,k_proj,v_proj}  shard(col, over=tp)
@@ -123,7 +121,7 @@ def test_tokens_are_those_of_the_original(
     threads: Threads, make: Any, text: str, world: int, cached: bool
 ) -> None:
     """Greedily, with padded prompts, and with fewer prompts than there are parts."""
-    options = {"use_cache": cached, "min_new_tokens": 8}
+    options = {"use_cache": cached, "min_new_tokens": 8, "no_repeat_ngram_size": 1}
     for pairs in threads.run(both, world, make, text, (5, 1), options):
         for expected, found in pairs:
             assert torch.equal(expected, found)
@@ -149,12 +147,15 @@ def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> Non
 
 def test_what_it_cannot_follow_is_refused(threads: Threads) -> None:
     """What an encoder gave elsewhere is no input of the program; beams move rows of a cache."""
-    for name, value in {"encoder_outputs": (torch.zeros(4, 6, 32),), "num_beams": 2}.items():
+    for name, value in {"encoder_outputs": torch.zeros(4, 6, 32), "num_beams": 2}.items():
         (code,) = threads.run(_refused, 1, {name: value})
         assert code == "S627"
 
 
 def _refused(options: dict[str, Any]) -> str:
+    ids = torch.ones(8, 8, dtype=torch.long)
+    head = "schedule 1 for T5ForConditionalGeneration\n\nmesh(dp=1)\n"
+    program = scheduled(t5(), head).build(batch={"input_ids": ids, "labels": ids})
     with pytest.raises(Refusal) as caught:
-        both(t5, "mesh(dp=1)\n", (4,), {"use_cache": True} | options)
+        program.generate(**prompts(4), use_cache=True, max_new_tokens=3, **options)
     return caught.value.diagnostic.code

@@ -121,7 +121,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S651": (
         "a rank has not called `build`",
-        "All ranks build together.  `build(wait=300)` gives them longer.",
+        "All ranks build together.  `build(wait=300)` gives them longer.  Or the store in which\n"
+        "they meet does not answer: the node of the first rank is cut off, or has ended.",
     ),
     "S652": (
         "ranks were given different batches",

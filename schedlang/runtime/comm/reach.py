@@ -25,6 +25,7 @@ _STILL = 2.0  # seconds beyond that; more, and this process or the whole machine
 _KEY = "schedlang/reach"
 
 
+WATCHERS: set[int] = set()  # threads that only look, as the system numbers them
 _kept = False
 
 
@@ -49,7 +50,7 @@ def keep(connect: Callable[[], Any]) -> None:
 
 
 class Reach:
-    """When a store has answered last, and what is done where it does not: `end`, once."""
+    """Watches when a store has answered last; where it does not, `end` is called, once."""
 
     def __init__(
         self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]
@@ -66,6 +67,7 @@ class Reach:
 
     def ask(self) -> None:
         """Ask again and again.  A store that is closed ends it: what that means others see."""
+        WATCHERS.add(threading.get_native_id())
         with suppress(RuntimeError):
             store = self.connect()
             while not self.ended.wait(_LOOK):
@@ -75,6 +77,7 @@ class Reach:
 
     def run(self) -> None:
         """Look again and again, until the process ends or the store is closed."""
+        WATCHERS.add(threading.get_native_id())
         while not self.ended.wait(_LOOK):
             self.look()
 

@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,13 +38,13 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(map(_spent, _family(pids)))
 
 
-def queued_seconds(pids: Iterable[int]) -> float:
+def queued_seconds(pids: Iterable[int], but: Collection[int] = ()) -> float:
     """Seconds in which threads of the living among them could have run, and had no processor.
 
-    0 where the system does not count it (`/proc/PID/task/TID/schedstat`, nanoseconds on the run
-    queue).
+    but  threads that do not count, by their numbers.  0 where the system does not count it
+    (`/proc/PID/task/TID/schedstat`, nanoseconds on the run queue).
     """
-    return sum(map(_queued, _family(pids)))
+    return sum(_queued(pid, {str(one) for one in but}) for pid in _family(pids))
 
 
 def _family(pids: Iterable[int]) -> Iterator[int]:
@@ -56,9 +56,11 @@ def _family(pids: Iterable[int]) -> Iterator[int]:
         todo += _children(pid)
 
 
-def _queued(pid: int) -> float:
+def _queued(pid: int, but: Collection[str]) -> float:
     total = 0
     for stat in (_PROC / str(pid) / "task").glob("*/schedstat"):
+        if stat.parent.name in but:
+            continue
         try:
             total += int(stat.read_text().split()[1])
         except (OSError, IndexError):  # the thread has ended, or nothing is counted
