@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge import modules, sights, terms
+from schedlang.passes.judge import calls, modules, sights, terms
 from schedlang.passes.judge.choices import Choosing, Noted
 from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.kinds import INITIAL, Located
@@ -53,12 +53,12 @@ class Step:
 
     def original(
         self, batch: Batch, *modes: Any, live: bool = False, taken: bool = False
-    ) -> modules.Run:
+    ) -> calls.Run:
         """Follow the original's."""
         case = self.trial.case
         subject = Sequential(twin(case), loss=case.loss, follow=False)
         with ambient(*self._held(), *self.trial.modes, *modes):
-            run = modules.followed(
+            run = calls.followed(
                 dict(subject.module.named_modules()),
                 lambda: subject.derive(batch, range(rows(batch))),
                 live=live,
@@ -82,7 +82,7 @@ class Step:
             return modules.Exact(self.original(self.batch))
         exact = replace(self, trial=self.trial.exact)
 
-        def run(draw: int) -> modules.Run:
+        def run(draw: int) -> calls.Run:
             nudged = Nudged(draw) if draw else contextlib.nullcontext()
             with threads_of_ranks(self.trial.world), nudged, rounding(dtype)():
                 return self.original(self.batch)
@@ -130,7 +130,7 @@ def located(
     cut = followed.rows(rows(step.batch))
     mine = (row for row in of_a_step if (row.condition, row.step) == (first.condition, 0))
     kinds = {row.kind.removesuffix(IN_DTYPE) for row in mine}
-    found = followed.first_difference(forward=bool(kinds & {"loss", "training outputs"}))
+    found = _first(step, followed, forward=bool(kinds & {"loss", "training outputs"}))
     if found is None:
         return Located("", turns, factors, cut)
     if trial.wide and not found.pattern.how:
@@ -139,6 +139,32 @@ def located(
             copies = {row.name: kept.of(first.condition, row.name) for row in wrong_ones}
             found = replace(found, because=found.because or _cause(step, found, copies))
     return Located(found.text, turns, factors, cut)
+
+
+def _first(step: Step, followed: modules.Followed, forward: bool) -> modules.Found | None:
+    """The first difference from which another follows, or a wrong loss."""
+    passed: set[calls.At] = set()
+    run = None
+    while True:
+        found = followed.first_difference(forward, passed)
+        if found is None or found.back or not step.trial.wide:
+            return found
+        run = run or step.original(step.batch, live=True)
+        later = followed.right_after(found.at)
+        if not any(_leads(run.live[found.at], run.live[one]) for one in later):
+            return found
+        passed.add(found.at)
+
+
+def _leads(first: Tensor, last: Tensor) -> bool:
+    """Whether a tensor is made of another one, as autograd knows."""
+    seen, waiting = set(), [last.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [one for one, _ in node.next_functions]
+    return first.grad_fn in seen
 
 
 Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of parameters
@@ -170,7 +196,7 @@ def _of_gradient(step: Step, found: modules.Found, copies: Copies) -> str:
     return unmasked(tape, step.on_ranks(_noted, shapes(tape)))
 
 
-def _of_parameters(tape: terms.Tape, run: modules.Run, copies: Copies) -> str:
+def _of_parameters(tape: terms.Tape, run: calls.Run, copies: Copies) -> str:
     """Say of which terms the first parameter's gradient is made of which that is known."""
     for name, held in [*copies.items()][:MOST_PARAMETERS]:
         got = [terms.Got(c.rank, c.values, c.places) for c in held if c.values is not None]
@@ -225,10 +251,10 @@ def _of_output(step: Step, found: modules.Found) -> str:
 
 def _calls(found: modules.Found) -> dict[int, set[Frame]]:
     """The calls that it is about, by rank."""
-    calls: dict[int, set[Frame]] = {}
+    asked: dict[int, set[Frame]] = {}
     for part in found.parts:
-        calls.setdefault(part.rank, set()).add(part.frame)
-    return calls
+        asked.setdefault(part.rank, set()).add(part.frame)
+    return asked
 
 
 def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> Tensor | None:
@@ -253,11 +279,11 @@ def _judged(given: Given) -> Iterator[Judged]:
         yield made(given.told[0])
 
 
-def _followed(given: Given) -> tuple[modules.Run, dict[str, str]]:
+def _followed(given: Given) -> tuple[calls.Run, dict[str, str]]:
     """A step that is followed, and the original's names of its modules."""
     with _judged(given) as judged:
         named = judged.named_modules()
-        run = modules.settled(named, lambda: judged.derive(given.told[0].batches[0]))
+        run = calls.settled(named, lambda: judged.derive(given.told[0].batches[0]))
     names = {name: judged.original_module(name) for name in named}
     return run, {name: meant for name, meant in names.items() if meant is not None}
 
@@ -281,6 +307,6 @@ def _seen(
         named, mine = judged.named_modules(), wanted.get(judged.rank, set())
         asked = {name: named[name] for name, _ in mine}
         for batch in batches:
-            run = modules.followed(asked, partial(judged.derive, batch), taken=taken)
+            run = calls.followed(asked, partial(judged.derive, batch), taken=taken)
             found.append({frame: run.calls[frame].outputs for frame in mine & run.calls.keys()})
     return found

@@ -9,123 +9,22 @@ divide by), which is that of the gradient that the loss sends back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.layouts import local
+from schedlang.passes.judge.calls import At, Run, Seen
 from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
-from schedlang.runtime.isolated import Frame, parts_of
+from schedlang.runtime.isolated import Frame
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
 MOST_PLACES, NEAR = 32, 1e-9
-BOOL = torch.bool
-At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
-
-
-@dataclass
-class Seen:
-    """Outputs of a call of a module, and the gradient that comes back to it; by float tensor."""
-
-    outputs: list[Tensor]
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Run:
-    """The calls of a step, in the order in which they return, and that of their gradients."""
-
-    calls: dict[Frame, Seen] = field(default_factory=dict)
-    back: list[At] = field(default_factory=list)
-    live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
-
-    def of(self, at: At, back: bool = False) -> Tensor:
-        """An output, or the gradient that comes back to it."""
-        seen = self.calls[at[0]]
-        return seen.gradients[at[1]] if back else seen.outputs[at[1]]
-
-
-def followed(
-    modules: Mapping[str, nn.Module],
-    step: Callable[[], Any],
-    *,
-    live: bool = False,
-    taken: bool = False,
-) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back.
-
-    live   the tensors themselves, too
-    taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
-    """
-    run, turns = Run(), dict.fromkeys(modules, 0)
-    handles = []
-
-    def hook(name: str) -> Any:
-        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() >= 0:
-                return  # computed again
-            frame = name, turns[name]
-            turns[name] += 1
-            if taken:
-                tensors = parts_of((args, kwargs))[0]
-                numbers = [t for t in tensors if t.dim() and t.dtype != BOOL and not t.is_complex()]
-                run.calls[frame] = Seen([local(t.detach()).clone().double() for t in numbers])
-                return
-            floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
-            with torch.no_grad():
-                run.calls[frame] = Seen([_whole(t) for t in floats])
-            for k, tensor in enumerate(floats):
-                if live:
-                    run.live[frame, k] = tensor
-                if tensor.requires_grad:
-                    tensor.register_hook(_noting(run, frame, k))  # type: ignore[no-untyped-call]
-
-        return after
-
-    for name, module in modules.items():
-        handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
-    try:
-        step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return run
-
-
-def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Run:
-    """Run a step, and again; the first unless it calls modules that the second does not.
-
-    A first step may try modules on numbers that nobody made, to learn shapes, as pipelines do.
-    """
-    first, second = (followed(modules, step) for _ in range(2))
-    return first if first.calls.keys() == second.calls.keys() else second
-
-
-def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
-    def note(gradient: Tensor) -> None:
-        with torch.no_grad():
-            run.calls[frame].gradients[k] = _whole(gradient)
-        run.back.append((frame, k))
-
-    return note
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy, of a DTensor all of it."""
-    value = tensor.detach()
-    full = getattr(value, "full_tensor", None)
-    return (full() if full is not None else value).clone()
-
-
-# ---- The comparison, of one process: all ranks' runs with the original's.
 
 
 @dataclass(frozen=True)
@@ -338,11 +237,12 @@ class Followed:
                 factors[part.rank] = self.looks.factor(part.value, one)
         return pairs
 
-    def first_difference(self, forward: bool) -> Found | None:
+    def first_difference(self, forward: bool, passed: Container[At] = ()) -> Found | None:
         """The first output that is wrong, else the first gradient; None: nothing is compared.
 
         forward  whether outputs may be wrong. Where the loss is right they are not, though modules
                  may give another thing than the original's (what a bias is still added to)
+        passed   outputs that are such another thing
         """
         before = ""
         anchors: tuple[Part, ...] = ()
@@ -355,7 +255,9 @@ class Followed:
                 want = self.right.of(at)
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
-            elif forward and frame[0] and (said := self._output(at, found)):  # not what a stage has
+            elif not forward or at in passed or not frame[0]:  # a stage returns what it has
+                pass
+            elif said := self._output(at, found):
                 because = _apart(words)
                 return Found(
                     _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
@@ -366,6 +268,23 @@ class Followed:
             if found:
                 before, anchors = _named(frame), (*found, *anchors)
         return self._backward()
+
+    def right_after(self, at: At) -> Iterator[At]:
+        """Yield later outputs that are right, the last first: in part, if of it nothing is."""
+        order = [*self.parts]
+        enough = any if all(self._wholly(at, part) for part in self.parts[at]) else all
+        for one in reversed(order[order.index(at) + 1 :]):
+            found = [part.places is not None for part in self.parts[one]]
+            if one[0][0] and found and enough(found):
+                yield one
+
+    def _wholly(self, at: At, part: Part) -> bool:
+        """Whether a wrong output has no number that is right."""
+        want = self.right.of(at).reshape(-1)[self.looks.block(at, part.rank, part.value)]
+        same = want.shape == part.value.shape
+        near = NEAR * float(want.abs().max()) if want.numel() else 0.0
+        right = bool(((part.value - want).abs() <= near).any()) if same else False
+        return part.places is None and not right
 
     def _output(self, at: At, parts: Sequence[Part]) -> Pattern:
         """Say how the output of a module is wrong; nothing if it is right, or not known."""

@@ -9,8 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from schedlang.passes.judge.calls import At, Run
 from schedlang.passes.judge.causes import NEAR
-from schedlang.passes.judge.modules import At, Exact, Run
+from schedlang.passes.judge.modules import Exact
 from schedlang.passes.judge.places import ALONG, Likest, placed
 from schedlang.passes.localize.diagnose import Pattern, diagnose, numbers
 from schedlang.passes.verify.conditioning import Bounds

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge.modules import Exact, Run, Seen
+from schedlang.passes.judge.calls import Run, Seen
+from schedlang.passes.judge.modules import Exact
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
@@ -215,3 +216,27 @@ def test_a_bias_that_is_added_later_is_no_difference(pool: Pool) -> None:
     said = _said(verify_program(program, **original))
     assert "1/2 times the right value" in said["gradients"], said
     assert "first module" not in said, said
+
+
+def test_another_thing_than_a_wrong_one(pool: Pool) -> None:
+    """A layer whose bias is added later is passed over; a later one that is wrong is named."""
+
+    def program(model: Any) -> TrainingProgram:
+        layer = model.inner[0]
+        layer.register_forward_hook(lambda _module, _given, output: output - layer.bias)
+        model.inner[1].register_forward_pre_hook(lambda _module, given: given[0] + layer.bias)
+        model.inner[2].register_forward_hook(lambda _module, _given, output: output * 2)
+
+        def step(batch: Any) -> Any:
+            value = loss(model(batch["ids"]), batch)
+            value.backward()
+            return value
+
+        return TrainingProgram(model, step)
+
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)
+    model = Words(torch.nn.Sequential(*layers))
+    original = {"model": model, "batch": batch, "loss": loss, "ranks": 1, "pool": pool}
+    said = _said(verify_program(program, **original))["first module"]
+    assert said.startswith("the output of `inner.2`: 2 times"), said

@@ -255,7 +255,10 @@ WRONG: dict[str, tuple[Way, str]] = {
         "2 parts of the batch count 2, 0 times",
     ),
     "tied weights on two stages": (Way(pp=2, chunks=2, tied=True, wrong="finalized"), "a tie is"),
-    "a loss of a part of the vocabulary": (Way(tp=2, wrong="local"), "the loss"),
-    "messages in one batch": (Way(pp=2, chunks=2, wrong="batched"), "the output of `blocks.1."),
+    "a loss of a part of the vocabulary": (Way(tp=2, wrong="local"), "module: the loss: "),
+    "messages in one batch": (
+        Way(pp=2, chunks=2, wrong="batched"),
+        "the output of `blocks.1.before_attention`",
+    ),
 }
 __all__: Sequence[str] = ("RIGHT", "WRONG", "Way", "batch", "loss", "model")

@@ -149,6 +149,12 @@ FAMILIES = {
 
 # ---- Programs: by torchtitan's own functions.
 
+FUNCTIONS = {
+    "llama3": "parallelize_llama",
+    "qwen3": "parallelize_qwen3",
+    "deepseek_v3": "parallelize_deepseekv3",
+}
+
 
 @dataclass(frozen=True)
 class Way:
@@ -227,7 +233,7 @@ def made(family: Family, way: Way) -> Callable[[Any], TrainingProgram]:
         settings = way.settings(next(model.parameters()).dtype)
         dims = settings["parallel_dims"]
         parallel = importlib.import_module(f"{family.package.__name__}.parallelize")
-        cut = getattr(parallel, f"parallelize_{family.name.replace('llama3', 'llama')}")
+        cut = getattr(parallel, FUNCTIONS[family.name])
         place = dims.get_mesh("batch").get_local_rank() if way.rows > 1 else 0
 
         def mine(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
