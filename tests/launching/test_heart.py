@@ -219,12 +219,14 @@ def test_those_that_look_are_not_those_that_work(
     for thread in ("1", "2"):
         (tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
 
+    ran = {1: 1.0, 2: 1.0}
+
     def queued(thread: int, seconds: float) -> None:
         file = tmp_path / str(os.getpid()) / "task" / str(thread) / "schedstat"
-        file.write_text(f"1 {int(seconds * 1e9)} 1\n")
+        file.write_text(f"{int(ran[thread] * 1e9)} {int(seconds * 1e9)} 1\n")
 
     monkeypatch.setattr(job, "_PROC", tmp_path)
-    monkeypatch.setattr(heart, "cpu_seconds", lambda _: 1.0)
+    monkeypatch.setattr(heart, "cpu_seconds", lambda _: sum(ran.values()))
     monkeypatch.setattr(heart, "_stored", lambda: 0)
     monkeypatch.setattr(reach, "WATCHERS", {2})
     (one, _), _ = _hearts(hang_after=30.0)
@@ -232,9 +234,14 @@ def test_those_that_look_are_not_those_that_work(
     queued(2, 5.0)
     with inside():
         assert not one.gets_on()
+        ran[2] = 9.0
         queued(2, 34.0)
         assert not one.gets_on()
         queued(1, 34.0)
+        assert one.gets_on()
+        one.spent = None
+        assert not one.gets_on()
+        ran[1] = 9.0
         assert one.gets_on()
 
 

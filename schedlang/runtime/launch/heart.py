@@ -27,7 +27,14 @@ from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import own_store, round_name, until
 from schedlang.runtime.launch import record
-from schedlang.runtime.launch.job import RECORD, Hang, cpu_seconds, queued_seconds, works
+from schedlang.runtime.launch.job import (
+    RECORD,
+    Hang,
+    cpu_seconds,
+    queued_seconds,
+    thread_seconds,
+    works,
+)
 
 HANG = 30.0  # seconds in which no rank got on
 ENDS = 3  # the exit code: it could not be checked, or done
@@ -133,9 +140,10 @@ class Heart:
 
     def now(self) -> tuple[float, float, int]:
         """Seconds that it had and waited for so far, and what it read from and wrote to disks."""
-        here = [os.getpid()]
-        # on a machine with too much to do those that look would wait for half of the time, too
-        return cpu_seconds(here), queued_seconds(here, reach.WATCHERS), _stored()
+        here = os.getpid()
+        # on a machine with too much to do those that look would seem to work, and to want to
+        ran, queued = thread_seconds(here, reach.WATCHERS)
+        return cpu_seconds([here]) - ran, queued_seconds([here]) - queued, _stored()
 
     def answer(self) -> None:
         """Say where this rank stands, and end with the others."""
