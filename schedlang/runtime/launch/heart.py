@@ -65,14 +65,15 @@ def watch() -> None:
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     job = comm.job()
-    if _watched or not apart or job.size == 1 or device.accelerator() is not None:
+    alone = job.size == 1 or job.played  # an elastic job plays steps before its ranks are there
+    if _watched or not apart or alone or device.accelerator() is not None:
         return
-    _watched = True
     store = own_store()  # the main thread may wait in the store's own connection
     reach.keep(store.clone)
     heart = Heart(store, job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
+    _watched = True
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it
 
 
