@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from schedlang.runtime.comm import reach
+from schedlang.runtime.comm import world as comm
 from schedlang.runtime.launch import heart, job
 from schedlang.runtime.launch.heart import Heart, inside
 from tests import forks
@@ -249,7 +251,8 @@ def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch
     """Its own number is among those that do not count, and so are those of the store's."""
     monkeypatch.setattr(reach, "WATCHERS", set())
     (one, _), _ = _hearts(hang_after=30.0)
-    found = reach.Reach(dist.HashStore, 25.0, lambda _: None)
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    found = reach.Reach(store, 25.0, lambda _: None)
     for seen in (one, found):
         seen.ended.set()
     for run in (one.run, found.ask, found.run):
@@ -257,6 +260,26 @@ def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch
         thread.start()
         thread.join()
         assert thread.native_id in reach.WATCHERS
+
+
+def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic job plays steps before its ranks are there; what it is then is watched, once."""
+    begun: list[Any] = []
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(heart, "_watched", False)
+    monkeypatch.setattr(heart, "own_store", store)
+    monkeypatch.setattr(reach, "_kept", True)
+    monkeypatch.setattr(atexit, "register", lambda *given: begun.append(given))
+    for backend in ("fake", "gloo", "gloo"):
+        world = comm.World(size=2, backends={"cpu": backend})
+        monkeypatch.setattr(comm, "job", lambda world=world: world)
+        heart.watch()
+        assert len(begun) == int(backend == "gloo")
+    stop, thread = begun[0]
+    assert thread.is_alive()
+    stop(thread)
+    assert not thread.is_alive()
 
 
 def test_what_passed_while_all_was_stopped() -> None:
