@@ -73,7 +73,7 @@ from schedlang.runtime.comm import world as job
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
-from schedlang.runtime.launch.pool import Pool, shared, temporary
+from schedlang.runtime.launch.pool import Pool, shared, temporary, threads_of_ranks
 from schedlang.runtime.left import Left, left_in, merged
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
@@ -237,7 +237,9 @@ class _Beside:
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and how many masks it drew."""
         try:
-            expected, drawn = original(self.case, self.told)
+            # more threads than a rank has would wait, actively, for the processors of ranks
+            with threads_of_ranks(self.case.plan.mesh.world):
+                expected, drawn = original(self.case, self.told)
             check_original(self.case, self.told, expected)
         except Refusal as refusal:
             self.refused = refusal

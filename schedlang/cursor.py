@@ -142,7 +142,7 @@ class Caller:
 
 @cache
 def _page(verb: str) -> str | None:
-    """What `schedlang explain` says of a verb."""
+    """Return what `schedlang explain` says of a verb."""
     known = registry().get(verb)
     return None if known is None else manual.explain(known)
 

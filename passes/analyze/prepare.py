@@ -78,65 +78,54 @@ def prepare(
     from schedlang.runtime.kept_outside import kept_outside
 
     assert not plan.completing, "rows are completed before a plan is prepared"
-    with kept_outside(plan.model.model, meta=True):
-        return _prepared(plan, sample, loss, weight, bits, trains)
-
-
-def _prepared(
-    plan: Plan,
-    sample: Mapping[str, Any],
-    loss: Loss | None,
-    weight: Weight | None,
-    bits: Bits | None,
-    trains: bool,
-) -> Prepared:
-    check_axes(plan)
-    parts = plan.shares * plan.micro
-    if plan.told:
-        check_routing(plan)
-    if weight is not None:
-        _check_weight(weight, sample)
-    if parts > 1:
-        check_rows(plan, sample)
-    traced = propagate(plan, sample, loss)
-    if traced.apart and plan.mesh.world > 1:
-        raise _apart(traced)
-    if traced.lossless is not None:
-        if trains:  # without a loss any key may be what one would read
-            raise Refusal(traced.lossless)
-    elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
-        _check_dense(plan)
-    if traced.lossless is None and traced.unread:
-        check_keys(plan, sample, traced, loss, weight)
-    check_settled(plan, traced)
-    if plan.casts:
-        check_casts(plan, sample, loss)
-    if parts > 1 or plan.contexts:
-        traced = with_statistics(plan, traced, sample, loss, weight is not None)
-    staged = stages_of(plan, traced, sample, loss)
-    slicing, tokens = None, None
-    chains: Chains = {}
-    if plan.order is not None:
-        check_stale(plan, staged)
-        _check_reentrant(plan, traced, staged)
-        slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
-    if plan.stores:
-        check_peers(plan, staged)
-    if plan.kept:
-        check_kept(plan, traced, staged, slicing)
-    if plan.contexts:
-        tokens = tokens_of(plan, traced, sample, loss, weight)
-    counting = Counting(plan, traced, staged, sample, loss, tokens)
-    again = plan.rows_changing(Facet.RECOMPUTE)
-    if again:
-        chains = chains_of(counting)
-    if plan.kept:
-        traced = replace(traced, saved=kept_by_ranks(counting, chains))
-    if again:
-        check_repeats(plan, again, sample, loss)
-    if bits is None:
-        bits = allotted(plan, sample, loss, chains) if plan.kept else {}
-    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+    with kept_outside(plan.model.model):
+        check_axes(plan)
+        parts = plan.shares * plan.micro
+        if plan.told:
+            check_routing(plan)
+        if weight is not None:
+            _check_weight(weight, sample)
+        if parts > 1:
+            check_rows(plan, sample)
+        traced = propagate(plan, sample, loss)
+        if traced.apart and plan.mesh.world > 1:
+            raise _apart(traced)
+        if traced.lossless is not None:
+            if trains:  # without a loss any key may be what one would read
+                raise Refusal(traced.lossless)
+        elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
+            _check_dense(plan)
+        if traced.lossless is None and traced.unread:
+            check_keys(plan, sample, traced, loss, weight)
+        check_settled(plan, traced)
+        if plan.casts:
+            check_casts(plan, sample, loss)
+        if parts > 1 or plan.contexts:
+            traced = with_statistics(plan, traced, sample, loss, weight is not None)
+        staged = stages_of(plan, traced, sample, loss)
+        slicing, tokens = None, None
+        chains: Chains = {}
+        if plan.order is not None:
+            check_stale(plan, staged)
+            _check_reentrant(plan, traced, staged)
+            slicing = slicing_of(plan, traced, staged.timeline.slices, sample, loss, weight)
+        if plan.stores:
+            check_peers(plan, staged)
+        if plan.kept:
+            check_kept(plan, traced, staged, slicing)
+        if plan.contexts:
+            tokens = tokens_of(plan, traced, sample, loss, weight)
+        counting = Counting(plan, traced, staged, sample, loss, tokens)
+        again = plan.rows_changing(Facet.RECOMPUTE)
+        if again:
+            chains = chains_of(counting)
+        if plan.kept:
+            traced = replace(traced, saved=kept_by_ranks(counting, chains))
+        if again:
+            check_repeats(plan, again, sample, loss)
+        if bits is None:
+            bits = allotted(plan, sample, loss, chains) if plan.kept else {}
+        return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
 def _check_dense(plan: Plan) -> None:

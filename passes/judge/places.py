@@ -1,4 +1,4 @@
-"""Where a tensor lies in another one: by its numbers, or in few bits by the nearest window."""
+"""Places of a tensor in another one: by its numbers, or in few bits by the nearest window."""
 
 from __future__ import annotations
 

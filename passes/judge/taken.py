@@ -1,4 +1,4 @@
-"""What a module takes whose output is wrong: parts in another order, or rows of several batches.
+"""Inputs of a module whose output is wrong: parts in another order, or rows of several batches.
 
 The module itself may be right. What each rank gives it is looked up by its numbers in what the
 original gives it; a sentence says where that lies, and is said only where it is not as it should.
@@ -21,7 +21,7 @@ MOST = 12  # places that are listed
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a rank's call takes, beside the original's, and what it gives."""
+    """A rank's call beside the original's: its inputs, and its output."""
 
     rank: int
     values: Sequence[Tensor]

@@ -122,27 +122,22 @@ def record(
     """
     from torch.nn import Dropout
 
-    from schedlang.runtime.batch import forward, is_loss, named_tensors, taken
+    from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.lending import Lending
-    from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.propagation.trace import Recorded, Stack, Trace, reached
     from schedlang.runtime.rng.logical_dropout import Watched
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.tracing.meta import without_values
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
-    model, stack = meta_model(plan.model.model, {}), Stack(lending=Lending() if parts else None)
-    model.train()
-    if plan.computes:
-        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    stack = Stack(lending=Lending() if parts else None)
+    model = _followed(plan, stack, leaves)
     saved = saved_by(plan, model, stack) if plan.kept else {}
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    kept = kept_outside(plan.model.model, meta=True)
-    with kept, without_values(batch) as (inputs, values):
+    with kept_outside(plan.model.model), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
@@ -158,10 +153,7 @@ def record(
         raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
-    # what a part weighs is told by the labels alone; the loss is kept, so that its identity is
-    labels: Any = plan.model.cache.setdefault("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    labels[at] = tuple(seen.labels), loss
+    _note_labels(plan, batch, loss, tuple(seen.labels))
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -183,45 +175,71 @@ def record(
         entries=stack.turns,
         choices=seen.choices,
     )
-    if (values.asked or values.told or trace.answered) and any(
-        one.stage > 0 for one in plan.copies
-    ):
-        original = replace(original, **_with_other_values(plan, batch, loss, original))
+    if values.asked or values.told or trace.answered:
+        original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, saved, original)
 
 
-def _with_other_values(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, original: Original
-) -> dict[str, Any]:
-    """What is called otherwise where values are other ones: ranks see rows of their own.
+def _note_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, labels: Any) -> None:
+    """Note the labels of batches of this shape: what a part weighs is told by them alone."""
+    from schedlang.runtime.batch import named_tensors
 
-    A model that does not run with such values tells nothing: it counts as one that asked.
+    known: Any = plan.model.cache.setdefault("labels", {})
+    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
+    known[at] = labels, loss  # the loss is kept, so that its identity is
+
+
+def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
+    """A copy of the model without values, whose calls a stack follows."""
+    from schedlang.runtime.propagation.stand_ins import put_stand_ins
+    from schedlang.runtime.tracing.meta import meta_model
+
+    model = meta_model(plan.model.model, {})
+    model.train()
+    if plan.computes:
+        put_stand_ins(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    stack.watch(model, {fqn for fqn, leaf in leaves.items() if leaf.kind})
+    return model
+
+
+def _with_other_values(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    leaves: Mapping[str, Leaf],
+    original: Original,
+) -> Original:
+    """Note, if ranks slice state, what is called otherwise where values are other ones.
+
+    Ranks see rows of their own.  A model that does not run with such values tells nothing: it
+    counts as one that asked.
     """
+    if not any(one.stage > 0 for one in plan.copies):
+        return original
+    from torch.random import fork_rng
+
     from schedlang.runtime.batch import forward
     from schedlang.runtime.propagation.trace import Stack, Trace
-    from schedlang.runtime.tracing.meta import meta_model, without_values
+    from schedlang.runtime.tracing.meta import without_values
 
-    model, stack = meta_model(plan.model.model, {}), Stack()
-    stack.watch(model.train())
+    stack = Stack()
+    model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
     try:
-        with without_values(batch, other=True) as (inputs, _), Trace(stack, other=True):
+        with fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
             forward(model, inputs, loss)
     except Exception:  # a shape that is none, an index out of range
-        return {"asked": True}
+        return replace(original, asked=True)
     mine, others = original.entries, stack.turns
     wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
     if [fqn for fqn in mine if fqn not in wanders] != [f for f in others if f not in wanders]:
         wanders = {*mine, *others}
     if not wanders:
-        return {}
+        return original
     wanders |= {fqn for fqn in plan.model.sites if fqn not in mine}
-    return {
-        "asked": True,
-        "wanders": frozenset(wanders),
-        "outside": original.outside | stack.outside,
-    }
+    outside = original.outside | stack.outside
+    return replace(original, asked=True, wanders=frozenset(wanders), outside=outside)
 
 
 def _lossless(

@@ -104,6 +104,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     import torch
 
     from schedlang.runtime.batch import called
+    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta
 
     model, calls = meta_model(plan.model.model, {}), dict[str, Any]()
@@ -117,6 +118,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     for fqn in sorted(wanted):
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
     inputs = meta_batch(dict(batch))
-    with torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
+    kept = kept_outside(plan.model.model)
+    with kept, torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
         called(model, inputs)
     return calls

@@ -103,14 +103,15 @@ class Probe:
         def run(place: int) -> Derived:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, scale=share) as subject, no_labels(share):
+                with alone(case, beside=True, scale=share) as subject, no_labels(share):
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:
                 meeting.barrier.abort()  # the others would wait for this one
                 raise
 
-        with ThreadPoolExecutor(len(parts)) as threads:
+        kept = kept_outside(case.plan.model.model)
+        with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
     def disagreement(self, evaluate: bool = False) -> Row | None:
@@ -432,18 +433,19 @@ def check_parts(case: Case) -> Case:
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
+    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
     differs = (
         f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
         f" {bad.error:.1e}"
     )
+    meet = (f"rows of the batch meet in {line}",) if line else ()
     if _sums(probe):
         raise Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
-            notes=(differs, "the losses of the parts add up to that of the whole"),
+            notes=(differs, "the losses of the parts add up to that of the whole", *meet),
             helps=("divide it by what it adds up, in `loss(output, batch)`, or by an option",),
         )
-    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
     raise Refusal(
         Diagnostic(
             "S703",
@@ -451,7 +453,7 @@ def check_parts(case: Case) -> Case:
             notes=(
                 differs,
                 "statistics over the batch (batch norm, router losses) would differ by rank",
-                *((f"rows of the batch meet in {line}",) if line else ()),
+                *meet,
             ),
             helps=(
                 "define `weight(batch)` in the model file: the weight of a part of the batch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -194,10 +194,14 @@ def twin(case: Case) -> nn.Module:
 
 
 @contextmanager
-def alone(case: Case, **options: Any) -> Iterator[Sequential]:
-    """The loop around a copy of the original, as a proof runs it: float64, with logical draws."""
+def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Sequential]:
+    """The loop around a copy of the original, as a proof runs it: float64, with logical draws.
+
+    One of several threads runs it `beside` others: then who began them sees to globals.
+    """
     modes, _ = modes_of(case)
-    with kept_outside(case.plan.model.model), ambient(*modes):
+    kept = nullcontext() if beside else kept_outside(case.plan.model.model)
+    with kept, ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
             subject.rewritten = case.prepared.traced.rewritten

@@ -49,7 +49,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _attributes(module: nn.Module) -> Iterator[Any]:
-    """What may hold a tensor among the attributes of all modules inside."""
+    """Yield the attributes of all modules inside that may hold a tensor."""
     for one in module.modules():
         for value in vars(one).values():
             kind = type(value)

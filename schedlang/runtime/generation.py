@@ -55,7 +55,7 @@ def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, An
 
 
 def _beside_encoder(model: Any, inputs: Tensor | None, options: Mapping[str, Any]) -> Any:
-    """What an encoder is given, in the place of what it gives: there the loop repeats its rows
+    """Put what an encoder is given in the place of what it gives: there the loop repeats its rows
     where it tries several for one, and hands them to each forward."""
     from transformers.utils import ModelOutput
 

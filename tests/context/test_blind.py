@@ -84,3 +84,35 @@ def test_padding_on_the_left(name: str, way: str, threads: Threads) -> None:
     plan = planned(make(attention), rows, "cp=2")
     seen = threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})[0]
     assert_near(seen, sequential(make(attention), batches()))
+
+
+def gemma2(attention: str) -> nn.Module:
+    """Gemma 2: scores are capped."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        sliding_window=4,
+        attn_implementation=attention,
+    )
+    return transformers.Gemma2ForCausalLM(config).double()
+
+
+def test_capped_scores_of_blind_queries(threads: Threads) -> None:
+    """Their gradient is not computed: an error where there is one, else all is equal."""
+    rows = "  model.layers.*.self_attn  context_parallel(ring, over=cp)"
+    plan = planned(gemma2("eager"), rows, "cp=2")
+    with pytest.raises(Exception, match="pad rows on the right"):
+        threads.run(steps, 2, plan, tuple(batches()), sgd, None, {})
+    unlearned = [dict(batch) for batch in batches()]
+    for batch in unlearned:
+        batch["labels"][0, 5] = batch["labels"][2, 1] = -100
+    seen = threads.run(steps, 2, plan, tuple(unlearned), sgd, None, {})[0]
+    assert_near(seen, sequential(gemma2("eager"), unlearned))

@@ -321,6 +321,21 @@ OWN = (
         own.Taught,
         lambda seed: {"x": _noise(seed, 6), "domain": _numbers(seed, 2), "y": _numbers(seed, 4)},
     ),
+    Subject(
+        "routed",
+        own.Routed,
+        lambda seed: {"x": _noise(seed, 6), "language": _numbers(seed, 3), "y": _numbers(seed, 4)},
+        lambda output, batch: output[0],
+    ),
+    Subject(
+        "assorted",
+        own.Assorted,
+        lambda seed: {
+            "inputs": {"words": _numbers(seed, 61, LENGTH)},
+            "y": _numbers(seed + 1, 61, LENGTH),
+        },
+        lambda output, batch: F.cross_entropy(output["scores"].mT, batch["y"]),
+    ),
 )
 
 

@@ -347,3 +347,124 @@ class Taught(nn.Module):
         masked = (each * kept).sum() / kept.sum().clamp(min=1)
         loss: Tensor = masked + overlap + F.cross_entropy(self.other(h), domain)
         return loss + F.mse_loss(h, goal)
+
+
+class Routed(nn.Module):
+    """Layers that rows go through in either order, by what they are; an adapter by language."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, width), nn.Linear(width, 4)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.adapters = nn.ModuleDict({k: nn.Linear(width, width) for k in ("de", "en", "fr")})
+
+    def forward(self, x: Tensor, language: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h, names, out = self.enter(x), list(self.adapters), []
+        for row, spoken in zip(h, language.tolist()):
+            for layer in self.layers if row.sum() > 0 else list(self.layers)[::-1]:
+                row = row + layer(row).tanh()
+            out.append(row + self.adapters[names[spoken]](row))
+        logits = self.head(torch.stack(out))
+        return F.cross_entropy(logits, y), logits
+
+
+_PLACES: dict[int, Tensor] = {}
+
+
+def _places(length: int) -> Tensor:
+    """A table that is made once, and kept outside of any module."""
+    if length not in _PLACES:
+        _PLACES[length] = torch.sin(torch.arange(length))[:, None] / 4
+    return _PLACES[length]
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds, and hands gradients through; its scale is trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.round(x * 8) / 8 * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0] * x).sum().view_as(scale)
+
+
+class _Sorted(nn.Module):
+    """Tokens in the order of a score, put back; what a hook has kept is a gate."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.score, self.mix = nn.Linear(width, 1), nn.Linear(2 * width, width)
+        self.kept: dict[str, Tensor] = {}
+        self.mix.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept["mixed"] = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.score(x).squeeze(-1)
+        order = score.argsort(dim=1, descending=True, stable=True)[..., None]
+        y = torch.gather(x, 1, order.expand_as(x)) * score.gather(1, order[..., 0])[..., None]
+        back = torch.empty_like(y).scatter_(1, order.expand_as(y), y)
+        mixed: Tensor = self.mix(torch.cat([back, y.flip(1)], -1))
+        return x + mixed * torch.sigmoid(self.kept.pop("mixed"))
+
+
+class _Twice(nn.Module):
+    """One layer twice and its weight once more; parameters in a list and in a dict."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(1))
+        self.many = nn.ParameterList([torch.randn(width, width) / 4 for _ in range(2)])
+        self.named = nn.ParameterDict({"gain": torch.ones(width), "shift": torch.zeros(width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.one(torch.tanh(self.one(x))))
+        h = F.linear(h, self.one.weight.t(), self.one.bias)
+        for weight in self.many:
+            h = h + _Rounded.apply(torch.tanh(h @ weight), self.scale) * self.named["gain"]
+        h[:, 0] *= 0.5
+        return x + h + self.named["shift"] + _places(x.shape[1])
+
+
+class _Sent(nn.Module):
+    """Two experts of each token by masks and `index_add_`; a running mean over tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.a = nn.Linear(width, 3, bias=False), nn.Parameter(torch.zeros(width))
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weight, chosen = self.router(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(flat[token]) * weight[token, slot, None])
+        count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x + out.view_as(x) + torch.vmap(torch.sigmoid)(self.a) * x.cumsum(1) / count
+
+
+class Assorted(nn.Module):
+    """Statements that other networks lack: sorts, experts by masks, hooks, lists, own backwards."""
+
+    def __init__(self, words: int = 61, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(words, width) / 2)
+        kinds = (_Sorted, _Twice, _Sent, _Twice)
+        self.blocks = nn.ModuleList(kind(width) for kind in kinds)
+        self.mixed, self.bias = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(words))
+
+    def forward(self, *, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        h = F.embedding(inputs["words"], self.table)
+        hidden = [h]
+        for block in self.blocks:
+            h = block(h)
+            hidden.append(h)
+        h = (torch.stack(hidden) * self.mixed.softmax(0).view(-1, 1, 1, 1)).sum(0)
+        return {"scores": h @ self.table.T + self.bias, "hidden": hidden}

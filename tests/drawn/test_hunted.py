@@ -13,7 +13,7 @@ from tests.drawn.rows import drawn
 from tests.engine import Threads
 from tests.zoo.bug import mutate
 
-QUICK = range(0, 24)  # each of the examples, and of our own networks
+QUICK = range(0, 25)  # each of the examples, and of our own networks
 SEED = 3
 
 

@@ -50,7 +50,7 @@ def keep(connect: Callable[[], Any]) -> None:
 
 
 class Reach:
-    """When a store has answered last, and what is done where it does not: `end`, once."""
+    """Watches when a store has answered last; where it does not, `end` is called, once."""
 
     def __init__(
         self, connect: Callable[[], Any], lost: float, end: Callable[[float], None]

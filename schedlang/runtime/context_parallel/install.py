@@ -261,7 +261,10 @@ class ExchangeKeys:
         if call.mask.sinks is not None:  # all of such a query's weight is theirs
             return out
         blind = lse.detach().isneginf().unsqueeze(-1)
-        return torch.where(blind, _mean(call, heads, how, shard.layout.total), out)
+        mean = _mean(call, heads, how, shard.layout.total)
+        if call.blind == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
+            mean = _Unseen.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
+        return torch.where(blind, mean, out)
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
         """See Exchange."""
@@ -295,6 +298,31 @@ class WithoutValues(ExchangeKeys):
                 ),
             )
         return Dropout.fresh(p, rows, heads, shard.layout.total)
+
+
+CAPPED = (
+    "attention under `context_parallel`: a query that sees no key gives its capped scores a"
+    " gradient that sums over keys do not tell; pad rows on the right, or give the token behind"
+    " the padding no label"
+)
+
+
+class _Unseen(torch.autograd.Function):
+    """The output as it is; in backward an error where a query that sees no key has a gradient."""
+
+    @staticmethod
+    def forward(out: Tensor, blind: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (blind,) = ctx.saved_tensors
+        torch._assert_async(~(blind & (grads[0] != 0)).any(), CAPPED)
+        return grads[0], None
 
 
 def _mean(call: Call, heads: int, how: AttentionMethod, total: int) -> Tensor:

@@ -184,7 +184,7 @@ def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 def _held(x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Where in this rank's part of the last dim the targets lie, and which of them do."""
+    """Return where in this rank's part of the last dim the targets lie, and which of them do."""
     local = target - group.rank * x.shape[-1]  # every rank holds as many, padding included
     mine = (local >= 0) & (local < x.shape[-1])
     return local.clamp_(0, x.shape[-1] - 1), mine

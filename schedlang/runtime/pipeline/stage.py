@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -172,12 +172,13 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
         device: Any,
         module: nn.Module,
+        kept: AbstractContextManager[None] | None = None,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
         default = torch.get_default_dtype()  # float64 while a proof computes in it
         key = (unit, default, self.training[unit], _signature((args, kwargs)))
         if key not in self._known:
-            with imitated(torch.device(device).type):
+            with kept or kept_outside(module), imitated(torch.device(device).type):
                 self._known[key] = self._shapes(unit, args, kwargs, module)
         leaves, spec, draws, told = self._known[key]
         for site, times in draws.items():
@@ -201,9 +202,9 @@ class Stub:
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             if unit >= last:
                 raise StageEnd
-            return self(unit, args, kwargs, {}, device, switch.modules[unit])
+            return self(unit, args, kwargs, {}, device, switch.modules[unit], nullcontext())
 
-        with switch.using(handle), suppress(StageEnd):
+        with kept_outside(model), switch.using(handle), suppress(StageEnd):
             called(model, batch)
 
     @property
@@ -260,7 +261,6 @@ class Stub:
                     torch.device("meta"),
                     on_meta((), ()),
                 )
-                stack.enter_context(kept_outside(module, meta=True))
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
@@ -362,7 +362,7 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> Forwarded:
-        """What the end of the model gives: its output, and in training the loss."""
+        """The result of the last stage: the output, and in training the loss."""
         loss = loss_of(output, batch, self.loss) if train else None
         return Forwarded(made, edges, output, loss)
 

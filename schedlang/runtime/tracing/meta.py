@@ -254,9 +254,11 @@ class Constants:
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         except RuntimeError as error:  # so it says of one operator
-            if "meta tensor without output_size" not in str(error):
+            if "meta tensor without output_size" in str(error):
+                return self._sized(func, args, kwargs, unknown)
+            if (moved := self._moved(args, kwargs)) is None:
                 raise
-            return self._sized(func, args, kwargs, unknown)
+            return self.run(func, *moved, unknown)
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
         made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
         if not made:
@@ -277,6 +279,20 @@ class Constants:
         elif func._schema.is_mutable:
             self._forget(made)
         return output
+
+    def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with all tensors on the meta device; None where they lie on one device.
+
+        A table that the model's code keeps in a global, or by `lru_cache`, has values already.
+        """
+        leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
+        real = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and not t.is_meta]
+        if not real or not any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves):
+            return None
+        moved: dict[int, Any] = {id(one): one.to("meta") for one in real}
+        self.know(real, [moved[id(one)] for one in real])
+        made = _pytree.tree_unflatten([moved.get(id(t), t) for t in leaves], spec)
+        return made[0], made[1]
 
     def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
         """The result of an operator whose shape only values tell."""

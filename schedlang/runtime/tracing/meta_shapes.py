@@ -33,8 +33,8 @@ def install() -> Any:
 
 def _selected(values: Tensor, mask: Tensor) -> Tensor:
     """Return what a mask without values selects: all, as torch has it of `nonzero`."""
-    shape: torch.Size = torch.broadcast_shapes(values.shape, mask.shape)  # type: ignore[no-untyped-call]
-    return values.new_empty(shape.numel())
+    both = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]
+    return values.new_empty(both[0].numel())
 
 
 def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:
