@@ -119,6 +119,18 @@ class Job:
         ranks = f"{self.nodes * self.per_node} ranks, {self.per_node} a node"
         return [f"{self.name}: {ranks}", *(f"{axis}  {where}" for axis, where in self.lies.items())]
 
+    @property
+    def fresh(self) -> dict[str, str]:
+        """The variable with which ranks that are started again meet in a store of their own.
+
+        In the store that torchrun 2.13 keeps they find the addresses of those before, and a restart
+        is spent on that; nodes count restarts by themselves, so no name keeps rounds apart.
+        """
+        from schedlang.diagnostics.told_once import FRESH
+
+        again = self.elastic is not None or (self.nodes > 1 and self.restarts)
+        return {FRESH: "1"} if again else {}
+
     def torchrun(self, *where: str) -> tuple[str, ...]:
         """The command of a node; `where` are the words about the rendezvous."""
         nodes = f"{self.nodes}" if self.elastic is None else f"{self.elastic}:{self.nodes}"
@@ -282,12 +294,11 @@ def _torchrun(job: Job) -> str:
     """A command for each node; the first one's name stands where `HEAD` is."""
     where: tuple[str, ...] = ("--rdzv-id", job.name, "--rdzv-endpoint", HEAD)
     lines = [*job.notes, "on each node, with HEAD the name of one of them:"]
-    from schedlang.diagnostics.told_once import FRESH
     from schedlang.runtime.launch.job import RECORD
 
     known = {RECORD: job.record} if job.record else {}
+    known |= job.fresh
     if job.elastic is not None:
-        known[FRESH] = "1"
         where = (*where, "--rdzv-conf", ELASTIC)
         store = shlex.join(("python", "-c", STORE.format(port=PORT)))
         lines = [*job.notes, "on HEAD, a machine that stays:", store, "on each node, HEAD or not:"]
@@ -417,6 +428,7 @@ SCRIPTS: Mapping[str, Callable[[Job], str]] = {
 def _environment(job: Job) -> dict[str, str]:
     """Variables that ranks find set, beside those of torchrun."""
     found = {"OMP_NUM_THREADS": "1"} if job.cpu else {}
+    found |= job.fresh
     if job.record:
         from schedlang.runtime.launch.job import RECORD
 

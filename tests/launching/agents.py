@@ -52,6 +52,7 @@ class Nodes:
     before: Callable[[int], Sequence[str]] = lambda _: ()
     more: Mapping[str, str] = field(default_factory=dict)
     alive: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    turn: int = 0  # of the job's name: torchrun closes one for good when an agent gives up
     _store: subprocess.Popen[str] | None = None
     _port: int = 0
 
@@ -64,7 +65,7 @@ class Nodes:
 
     def start(self, number: int) -> None:
         """Start the agent of a node."""
-        conf = ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-conf", CONF)
+        conf = ("--rdzv-backend", "c10d", "--rdzv-id", f"job{self.turn}", "--rdzv-conf", CONF)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:9"),
             *("--nproc-per-node", "1", "--max-restarts", "1000", *conf),
@@ -93,6 +94,16 @@ class Nodes:
         for number in found:
             self.kill(number)
         return found
+
+    def anew(self) -> None:
+        """Take all away, and begin the job under another name, as whoever looks after it would.
+
+        torchrun's agents give up where a node goes between joining a round and telling its address,
+        and leave the name of the job closed.
+        """
+        for number in list(self.alive):
+            self.kill(number)
+        self.turn += 1
 
     def kill(self, number: int) -> None:
         """Take a node away, all its processes at once."""

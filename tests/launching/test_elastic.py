@@ -206,6 +206,7 @@ def test_nodes_come_and_go_at_random(tmp_path: Path) -> None:
             time.sleep(draw.uniform(1, 25))
             if gone := job.gone():
                 print(f"{time.monotonic() - begin:.0f} s: agents of {gone} gave up", flush=True)
+                job.anew()
             act = draw.choice(["add", "kill", "kill", "cut", "stop"])
             if act == "add" or len(job.alive) < 2:
                 if len(job.alive) < MOST:
@@ -216,7 +217,8 @@ def test_nodes_come_and_go_at_random(tmp_path: Path) -> None:
             note = f"{time.monotonic() - begin:.0f} s: {act} {whom}, ended after {ended}"
             print(f"{note}, {len(job.alive)} nodes left", flush=True)
         last = _last(tmp_path)
-        if not job.alive:
+        if job.gone() or not job.alive:
+            job.anew()
             job.start(number + 1)
         until(lambda: _last(tmp_path) > last + 1, job, 300)  # it goes on
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from schedlang.runtime.comm import reach
+from schedlang.runtime.comm import world as comm
 from schedlang.runtime.launch import heart, job
 from schedlang.runtime.launch.heart import Heart, inside
 from tests import forks
@@ -219,12 +221,14 @@ def test_those_that_look_are_not_those_that_work(
     for thread in ("1", "2"):
         (tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
 
+    ran = {1: 1.0, 2: 1.0}
+
     def queued(thread: int, seconds: float) -> None:
         file = tmp_path / str(os.getpid()) / "task" / str(thread) / "schedstat"
-        file.write_text(f"1 {int(seconds * 1e9)} 1\n")
+        file.write_text(f"{int(ran[thread] * 1e9)} {int(seconds * 1e9)} 1\n")
 
     monkeypatch.setattr(job, "_PROC", tmp_path)
-    monkeypatch.setattr(heart, "cpu_seconds", lambda _: 1.0)
+    monkeypatch.setattr(heart, "cpu_seconds", lambda _: sum(ran.values()))
     monkeypatch.setattr(heart, "_stored", lambda: 0)
     monkeypatch.setattr(reach, "WATCHERS", {2})
     (one, _), _ = _hearts(hang_after=30.0)
@@ -232,9 +236,14 @@ def test_those_that_look_are_not_those_that_work(
     queued(2, 5.0)
     with inside():
         assert not one.gets_on()
+        ran[2] = 9.0
         queued(2, 34.0)
         assert not one.gets_on()
         queued(1, 34.0)
+        assert one.gets_on()
+        one.spent = None
+        assert not one.gets_on()
+        ran[1] = 9.0
         assert one.gets_on()
 
 
@@ -242,7 +251,8 @@ def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch
     """Its own number is among those that do not count, and so are those of the store's."""
     monkeypatch.setattr(reach, "WATCHERS", set())
     (one, _), _ = _hearts(hang_after=30.0)
-    found = reach.Reach(dist.HashStore, 25.0, lambda _: None)
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    found = reach.Reach(store, 25.0, lambda _: None)
     for seen in (one, found):
         seen.ended.set()
     for run in (one.run, found.ask, found.run):
@@ -250,6 +260,26 @@ def test_a_heart_looks_in_a_thread_that_is_known(monkeypatch: pytest.MonkeyPatch
         thread.start()
         thread.join()
         assert thread.native_id in reach.WATCHERS
+
+
+def test_a_job_that_is_played_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic job plays steps before its ranks are there; what it is then is watched, once."""
+    begun: list[Any] = []
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(heart, "_watched", False)
+    monkeypatch.setattr(heart, "own_store", store)
+    monkeypatch.setattr(reach, "_kept", True)
+    monkeypatch.setattr(atexit, "register", lambda *given: begun.append(given))
+    for backend in ("fake", "gloo", "gloo"):
+        world = comm.World(size=2, backends={"cpu": backend})
+        monkeypatch.setattr(comm, "job", lambda world=world: world)
+        heart.watch()
+        assert len(begun) == int(backend == "gloo")
+    stop, thread = begun[0]
+    assert thread.is_alive()
+    stop(thread)
+    assert not thread.is_alive()
 
 
 def test_what_passed_while_all_was_stopped() -> None:

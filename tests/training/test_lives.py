@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn import functional as F
 
 import schedlang
 from schedlang.runtime.launch.pool import RankDied
@@ -52,7 +54,16 @@ CASES: dict[str, tuple[str, str]] = {
         "",
     ),
 }
-DATA = [models.tokens(rows=8, seed=seed) for seed in range(4)]
+IDS = [models.tokens(rows=8, seed=seed)["input_ids"] for seed in range(4)]
+DATA = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+
+def loss(output: Any, batch: Any) -> Tensor:
+    """The mean over all tokens, in the dtype of the model: transformers' own is in float32."""
+    found: Tensor = F.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
+    return found
 
 
 class Dies:
@@ -84,6 +95,7 @@ def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any) -> 
         steps=STEPS,
         optimizer=adamw,
         scheduler=cosine,
+        loss=loss,
         clip=1.0,
         folder=folder,
         save_every=1 if folder is not None else 0,

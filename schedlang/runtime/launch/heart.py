@@ -27,7 +27,14 @@ from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.agreement import own_store, round_name, until
 from schedlang.runtime.launch import record
-from schedlang.runtime.launch.job import RECORD, Hang, cpu_seconds, queued_seconds, works
+from schedlang.runtime.launch.job import (
+    RECORD,
+    Hang,
+    cpu_seconds,
+    queued_seconds,
+    thread_seconds,
+    works,
+)
 
 HANG = 30.0  # seconds in which no rank got on
 ENDS = 3  # the exit code: it could not be checked, or done
@@ -58,14 +65,15 @@ def watch() -> None:
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
     job = comm.job()
-    if _watched or not apart or job.size == 1 or device.accelerator() is not None:
+    alone = job.size == 1 or job.played  # an elastic job plays steps before its ranks are there
+    if _watched or not apart or alone or device.accelerator() is not None:
         return
-    _watched = True
     store = own_store()  # the main thread may wait in the store's own connection
     reach.keep(store.clone)
     heart = Heart(store, job.rank, job.size, HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
+    _watched = True
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it
 
 
@@ -133,9 +141,10 @@ class Heart:
 
     def now(self) -> tuple[float, float, int]:
         """Seconds that it had and waited for so far, and what it read from and wrote to disks."""
-        here = [os.getpid()]
-        # on a machine with too much to do those that look would wait for half of the time, too
-        return cpu_seconds(here), queued_seconds(here, reach.WATCHERS), _stored()
+        here = os.getpid()
+        # on a machine with too much to do those that look would seem to work, and to want to
+        ran, queued = thread_seconds(here, reach.WATCHERS)
+        return cpu_seconds([here]) - ran, queued_seconds([here]) - queued, _stored()
 
     def answer(self) -> None:
         """Say where this rank stands, and end with the others."""

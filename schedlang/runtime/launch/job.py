@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,13 +38,28 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(map(_spent, _family(pids)))
 
 
-def queued_seconds(pids: Iterable[int], but: Collection[int] = ()) -> float:
+def queued_seconds(pids: Iterable[int]) -> float:
     """Seconds in which threads of the living among them could have run, and had no processor.
 
-    but  threads that do not count, by their numbers.  0 where the system does not count it
-    (`/proc/PID/task/TID/schedstat`, nanoseconds on the run queue).
+    0 where the system does not count it (`/proc/PID/task/TID/schedstat`, nanoseconds on the run
+    queue).
     """
-    return sum(_queued(pid, {str(one) for one in but}) for pid in _family(pids))
+    return sum(thread_seconds(pid)[1] for pid in _family(pids))
+
+
+def thread_seconds(pid: int, threads: Iterable[int] | None = None) -> tuple[float, float]:
+    """Seconds that living threads of a process (some, by their numbers; None: all) had of a
+    processor, and that they waited for one; 0 where the system does not count it."""
+    tasks = _PROC / str(pid) / "task"
+    files = (tasks / str(one) / "schedstat" for one in threads or ())
+    ran = queued = 0
+    for stat in tasks.glob("*/schedstat") if threads is None else files:
+        try:
+            both = stat.read_text().split()
+            ran, queued = ran + int(both[0]), queued + int(both[1])
+        except (OSError, IndexError):  # the thread has ended, or nothing is counted
+            continue
+    return ran / 1e9, queued / 1e9
 
 
 def _family(pids: Iterable[int]) -> Iterator[int]:
@@ -54,18 +69,6 @@ def _family(pids: Iterable[int]) -> Iterator[int]:
         pid = todo.pop()
         yield pid
         todo += _children(pid)
-
-
-def _queued(pid: int, but: Collection[str]) -> float:
-    total = 0
-    for stat in (_PROC / str(pid) / "task").glob("*/schedstat"):
-        if stat.parent.name in but:
-            continue
-        try:
-            total += int(stat.read_text().split()[1])
-        except (OSError, IndexError):  # the thread has ended, or nothing is counted
-            continue
-    return total / 1e9
 
 
 def _spent(pid: int) -> float:
