@@ -136,7 +136,7 @@ FAMILIES = {
         "deepseek_v3",
         "DeepSeekV3Model",
         "_build_dsv3_layers",
-        sizes={**_LATENT, "n_dense_layers": 2},
+        sizes={**_LATENT, "n_dense_layers": 8},
     ),
     "deepseek_v3_moe": Family(
         "deepseek_v3",
