@@ -60,6 +60,7 @@ OTHERS = {
     "diagnostics.told_once": "of a store",
     "elastic": "of a store, and of threads",
     "editors.services": "of a process",
+    "runtime.comm.reach": "of threads",
     "runtime.comm.world": "of messages that go through the host, where gloo alone serves a device",
     "runtime.grad_reduction.batch_statistics": "of threads",
     "runtime.launch.heart": "of threads",

@@ -48,6 +48,7 @@ CASES = {
     "Schedule.set": "sch.set(tp=3)",
     "Schedule.step": "sch.step('a', relax=['speed']).__enter__()",
     "Schedule.undo": "sch.undo(to='nothing')",
+    "Schedule.redo": "sch.redo()",
     "Schedule.verify": "sch.verify('forward')",
     "Schedule.diff": "sch.diff(sch.mesh(tp=0))",
     "Cursor.do": "sch['layers.*'].do(Split(style='col', over='tp'))",

@@ -187,7 +187,7 @@ def test_what_verify_refuses(sched: Path) -> None:
     results = [CliRunner().invoke(app, [verb, str(sched)]) for verb in ("verify", "run")]
     said = [r.stderr[r.stderr.index("error[S703]") :] for r in results]
     assert [r.exit_code for r in results] == [2, 2] and said[0] == said[1], said
-    assert "weight(batch)" in said[0]
+    assert "is a sum over rows, not a mean" in said[0] and "divide it" in said[0]
 
 
 @pytest.mark.deep
