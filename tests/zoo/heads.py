@@ -141,8 +141,10 @@ def smoothed_over_own_words(patch: Patch, site: Site) -> None:
     plain = vocab_parallel.cross_entropy
 
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        fewer = vocab_parallel.ShardedLogits(logits.local, logits.group, logits.local.shape[-1])
-        return plain(fewer, *args, **kwargs)
+        class Fewer(vocab_parallel.ShardedLogits):
+            shape = logits.shape  # labels are still looked for among all words
+
+        return plain(Fewer(logits.local, logits.group, logits.local.shape[-1]), *args, **kwargs)
 
     patch.setattr(vocab_parallel, "cross_entropy", loss)
 

@@ -144,11 +144,11 @@ def mask_only_for_the_first_stage(patch: Patch, site: Site) -> None:
     """Later stages run without the padding mask: their default is used."""
     plain = stage.Stage.forward
 
-    def forward(self: Any, batch: Any, received: Any) -> Any:
+    def forward(self: Any, batch: Any, received: Any, train: bool = True) -> Any:
         if self.index:
             mask = torch.ones_like(batch["attention_mask"])
             batch = {**batch, "attention_mask": mask}
-        return plain(self, batch, received)
+        return plain(self, batch, received, train)
 
     patch.setattr(stage.Stage, "forward", forward)
 
@@ -327,10 +327,10 @@ def skip_not_routed(patch: Patch, site: Site) -> None:
     """A value that skips over a stage is made up where it is needed."""
     plain = stage.Stage.forward
 
-    def forward(self: Any, batch: Any, received: Any) -> Any:
+    def forward(self: Any, batch: Any, received: Any, train: bool = True) -> Any:
         far = {t for s, tokens in self.incoming.items() if s < self.index - 1 for t in tokens}
         received = {t: _zeros(v) if t in far else v for t, v in received.items()}
-        return plain(self, batch, received)
+        return plain(self, batch, received, train)
 
     patch.setattr(stage.Stage, "forward", forward)
 
