@@ -20,7 +20,7 @@ def check_within(
 ) -> None:
     """Refuse (S653) whole numbers that are not in [0, count).
 
-    kind: what one of them is; where: what they are given to.  An accelerator asserts it where they
+    kind: what one of them is; where: what they count in.  An accelerator asserts it where they
     lie, and the host does not wait; without values nothing is asked.
     """
     if not_there(numbers.device) or not numbers.numel():
@@ -34,7 +34,7 @@ def check_within(
             "S653",
             f"{kind} {found} is outside of 0 to {count - 1}",
             notes=(
-                f"it is given to {where}, of which each rank has a part",
+                f"each rank has a part of {where}",
                 "the model alone raises IndexError",
             ),
             helps=helps,

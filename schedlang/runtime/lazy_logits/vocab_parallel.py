@@ -168,7 +168,7 @@ def as_torchs(loss: Loss) -> Callable[..., Tensor]:
         counts = target != ignore_index
         helps = (f"give {ignore_index} (`ignore_index`) to what has no label",)
         counted = target.masked_fill(~counts, 0)
-        check_within(counted, logits.shape[-1], "the label", "`cross_entropy`", helps)
+        check_within(counted, logits.shape[-1], "the label", "the logits", helps)
         return loss(logits, target, counts, reduction, label_smoothing)
 
     cross_entropy.__doc__ = loss.__doc__

@@ -22,7 +22,7 @@ from schedlang.runtime.sharding.shard import Edge, Forward, without_padding
 def check_index(ids: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Refuse numbers that name no row of the table, of which a rank holds some."""
     helps = ("compare the size of the tokenizer's vocabulary with the model's",)
-    check_within(ids, module.num_embeddings, "the index", "an embedding", helps)
+    check_within(ids, module.num_embeddings, "the index", "the embedding's rows", helps)
 
 
 class Lookup(TorchFunctionMode):
