@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
@@ -21,7 +22,8 @@ def check_repeats(
 ) -> None:
     """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
 
-    One module of each kind is run on the meta device, once for each row and plan.
+    One module of each kind is run on the meta device, once for each row and plan.  Refused is a
+    module, too, that is called with other weights: a recomputation would take its own.
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
@@ -33,12 +35,35 @@ def check_repeats(
         return
     model: Any = meta_model(plan.model.model, {})
     model.train()
+    given: list[str] = []
+    for site in kinds:
+        model.get_submodule(site).register_forward_pre_hook(partial(_note_given, given, site))
     with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
-    if found:
-        row = next(action for action in rows if found[0].module in action.sites)
-        raise Refusal(_told(plan, found[0], Label(row.span) if row.span else Label()))
+    for name in [*given[:1], *(one.module for one in found[:1])]:
+        row = next(action for action in rows if name in action.sites)
+        label = Label(row.span) if row.span else Label()
+        raise Refusal(_with_others(name, label) if given else _told(plan, found[0], label))
     plan.model.cache[key] = True
+
+
+def _note_given(found: list[str], site: str, module: Any, *_: object) -> None:
+    """Note a module that is called with other tensors in the place of its parameters."""
+    from torch.nn import Parameter
+
+    held = (value for one in module.modules() for value in one._parameters.values())
+    if any(value is not None and not isinstance(value, Parameter) for value in held):
+        found.append(site)
+
+
+def _with_others(name: str, label: Label) -> Diagnostic:
+    return Diagnostic(
+        "S843",
+        f"recomputing `{name}` would take its own weights, not those that it is called with",
+        label,
+        notes=("`torch.func.functional_call` puts others in their place, for the call alone",),
+        helps=("checkpoint a module around the one that makes these weights",),
+    )
 
 
 def _kind(plan: Plan, site: str) -> object:

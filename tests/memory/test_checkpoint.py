@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.partition.chains import Counting, costs_of
+from schedlang.passes.prove import prove
+from schedlang.passes.verify.sides import Case
 from schedlang.remat import places
 from schedlang.remat.rotor import peak
 from tests import models
@@ -179,3 +181,41 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     assert "S843" in told and "recomputing `layers.0` gives another result" in told
     assert ("`from_numpy`" if name == "numpy" else "`mul`") in told or "`__mul__`" in told
     assert "test_checkpoint.py:" in told and "torch.rand" in told
+
+
+class Fast(nn.Module):
+    """A layer that is called with other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {name: value * self.gain for name, value in self.layer.named_parameters()}
+        return torch.tanh(torch.func.functional_call(self.layer, made, (x,)))
+
+
+class OfFast(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fast = nn.ModuleList(Fast() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.fast:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_module_that_is_called_with_other_weights() -> None:
+    """Its recomputation would take its own: refused; around what makes these weights it is equal."""
+    batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
+    with pytest.raises(Refusal, match="recomputing `fast.0.layer` would take its own weights"):
+        prepare(planned(OfFast().double(), "fast.*.layer  checkpoint()"), batch)
+    with Threads() as ranks:
+        report = prove(
+            Case(planned(OfFast().double(), "fast.*  checkpoint()"), (batch,)), pool=ranks
+        )
+    assert report.ok, str(report)
