@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.partition.chains import Counting, costs_of
-from schedlang.passes.prove import prove
-from schedlang.passes.verify.sides import Case
 from schedlang.remat import places
 from schedlang.remat.rotor import peak
 from tests import models
@@ -210,12 +208,9 @@ class OfFast(nn.Module):
 
 
 def test_a_module_that_is_called_with_other_weights() -> None:
-    """Its recomputation would take its own: refused; around what makes these weights it is equal."""
+    """Its recomputation would take its own: refused; around what makes them it is equal."""
     batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
     with pytest.raises(Refusal, match="recomputing `fast.0.layer` would take its own weights"):
         prepare(planned(OfFast().double(), "fast.*.layer  checkpoint()"), batch)
     with Threads() as ranks:
-        report = prove(
-            Case(planned(OfFast().double(), "fast.*  checkpoint()"), (batch,)), pool=ranks
-        )
-    assert report.ok, str(report)
+        proven(ranks, planned(OfFast().double(), "fast.*  checkpoint()"), (batch,))
