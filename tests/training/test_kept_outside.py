@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.prove import Case, prove
+from schedlang.passes.static_checks.static import static
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.launch.pool import Pool
 from schedlang.schedule import create_schedule
@@ -160,6 +163,17 @@ def test_a_proof_leaves_no_table(way: str, pool: Pool) -> None:
     report = prove(Case(planned(Tabled(way), rows, "pp=2"), (_batch(0), _batch(1))), pool=pool)
     assert report.ok, str(report)
     assert WAYS[way]().dtype == torch.float32 and WAYS[way]().device.type == "cpu"
+
+
+def test_whoever_proposes_or_proves_statically_leaves_none() -> None:
+    """`init` follows a model without values, and so do the proofs that need no rank."""
+    _empty()
+    batch = _batch(0)
+    with pytest.raises(Refusal, match="nothing of this model can be split"):
+        propose(Tabled("a dict"), batch, {"tp": 2})
+    assert not TABLES["by length"]
+    static(planned(Tabled("a dict"), "zero(stage=0, over=dp)", "dp=2"), batch)
+    assert not TABLES["by length"]
 
 
 def test_what_is_no_table_stays() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.runtime.batch import forward
+from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
 from schedlang.runtime.tracing.meta import meta_model, model_line, tensors_in, without_values
 
@@ -166,7 +167,7 @@ def feeds(
         elif blocks(fqn):
             module.forward = feeding.block(module.forward)
     model.train()
-    with torch.no_grad(), without_values(batch) as (inputs, _):
+    with kept_outside(model), torch.no_grad(), without_values(batch) as (inputs, _):
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
                 feeding.put(tensor, frozenset([STREAM]))
@@ -242,7 +243,7 @@ def names_rows(
     bare, naming = meta_model(model, {}).train(), _Naming()
     by_value = {id(value): key for key, value in suspects.items()}
     try:
-        with torch.no_grad(), without_values(part) as (inputs, _):
+        with kept_outside(model), torch.no_grad(), without_values(part) as (inputs, _):
             for whole, meta in zip(tensors_in(dict(part)), tensors_in(inputs)):
                 if id(whole) in by_value:
                     naming.put(meta, (by_value[id(whole)], int(whole.max())))
