@@ -50,7 +50,6 @@ def gradients(
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
-    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.propagation.trace import Stack, Trace
     from schedlang.runtime.tracing.meta import tensors_in, without_values
 
@@ -65,7 +64,7 @@ def gradients(
     stack.watch(model)
     data = frozenset(axis for axis in plan.data_axes if plan.mesh.size(axis) > 1)
     with typed.watching():
-        with kept_outside(model), without_values(sample) as (inputs, _):
+        with without_values(sample) as (inputs, _):
             for tensor in tensors_in(inputs):
                 typed.type(tensor, data)
             with Trace(stack, typed, asked=True):

@@ -57,6 +57,7 @@ def static(
     Raises Refusal where the plan cannot be built for this batch.
     """
     from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.kept_outside import kept_outside
 
     if plan.kept:  # the same tensors, but for their rounding
         found = static(replace(plan, kept=()), batch, loss, weight)
@@ -66,13 +67,13 @@ def static(
         return replace(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
         )
-    micro = plan.micro
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.shares, micro)
+        sample = sample_of(batch, plan.shares, plan.micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
-    told = gradients(plan, step.prepared, sample, loss)
+    with kept_outside(plan.model.model):
+        told = gradients(plan, step.prepared, sample, loss)
+        played, sliced, why = _played(step)
     assert told is not None, "a model without a loss is refused before"
-    played, sliced, why = _played(step)
     book = executed(plan, step.prepared, played, sliced)
     return _all(
         ledger(plan, step.prepared, told, book),
