@@ -22,8 +22,8 @@ def check_repeats(
 ) -> None:
     """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
 
-    One module of each kind is run on the meta device, once for each row and plan.  Refused is a
-    module, too, that is called with other weights: a recomputation would take its own.
+    One module of each kind is run on the meta device, once for each row and plan.  A module that
+    is called with other weights is refused, too: a recomputation would take its own.
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
@@ -40,11 +40,16 @@ def check_repeats(
         model.get_submodule(site).register_forward_pre_hook(partial(_note_given, given, site))
     with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
-    for name in [*given[:1], *(one.module for one in found[:1])]:
-        row = next(action for action in rows if name in action.sites)
-        label = Label(row.span) if row.span else Label()
-        raise Refusal(_with_others(name, label) if given else _told(plan, found[0], label))
+    if given:
+        raise Refusal(_with_others(given[0], _label(rows, given[0])))
+    if found:
+        raise Refusal(_told(plan, found[0], _label(rows, found[0].module)))
     plan.model.cache[key] = True
+
+
+def _label(rows: Sequence[Action], site: str) -> Label:
+    row = next(action for action in rows if site in action.sites)
+    return Label(row.span) if row.span else Label()
 
 
 def _note_given(found: list[str], site: str, module: Any, *_: object) -> None:

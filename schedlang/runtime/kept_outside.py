@@ -20,7 +20,6 @@ LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines t
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
 DEPTH = 3  # of containers in containers
-
 MOST = 4096  # entries of a container that is looked into: tables are few
 GONE = object()  # of a name that was not there before
 
