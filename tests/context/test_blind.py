@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
 
 def llama(attention: str) -> nn.Module:
     """Llama, its heads of keys shared by two of queries."""
@@ -18,12 +26,8 @@ def llama(attention: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
+        **SIZES,
         intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         attn_implementation=attention,
     )
     return transformers.LlamaForCausalLM(config).double()
@@ -35,12 +39,8 @@ def gpt_oss(attention: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
-        vocab_size=61,
-        hidden_size=16,
+        **SIZES,
         intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=4,
         num_local_experts=2,
         num_experts_per_tok=1,
@@ -92,12 +92,8 @@ def gemma2(attention: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        vocab_size=61,
-        hidden_size=16,
+        **SIZES,
         intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=4,
         sliding_window=4,
         attn_implementation=attention,
