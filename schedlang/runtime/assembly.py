@@ -72,6 +72,7 @@ class Assembly:
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     lossless: Diagnostic | None = None  # said where there is none to train by
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
+    multiple: int = 1  # of tokens that a forward is given, for rows that split sequences
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
     ways: Ways = field(default_factory=dict)  # by which parts have become whole

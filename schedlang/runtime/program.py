@@ -268,6 +268,8 @@ class Program:
         """
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
+        if self.assembly.tokens is not None:  # names tell what is split
+            self._check_names(batch)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
