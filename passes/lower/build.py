@@ -9,7 +9,6 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.model import Adapting
-from schedlang.ir.placement import S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.fewer_bits import Bits
@@ -283,9 +281,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = Dropout()
-    if traced.random:
-        dropout = dropout_of(plan, prepared, ranks, module, _dropout_options(plan, batch, given))
+    asked = _dropout_options(plan, batch, given) if traced.random else None
+    dropout = Dropout() if asked is None else dropout_of(plan, prepared, ranks, module, asked)
     loss = cast_loss(plan, given.loss) if plan.casts else given.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -315,27 +312,11 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         ways=prepared.ways,
         lossless=traced.lossless,
         tokens=prepared.tokens,
-        multiple=_multiple_of_tokens(plan),
+        boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
-
-
-def _multiple_of_tokens(plan: Plan) -> int:
-    """Return the number that divides the tokens of a sequence that all rows can split evenly."""
-    from schedlang.runtime.sharding.shard import dim_of
-
-    axes = {
-        one.axis
-        for found in plan.boundaries.values()
-        for one in found
-        for placement in (one.input, one.output)
-        if isinstance(placement, S) and dim_of(placement) == 1
-    }
-    # of tokens split for attention a rank has two runs, at most
-    own = 2 * plan.mesh.size(plan.context_axes) if plan.contexts else 1
-    return own * math.lcm(*(plan.mesh.size(axis) for axis in axes))
 
 
 def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:

@@ -11,6 +11,7 @@ be split evenly.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.placement import S
 from schedlang.runtime.comm.agreement import Item, agree, checksum
 from schedlang.runtime.device import default_generators
+from schedlang.runtime.sharding.shard import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
@@ -122,7 +125,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
 
     kind: Any = type(model)
     _, replicas, _ = a.parts
-    least = replicas * a.micro
+    least, multiple = replicas * a.micro, _multiple(a)
     fed = 0  # tokens of the last forward without a cache of ours
 
     @functools.wraps(kind.forward)
@@ -141,14 +144,14 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             if name is not None:
                 raise _refused(f"`{a.context[0]}` splits the sequences of attention", WITHOUT)
             inputs = _known(inputs, a.inputs)
-        kept = inputs.pop("logits_to_keep", 0) if a.multiple > 1 else 0
-        batch, rows = _enough_rows(_enough_tokens(inputs, tokens, a.multiple), least)
+        kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
+        batch, rows = _enough_rows(_enough_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
         output = run(given, lambda k: {} if name is None else {name: cache.part(k)})
-        if rows < least or a.multiple > 1:
+        if rows < least or multiple > 1:
             output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
-            cache.advance(tokens, -tokens % a.multiple)
+            cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output
 
@@ -213,6 +216,21 @@ def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
             )
         del found[name]
     return found
+
+
+def _multiple(a: Assembly) -> int:
+    """Return the number that divides the tokens of a sequence that all rows can split evenly."""
+    mesh = a.ranks.mesh
+    axes = {
+        one.axis
+        for found in a.boundaries.values()
+        for one in found
+        for placement in (one.input, one.output)
+        if isinstance(placement, S) and dim_of(placement) == 1
+    }
+    # of tokens that are split for attention a rank has two runs, at most
+    runs = 1 if a.tokens is None else 2 * mesh.size(a.context)
+    return runs * math.lcm(*(mesh.size(axis) for axis in axes))
 
 
 def _enough_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Mapping[str, Any]:
