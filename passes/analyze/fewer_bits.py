@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.runtime.activation_memory.costs import Place, Seen
-    from schedlang.runtime.propagation.trace import Saved
+    from schedlang.runtime.propagation.saving import Saved
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
 
@@ -221,10 +221,9 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
     call others than one process does.
     """
     plan, traced = counting.plan, counting.traced
-    again = recomputed(plan, chains)
-    if not splitting(plan) or not again:
+    if not splitting(plan):
         return _by_tokens(counting, chains)
-    if any(one.chosen for one in again):
+    if any(one.chosen for one in recomputed(plan, chains)):
         raise _of_ranks(plan, splitting(plan)[0])
     local = _saved(replace(counting, tokens=None), chains)
     whole = _saved(alone(counting), chains, summed(traced))
@@ -304,7 +303,8 @@ def _saved(
 
     `parts`: modules whose results ranks have as parts of sums, and keep as they are.
     """
-    from schedlang.runtime.propagation.trace import Stack, watch_saved
+    from schedlang.runtime.propagation.saving import watch_saved
+    from schedlang.runtime.propagation.trace import Stack
     from schedlang.runtime.sharding.leaf import know_coded
     from schedlang.runtime.storage.saved import partial_sums, put_inside
 

@@ -22,7 +22,7 @@ from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
 from schedlang.passes.propagate.original import Original, Recording, record
-from schedlang.passes.propagate.saved_parts import Parts, saved_parts
+from schedlang.passes.propagate.saved_parts import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,7 +179,6 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
         partial={name: frozenset(axes) for name, axes in run.follower.partial.items()},
         masks=run.follower.masks,
         layouts=run.layouts,
-        saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
         sharing=frozenset(run.follower.arrivals.sharing),
         written=run.follower.arrivals.written,
     )

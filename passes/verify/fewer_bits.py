@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.propagation.saving import Turn
 from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
@@ -201,6 +202,7 @@ class _Saved:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
+    made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
     seen: _Values = field(default_factory=lambda: _Values(_alike))
 
     def begin(self, arguments: Any) -> None:
@@ -209,7 +211,8 @@ class _Saved:
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows, self.turns = place, 0, [], {}
+        self.place, self.numbers, self.rows = place, 0, []
+        self.turns, self.made = {}, {}
         self.seen = _Values(_alike)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
@@ -219,24 +222,40 @@ class _Saved:
         self.numbers += 1
         self.turns[site()] = self.turns.get(site(), 0) + 1
 
+    @property
+    def at(self) -> Turn:
+        """Where the tensor that is saved now stands in the call."""
+        return site(), self.turns.get(site(), 0)
+
+    def elsewhere(self) -> tuple[bool, Turn | None]:
+        """Return whether ranks take other tensors for one than the model, and for which this."""
+        same: Mapping[Any, Turn | None] = getattr(self.parts, "same", {})
+        key = self.row.fqn, *self.at
+        return key in same, same.get(key)
+
     def value(self, tensor: Tensor) -> Tensor:
         """Give what backward sees of a saved tensor."""
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
-        if whole:
+        if whole and self.elsewhere()[1] not in self.made:
             return tensor
         rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
         if self.parts is None:
             return rounded(tensor)
-        at = Saving(self.row.fqn, site(), self.turns.get(site(), 0), len(self.place[1]))
+        at = Saving(self.row.fqn, *self.at, len(self.place[1]))
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
         """Round a part as its rank does; one that it has saved before as it did then."""
-        if (before := self.seen.of(part)) is not None:
-            return before.reshape(part.shape)
-        value = self.coded(part, held)
-        if value is not part:
+        apart, first = self.elsewhere()
+        made = self.made.setdefault(self.at, [])
+        theirs = self.made.get(first, [])[len(made) : len(made) + 1] if first else []
+        before = None if apart else self.seen.of(part)
+        if theirs and theirs[0] is not None and theirs[0].numel() == part.numel():
+            before = theirs[0]
+        value = self.coded(part, held) if before is None else before.reshape(part.shape)
+        made.append(None if value is part else value)
+        if before is None and value is not part:
             self.seen.note(part, value)
         return value
 
@@ -287,7 +306,8 @@ def _saving(saved: _Saved) -> Iterator[None]:
         if not saved.counts(tensor):
             return tensor
         saved.count()
-        if (before := seen.of(tensor)) is not None:
+        apart, _ = saved.elsewhere()
+        if not apart and (before := seen.of(tensor)) is not None:
             return before.reshape(tensor.shape)
         value = saved.value(tensor)
         if value is not tensor:

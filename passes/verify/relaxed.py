@@ -97,8 +97,9 @@ class Parted(Sequential):
     """The plain loop over the microbatches of each replica, the loss being their weighed sum.
 
     The sequential oracle of statistics over parts: each part is a batch of its own to whatever
-    looks at the batch as a whole, and each replica keeps its own buffers, as its ranks do; of
-    stages laid over ranks in two directions so does each direction, and the first one evaluates.
+    looks at the batch as a whole, and each replica keeps its own buffers and what else its forward
+    writes into, as its ranks do; of stages laid over ranks in two directions so does each
+    direction, and the first one evaluates.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Parted(Sequential):
         self.directions = directions or Directions()
         # by name, replica and copy
         self._of: dict[tuple[str, int, int], Tensor] = {}
-        self._start = {n: b.detach().clone() for n, b in self.module.named_buffers()}
+        self._start: dict[str, Tensor] | None = None
         self._at = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
@@ -174,17 +175,24 @@ class Parted(Sequential):
 
     def _enter(self, place: int, direction: int = 0) -> None:
         """Put the buffers of this replica and direction in place, those of the other away."""
+        own = self._own()
+        if self._start is None:
+            self._start = {name: one.clone() for name, one in own.items()}
         if (place, direction) == self._at:
             return
         before, was = self._at
         copy = self.directions.copy
-        for name, buffer in self.module.named_buffers():
-            self._of[name, before, copy(name, was)] = buffer.detach().clone()
-        with torch.no_grad():
-            for name, value in self._start.items():
-                kept = self._of.get((name, place, copy(name, direction)), value)
-                self.module.get_buffer(name).copy_(kept)
+        for name, one in own.items():
+            self._of[name, before, copy(name, was)] = one.clone()
+        for name, value in self._start.items():
+            own[name].copy_(self._of.get((name, place, copy(name, direction)), value))
         self._at = place, direction
+
+    def _own(self) -> dict[str, Tensor]:
+        """Buffers, and parameters that nothing trains and that the forward writes into."""
+        frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
+        moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
+        return {n: b.detach() for n, b in self.module.named_buffers()} | moved
 
 
 def _weight(members: Sequence[Member]) -> float:
