@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils.stateless import _reparametrize_module
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Cast
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves, tree_map
@@ -34,6 +35,9 @@ from schedlang.runtime.batch import Part, called, stack
 from schedlang.runtime.checkpointing.holding import Holding, put, take
 from schedlang.runtime.grad_reduction.compressed import Codec, decoded, encoded, orthogonal, started
 from schedlang.runtime.scope import Scope, entered
+
+if TYPE_CHECKING:
+    from schedlang.passes.verify.sides import Case
 
 # ---- Trained by parts: what `relax(batch_stats)` allows.
 
@@ -73,6 +77,24 @@ def directions_of(staged: Staged) -> Directions:
     forward = t.kind == Kind.F
     through = dict(zip(t.microbatch[forward].tolist(), t.replica[forward].tolist()))
     return Directions(tuple(through[k] for k in range(t.microbatches)), buffer_homes(staged))
+
+
+def check_sums(case: Case) -> None:
+    """Refuse (S717) parts that share sums, where one process takes one after the other."""
+    known, plan = case.prepared, case.plan
+    if known is None or known.traced.statistics is None or plan.shares * plan.micro == 1:
+        return
+    if not (plan.kept or compressed_over(plan) or case.table is not None):
+        return
+    raise Refusal.of(
+        "S717",
+        "a single process cannot follow rows that lose bits where ranks share sums",
+        notes=("it takes one part of the batch after the other, and this loss needs all at once",),
+        helps=(
+            'let each part have sums of its own: `step "..." relax(batch_stats, lossy) {`',
+            "or leave `compress` out, and prove the other rows",
+        ),
+    )
 
 
 class Member(NamedTuple):

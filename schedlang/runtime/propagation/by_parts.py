@@ -9,7 +9,7 @@ that ranks have of them, and both must agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +55,13 @@ LARGE = 2**20  # elements above which dims that no call names are made shorter
 RANKS = 3  # that are tried: the first, its neighbour and the last
 
 
-def known(name: str, args: Sequence[Any]) -> bool:
+def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the name of a call tells what it does along each dim."""
     if name == "__getitem__":  # a list or a tensor of indices names places of the whole
         return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
+    if name == "repeat_interleave":  # without a dim it takes all of them as one
+        dim = args[2] if len(args) > 2 else kwargs.get("dim")
+        return dim is not None
     return name in BY_RULE or name.strip("_") in ELEMENTWISE or _elementwise(name)
 
 

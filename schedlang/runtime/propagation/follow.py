@@ -510,12 +510,13 @@ class Compared(Running):
 
     def _check_by_parts(self, axes: set[str], found: Sequence[Mapping[str, Tag]]) -> None:
         """Refuse a call that no rule is about, and that does not give parts for parts."""
-        if by_parts.known(self.name, self.args) or masks(self.func, self.args, self.kwargs):
+        given = self.args, self.kwargs
+        if by_parts.known(self.name, *given) or masks(self.func, *given):
             return
         notes = [self.follower.of(tensor).tags for tensor in self.inputs]
         for axis in sorted(axes):
-            given, made = ([tags.get(axis) for tags in some] for some in (notes, found))
-            wrong = by_parts.mixing(self, axis, given, made, self.follower.tried)
+            own, made = ([tags.get(axis) for tags in some] for some in (notes, found))
+            wrong = by_parts.mixing(self, axis, own, made, self.follower.tried)
             if wrong:
                 raise self.follower.refuse(
                     wrong, axis, "gather it first: `output=R` on the row before"
