@@ -94,7 +94,7 @@ class _Region:
             self.known.note(tensor, value)
         found = [(tensor, self.known.of(tensor)) for tensor in tensors]
         return [
-            value.detach().requires_grad_(tensor.requires_grad)
+            _laid_as(tensor, value.detach()).requires_grad_(tensor.requires_grad)
             for tensor, value in found
             if value is not None
         ]
@@ -104,6 +104,14 @@ class _Region:
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
                 self.known.note(one, two.detach())
+
+
+def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value in the order in memory of the tensor for which it stands: products choose by that
+    what they save, and in which order."""
+    with torch.no_grad():
+        same = value.stride() == tensor.stride()
+        return value if same else torch.empty_like(tensor).copy_(value)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
