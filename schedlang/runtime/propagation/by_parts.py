@@ -42,6 +42,7 @@ ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
 MOVES = {
     *("adjoint", "as_subclass", "broadcast_to", "copy_", "cpu", "cuda", "data", "detach", "H"),
     *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
+    *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
     *("swapdims", "type_as", "view_as", "unsafe_split", "int", "long", "bool"),
 }
 # sums and scores along a dim, of large tensors: by the dim that they name
@@ -62,17 +63,23 @@ def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "repeat_interleave":  # without a dim it takes all of them as one
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         return dim is not None
-    return name in BY_RULE or name.strip("_") in ELEMENTWISE or _elementwise(name)
+    plain = name.strip("_")
+    names = {name, plain}
+    if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
+        names.add(plain[1:])
+    return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
 
 
 @cache
 def _elementwise(name: str) -> bool:
     """Return whether torch itself says that all of its operators of this name are elementwise."""
-    packet = getattr(torch.ops.aten, name.removeprefix("__i").strip("_").partition(".")[0], None)
+    packet = getattr(torch.ops.aten, name.partition(".")[0], None)
     if packet is None or not hasattr(packet, "overloads"):
         return False
-    tags = [getattr(packet, one).tags for one in packet.overloads()]
-    return bool(tags) and all(torch.Tag.pointwise in some for some in tags)
+    some = [one for one in packet.overloads() if not one.endswith("out")]
+    every = [one for one in (getattr(packet, o) for o in some) if one._schema.arguments]
+    mine = [one for one in every if str(one._schema.arguments[0].type) == "Tensor"]
+    return bool(mine) and all(torch.Tag.pointwise in one.tags for one in mine)
 
 
 def mixing(step: Compared, axis: str, given: Tags, made: Tags, tried: Tried) -> str:
