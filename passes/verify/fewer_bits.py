@@ -85,7 +85,7 @@ class _Region:
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
         """Give the second run what it made itself, and else what was kept."""
         if not self.again.once:
-            return through(tensors)
+            return [_laid_as(old, new) for old, new in zip(tensors, through(tensors))]
         new: list[Tensor] = []
         for tensor in tensors:
             if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
@@ -93,11 +93,7 @@ class _Region:
         for tensor, value in zip(new, through(new)):
             self.known.note(tensor, value)
         found = [(tensor, self.known.of(tensor)) for tensor in tensors]
-        return [
-            _laid_as(tensor, value.detach()).requires_grad_(tensor.requires_grad)
-            for tensor, value in found
-            if value is not None
-        ]
+        return [_laid_as(tensor, value) for tensor, value in found if value is not None]
 
     def made(self, output: Any, second: Any) -> None:
         """The results of a call, in both runs."""
@@ -111,7 +107,8 @@ def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
     what they save, and in which order."""
     with torch.no_grad():
         same = value.stride() == tensor.stride()
-        return value if same else torch.empty_like(tensor).copy_(value)
+        made = value.detach() if same else torch.empty_like(tensor).copy_(value)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:

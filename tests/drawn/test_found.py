@@ -54,7 +54,7 @@ CHOSEN = """
         ("taught", "dp=2", "batch_stats", TEACHER, ""),
         ("looped", "tp=2, cp=2", "", COUNTED, ""),
         ("lstm", "", "lossy", TURNED, ""),
-        ("routed", "dp=2, tp=2", "", ADAPTERS, "S664"),
+        ("routed", "dp=4, tp=2", "", ADAPTERS, "S664"),
         ("qwen2moe", "dp=2", "lossy", ROUTER, "S717"),
         ("taught", "dp=2", "lossy", ROUTER, "S717"),
         ("taught", "dp=2", "batch_stats, lossy", ROUTER, ""),
