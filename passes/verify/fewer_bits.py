@@ -229,7 +229,7 @@ class _Saved:
 
     @property
     def at(self) -> Turn:
-        """Where the tensor that is saved now stands in the call."""
+        """The place in the call of the tensor that is saved now."""
         return site(), self.turns.get(site(), 0)
 
     def elsewhere(self) -> tuple[bool, Turn | None]:

@@ -26,7 +26,7 @@ LAID: dict[str, tuple[Call, Call]] = {
     "middle": (lambda h: h.transpose(1, 2), lambda y: y.transpose(1, 2)),
     "first": (lambda h: h.transpose(0, 2), lambda y: y.transpose(0, 2)),
     "heads": (
-        lambda h: h.unflatten(-1, (4, -1)).transpose(1, 2),
+        lambda h: h.unflatten(-1, (-1, 4)).transpose(1, 2),
         lambda y: y.transpose(1, 2).flatten(2),
     ),
 }
@@ -113,7 +113,10 @@ def _accepted(call: Call) -> bool:
 
 
 def _functions() -> list[str]:
-    names = [name for name in dir(torch.ops.aten) if not name.startswith(LEFT_OUT)]
+    every = (
+        name for name in dir(torch.ops.aten) if name != "to"
+    )  # it takes any number for a dtype
+    names = [name for name in every if not name.startswith(LEFT_OUT)]
     return [name for name in names if not any(word in name for word in DRAWN)]
 
 

@@ -179,7 +179,7 @@ class _Trial:
         return found
 
     def _part(self, tensor: Tensor, tag: Tag | None, rank: int) -> Tensor:
-        """What a rank has of a tensor."""
+        """The part of a tensor that a rank has."""
         if tag is None:
             return tensor.clone()
         size = tensor.shape[tag.dim]
@@ -188,7 +188,7 @@ class _Trial:
         return tensor.index_select(tag.dim, places.clamp(max=size - 1)).masked_fill(zeros, 0)
 
     def _call(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the call gives for these tensors, or leaves in the one that it writes into."""
+        """The results of the call for these tensors, or the one that it writes into."""
         turn = iter([one.clone() for one in tensors])
         first: list[Tensor] = []
 

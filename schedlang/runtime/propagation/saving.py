@@ -1,4 +1,4 @@
-"""What modules save for backward in a forward on the meta device: where, and of what shape.
+"""Tensors that modules save for backward in a forward on the meta device: where, of what shape.
 
 Of the original and of its sharded copy, one beside the other, this tells how the ranks split what
 each module saves, and what of it is one tensor for some and two for the others: a rank that has
@@ -78,7 +78,7 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
 
 class _Call:
-    """What one call has saved so far."""
+    """One call: the tensors that it has saved so far."""
 
     def __init__(self, found: list[Saved]) -> None:
         self.found = found
