@@ -124,7 +124,7 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
     beside = _Beside(given, case, working, told)
     try:
         seen, plain = _with_baseline(
-            case, working, told, pool, _baseline(case), progress, beside.begin
+            case, working, told, pool, _baseline(given, case), progress, beside.begin
         )
     except Refusal as refusal:
         if refusal is beside.refused:
@@ -351,15 +351,20 @@ class _Baseline:
     refused: str = ""
 
 
-def _baseline(case: Case) -> _Baseline:
-    """The case without its exact rows; nothing where there are none, or all of it is exact."""
-    assert case.prepared is not None
-    found = baseline(case.plan, case.prepared.staged.timeline.replicas)
+def _baseline(given: Case, case: Case) -> _Baseline:
+    """The case without its exact rows; nothing where there are none, or all of it is exact.
+
+    It is traced on the model as `given`, of which something is known already.
+    """
+    assert given.prepared is not None
+    found = baseline(given.plan, given.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
         return _Baseline()  # no such rows, or the original itself is compared bit by bit
     plan, words = found
     try:
-        return _Baseline(prepared(replace(case, plan=plan)), words)
+        traced = prepared(replace(given, plan=plan))
+        plan = replace(traced.plan, model=case.plan.model)
+        return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
     except Refusal as refusal:
         return _Baseline(None, words, refusal.diagnostics[0].title)
 
