@@ -32,4 +32,26 @@ ALIKE: dict[str, tuple[str, ...]] = {
         *("another count of calls-dp", "another count of calls-pp"),
         *("numbers by row-dp", "numbers by row-tp"),
     ),
+    "test_features_run.py::test_as_the_model_alone": (
+        *("zero 1", "zero 2", "activations on the host", "activations on disk", "ulysses"),
+        *("checkpoint in stages", "Interleaved1F1B", "Chimera", "DualPipe"),
+    ),
+    "test_features_run.py::test_nothing_waits": (
+        "a ring around ulysses",
+        "parked on a peer",
+        "Chimera",
+    ),
+    "test_initial.py::test_the_program_of_the_model": (
+        *("tp-index", "tp-dcp", "tp-dcp nested", "tp-torchtitan"),
+        *("pp-files", "pp-meta", "pp-checkpoint", "pp-dcp", "pp-dcp nested"),
+        *("zero3-files", "zero3-meta", "zero3-index", "zero3-checkpoint"),
+    ),
+    "test_walk.py::test_what_one_takes_all_take": (
+        *("a dataclass, stages", "a named tuple, stages"),
+        *("a named tuple, dp and tp", "a mapping, dp and tp"),
+        *("a mapping of its own class, dp and tp", "a graph, dp", "a key for nobody, dp"),
+        *("a list of samples, dp", "a sum as a loss, dp", "batch norm, whole"),
+        *("calls counted, microbatches", "draws of an order, dp", "graphs in an object"),
+        *("objects in a list, and labels", "the spread as a loss, dp"),
+    ),
 }

@@ -65,7 +65,6 @@ EACH = {
     "test_equal_to_one_process_that_keeps_alike": 3,
     "test_models_over_ranks": 2,
     "test_a_table_has_one_mask": 3,
-    "test_the_program_of_the_model": 3,
 }
 
 
