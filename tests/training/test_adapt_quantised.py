@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang import create_schedule, deferred_init
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
 from schedlang.passes.verify.changed import KIND
+from schedlang.runtime import batch as parts
+from schedlang.runtime.offload import decoded
 from schedlang.runtime.storage.codebook import NF4, Codebook
-from schedlang.runtime.storage.coded import Coded
+from schedlang.runtime.storage.coded import Coded, all_coded, as_they_lie
+from schedlang.runtime.storage.footprint import Footprint
+from schedlang.runtime.storage.saved import outside
+from schedlang.runtime.transfer.transfer import transfer
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, proven, sequential, sgd, trained
@@ -39,7 +51,7 @@ def quantiles() -> list[float]:
 
 def test_the_levels_of_nf4() -> None:
     """They are the paper's, which are told in 32 bits."""
-    assert list(NF4) == pytest.approx(quantiles(), abs=1e-7)
+    assert list(NF4) == pytest.approx(quantiles(), abs=3e-7)
 
 
 def by_hand(weight: Tensor, kind: str, block: int) -> Tensor:
@@ -197,7 +209,7 @@ CASES = {
     ),
     "cast": (
         lambda: models.llama(2),
-        f"{lora('int8', ', block=4')}{SPLIT}cast(bf16)",
+        f"{lora('int8', ', block=4')}cast(bf16)\n{SPLIT}",
         "tp=2",
     ),
     "sequences, dropout": (
@@ -214,19 +226,21 @@ CASES = {
 def test_it_is_proven(threads: Threads, case: str) -> None:
     """Under every kind of split, order and recomputation, and with casts."""
     make, rows, mesh = CASES[case]
-    report = proven(threads, planned(make(), rows, mesh, "model"), BATCHES[:2])
+    relaxed = "model, dtype" if "cast" in rows else "model"
+    report = proven(threads, planned(make(), rows, mesh, relaxed), BATCHES[:2])
     assert "model" in report.equivalence
     assert any(row.kind == KIND for row in report.rows)
 
 
 def test_codes_of_other_values_are_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is made by the same function: the untouched weights tell that it is wrong."""
-    plain = Codebook.decoded
+    plain = Codebook.encoded
 
-    def shifted(self: Any, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
-        return plain(self, codes.roll(1, 0), scales, inputs)
+    def coarser(self: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        few = Codebook("int4", self.block)
+        return plain(self, few.decoded(*plain(few, rows), rows.shape[1]))
 
-    monkeypatch.setattr(Codebook, "decoded", shifted)
+    monkeypatch.setattr(Codebook, "encoded", coarser)
     with pytest.raises(AssertionError, match=KIND):
         proven(threads, planned(models.llama(2), lora("int8"), "", "model"), BATCHES[:2])
 
@@ -243,3 +257,156 @@ def test_a_rank_that_decodes_otherwise_is_found(
     monkeypatch.setattr(Coded, "value", coarser)
     with pytest.raises(AssertionError):
         proven(threads, planned(models.llama(2), lora("int8"), "", "model"), BATCHES[:2])
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+FLOATS = (2, 4, 8)  # bytes of one
+
+
+def lying(plan: Plan) -> tuple[int, int, set[int], set[int]]:
+    """On this rank: bytes of parameters as they lie, elements of one weight, and the sizes of what
+    lies there between a forward and its backward, and of all that was there in the forward."""
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    a = program.assembly
+    weight = a.parameters[DOWN]
+    assert weight.untyped_storage().nbytes() <= 8 and weight.isnan().all()
+    assert len(all_coded(a.parameters.values())) == 14
+    size = sum(one.nbytes for one in as_they_lie(a.parameters.values()))
+    with Footprint("cpu") as footprint:
+        out = a.module.train()(**BATCHES[0])
+        gc.collect()
+        between = {footprint.blocks[k].now for _, k in footprint._alive.values()}
+        seen = {size for _, size in footprint.events}
+        out.loss.backward()
+    return size, weight.numel(), between, seen
+
+
+@pytest.mark.parametrize("kind, block", [("int8", 4), ("int4", 4), ("nf4", 4)])
+@pytest.mark.parametrize("rows, mesh", [(SPLIT, "tp=2"), (f"cast(bf16)\n{SPLIT}", "tp=2")])
+def test_codes_are_all_that_lies_there(
+    threads: Threads, kind: str, block: int, rows: str, mesh: str
+) -> None:
+    """On running ranks: as many bytes as the plan says, at most those of codes and scales; a weight
+    has values while its module runs, cast where it is used so, and none for its backward."""
+    model = models.llama(2).float()
+    relax = "model, dtype" if "cast" in rows else "model"
+    plan = planned(model, lora(kind, f", block={block}") + rows, mesh, relax)
+    told = account(plan, BATCHES[0]).classes
+    bits = 8 if kind == "int8" else 4
+    for size, elements, between, seen in threads.run(lying, 2, plan):
+        assert [one.parameters for one in told] == [size]
+        coded = sum(
+            fact.numel // 2 for name, fact in plan.model.unique.items() if plan.model.coded(name)
+        )
+        rest = sum(
+            4 * math.prod(plan.held(name).local_shape(plan.mesh))
+            for name in plan.model.unique
+            if not plan.model.coded(name)
+        )
+        assert size == rest + coded * bits // 8 + coded // block * 4
+        assert elements * (2 if "cast" in rows else 4) in seen
+        assert not between & {elements * each for each in FLOATS}
+
+
+def test_what_lies_is_found_to_lie(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: a weight that autograd keeps is seen."""
+    monkeypatch.setattr(decoded, "_pack", lambda *_: outside())
+    plan = planned(models.llama(2).float(), lora("int8", ", block=4") + SPLIT, "tp=2", "model")
+    _, elements, between, _ = threads.run(lying, 2, plan)[0]
+    assert 4 * elements in between
+
+
+def travelled(plan: Plan, other: Plan, folder: str, model: nn.Module) -> list[dict[str, Tensor]]:
+    """States on this rank: trained, saved and loaded, given and read anew, and given whole."""
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    for batch in BATCHES[:2]:
+        program.train_step(batch)
+    program.save(f"{folder}/saved")
+    program.export(f"{folder}/merged", model)
+    found = [program.state_dict()]
+    for again in (
+        build(other, BATCHES[0], optimizer=adamw),
+        build(other, BATCHES[0], weights=f"{folder}/saved"),
+    ):
+        if again.optimizer is not None:
+            again.load(f"{folder}/saved")
+        found.append(again.state_dict())
+    given, taken = build(other, BATCHES[0]), build(other, BATCHES[0])
+    given.load_state_dict(found[0])
+    transfer(program, taken)
+    found += [given.state_dict(), taken.state_dict()]
+    losses = [float(one.eval_step(BATCHES[3]).loss) for one in (program, given, taken)]
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_values_travel_as_they_are(threads: Threads, tmp_path: Path, kind: str) -> None:
+    """A state, a checkpoint, files and a transfer to another layout have the values of the codes,
+    bit by bit, under the original's names; what is exported is merged with them."""
+    rows = lora(kind, ", block=4")
+    plan = begun(f"{rows}{SPLIT}{ONE_F}", "pp=2, tp=2")
+    other = begun(f"{rows}{SPLIT}zero(stage=3, over=dp)", "dp=2, tp=2")
+    model = plan.model.base.model
+    for first, *others in threads.run(travelled, 4, plan, other, str(tmp_path), model):
+        assert set(model.state_dict()) < set(first)
+        for state in others:
+            assert not [name for name in first if not torch.equal(first[name], state[name])]
+        for name in (n for n, fact in plan.model.unique.items() if plan.model.coded(fact.name)):
+            wanted = by_hand(model.get_parameter(name).detach(), kind, 4)
+            assert torch.allclose(first[name], wanted, rtol=1e-7, atol=1e-9), name
+    found: Any = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    own = copy.deepcopy(plan.model.model)
+    own.load_state_dict(first)
+    with torch.no_grad():
+        wanted, got = (one.eval()(**BATCHES[1]).logits for one in (own, found))
+    assert torch.allclose(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+def read(plan: Plan, folder: str) -> dict[str, Tensor]:
+    """On this rank: a model without values, that takes those of files."""
+    return build(plan, BATCHES[0], weights=folder).state_dict()
+
+
+def test_a_model_without_values(threads: Threads, tmp_path: Path) -> None:
+    """Weights of files are encoded part by part, to the codes of the whole."""
+    model = models.llama(2)
+    create_schedule(model).build(batch=BATCHES[0]).export(tmp_path / "base", model)
+    rows = lora("int4", ", block=4") + SPLIT
+    wanted = planned(model, rows, "tp=2", "model").model.model.state_dict()
+    bare = planned(deferred_init(models.llama, 2), rows, "tp=2", "model")
+    for state in threads.run(read, 2, bare, str(tmp_path / "base")):
+        assert not [name for name, value in wanted.items() if not torch.equal(state[name], value)]
+
+
+@pytest.mark.parametrize(
+    "rows, mesh, words",
+    [
+        (lora("int8", ", block=16") + SPLIT, "tp=2", "would lie on two ranks"),
+        (lora("int8") + SPLIT, "tp=2", "`block=8`"),
+        (lora("int8", ', keep="*.weight"'), "", "would train"),
+        (
+            lora("int8") + 'lm_head  adapt(lora, keep="*up_proj.weight")',
+            "",
+            "would train `model.layers.0.mlp.up_proj.weight`",
+        ),
+        (lora("int8") + "model.layers  offload(parameters)", "", "cannot be offloaded"),
+    ],
+)
+def test_what_cannot_lie_in_codes(rows: str, mesh: str, words: str) -> None:
+    """It is refused, with what would be legal."""
+    with pytest.raises(Refusal, match="S414") as error:
+        build_dry(planned(models.llama(2), rows, mesh, "model"))
+    assert words in " ".join(error.value.render().split())
+
+
+def build_dry(plan: Plan) -> None:
+    """All that is looked at before a program is built."""
+    prepare(plan, parts.split(BATCHES[0], plan.shares, plan.micro)[0][0].inputs)
+
+
+def test_numbers_that_make_no_blocks() -> None:
+    """A scale is for one element or more, and a block of nothing is a mistake."""
+    for words in ("base=int8, block=0", "block=32", "base=int3"):
+        with pytest.raises(Refusal, match="S304"):
+            planned(models.llama(2), f"{BLOCK}.mlp.up_proj  adapt(lora, {words})", "", "model")
