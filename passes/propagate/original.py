@@ -139,7 +139,6 @@ def record(
         raise rejected(failed, left_over(plan.model.model, batch), batch) from failed
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
-    _note_labels(plan, batch, loss, tuple(seen.labels))
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
@@ -166,15 +165,6 @@ def record(
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
     return Recording(seen.frames, original)
-
-
-def _note_labels(plan: Plan, batch: Mapping[str, Any], loss: Loss | None, labels: Any) -> None:
-    """Note the labels of batches of this shape: what a part weighs is told by them alone."""
-    from schedlang.runtime.batch import named_tensors
-
-    known: Any = plan.model.cache.setdefault("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(batch).items()), id(loss)
-    known[at] = labels, loss  # the loss is kept, so that its identity is
 
 
 def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
@@ -380,21 +370,6 @@ def rejected(
 
 
 Weight = Callable[[Mapping[str, Any]], float]
-
-
-def part_weight(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
-) -> Weight:
-    """Return the weight of a part of a batch, as `build` decides it from a sample part."""
-    from schedlang.runtime.batch import named_tensors
-
-    if weight is not None:
-        return weight
-    known: Any = plan.model.cache.get("labels", {})
-    at = tuple((name, value.shape) for name, value in named_tensors(sample).items()), id(loss)
-    if at in known:
-        return weight_of(Original(labels=known[at][0]), parts)
-    return weight_of(record(Plan(plan.model), sample, loss, {}).original, parts)
 
 
 @dataclass(frozen=True)

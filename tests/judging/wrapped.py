@@ -109,13 +109,13 @@ def compiled(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(module, stepping(module, rank, size, size))
 
 
-def fsdp2(model: nn.Module) -> TrainingProgram:
+def fsdp2(model: nn.Module, **options: Any) -> TrainingProgram:
     """`fully_shard`, each block and the rest; dims that ranks do not divide."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return TrainingProgram(
         model,
         stepping(model, rank, size, size),

@@ -46,6 +46,17 @@ model.layers.*.self_attn.o_proj  shard(row, over=tp)
 model.layers  pipeline_split(over=pp)
 pipeline(order="1F1B", micro=2)
 """
+SEQUENCES = """
+model.embed_tokens  shard(vocab, over=tp)
+model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
+model.layers.*.self_attn.o_proj  shard(row, output=S(seq), over=tp)
+model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)
+model.layers.*.mlp.down_proj  shard(row, output=S(seq), over=tp)
+model.layers.*.{input,post_attention}_layernorm  shard(input=S(seq), output=S(seq), over=tp)
+model.norm  shard(input=S(seq), output=S(seq), over=tp)
+lm_head  shard(vocab, over=tp)
+"""
+RING = "model.layers.*.self_attn  context_parallel(ring, layout=zigzag, over=cp)\n"
 
 
 Pairs = list[tuple[Any, Any]]
@@ -89,9 +100,9 @@ def example(family: str) -> nn.Module:
     return found
 
 
-def prompts(rows: int) -> dict[str, Tensor]:
-    """Prompts of six tokens, some padded on the left."""
-    ids = torch.randint(1, 90, (rows, 6), generator=torch.Generator().manual_seed(3))
+def prompts(rows: int, tokens: int = 6) -> dict[str, Tensor]:
+    """Prompts of some tokens, some padded on the left."""
+    ids = torch.randint(1, 90, (rows, tokens), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1::2, :2] = 0
     return {"inputs": ids, "attention_mask": mask}
@@ -102,15 +113,17 @@ def scheduled(model: nn.Module, text: str) -> Schedule:
     return Schedule(model, parse(Source("generate.sched", text)), Settings())
 
 
-def made(model: nn.Module, text: str) -> Any:
+def made(model: nn.Module, text: str, masked: bool = False) -> Any:
     """The program of a schedule, or of an example's file."""
     ids = torch.ones(8, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    if masked:
+        batch |= {"attention_mask": ids, "position_ids": torch.arange(8).expand(8, 8)}
     torch.manual_seed(0)
     if text.endswith(".sched"):
-        return schedlang.create_schedule(model, text).build(batch={"input_ids": ids, "labels": ids})
+        return schedlang.create_schedule(model, text).build(batch=batch)
     head = f"schedule 1 for {type(model).__name__}\n\n"
-    sch = scheduled(model, head + text)
-    return sch.build(batch={"input_ids": ids, "labels": ids})
+    return scheduled(model, head + text).build(batch=batch)
 
 
 def both(model: Any, text: str, counts: tuple[int, ...], options: dict[str, Any]) -> Pairs:
@@ -173,6 +186,41 @@ def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> Non
     more = options | {"max_new_tokens": 8}
     for ((expected, found),) in threads.run(both, 2, of("llama"), text, (4,), more):
         assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "options"),
+    [
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": True}),
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": True, "do_sample": True}),
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": False}),
+        (f"mesh(cp=2)\n{RING}", 2, {"use_cache": False}),
+        (f"mesh(cp=2, tp=2)\n{RING}{SEQUENCES}", 4, {"use_cache": False}),
+        (f"mesh(cp=2)\n{RING.replace('ring, layout=zigzag', 'ulysses')}", 2, {"use_cache": False}),
+    ],
+    ids=["tensor", "sampled", "without a cache", "ring", "ring and tensor", "ulysses"],
+)
+def test_sequences_that_rows_split(
+    threads: Threads, text: str, world: int, options: dict[str, Any]
+) -> None:
+    """Of prompts and of single tokens that ranks cannot share evenly, padded, with and without what
+    a rank keeps: the tokens of the original, and nothing of what is put behind them is kept."""
+    for pairs in threads.run(_lengths, world, text, options):
+        for expected, found in pairs:
+            assert torch.equal(expected, found)
+
+
+def _lengths(text: str, options: dict[str, Any]) -> Pairs:
+    torch.manual_seed(0)
+    original = example("llama").double()
+    program, found = made(original, text, masked=True), []
+    for rows, tokens in ((4, 6), (3, 5), (1, 7)):
+        given = prompts(rows, tokens) | {"max_new_tokens": 5} | options
+        torch.manual_seed(7)
+        expected = original.eval().generate(**given)
+        torch.manual_seed(7)
+        found.append((expected, program.generate(**given)))
+    return found
 
 
 def test_keys_and_values_are_kept_where_they_are_made(threads: Threads) -> None:
@@ -262,6 +310,32 @@ def _refused(model: Any, text: str, options: dict[str, Any]) -> Any:
     with pytest.raises(Refusal) as caught:
         given = {"use_cache": True, "max_new_tokens": 3, **options}
         made(model(), text).generate(**prompts(4), **given)
+    return caught.value.diagnostic
+
+
+@pytest.mark.parametrize(
+    ("cached", "said"),
+    [(True, "`cp` splits the sequences"), (False, "was not in the batch of `build`")],
+)
+def test_what_split_attention_cannot_follow(threads: Threads, cached: bool, said: str) -> None:
+    """Keys and values of parts of sequences, and masks that the program was not built with."""
+    for refusal in threads.run(
+        _refused, 2, of("llama"), f"mesh(cp=2)\n{RING}", {"use_cache": cached}
+    ):
+        assert refusal.code == "S627" and said in refusal.title and refusal.helps
+
+
+def test_evaluation_takes_names_that_the_program_knows(threads: Threads) -> None:
+    """A mask that no batch had before is a tensor of which it is not known how it is split."""
+    for diagnostic in threads.run(_masked, 2):
+        assert diagnostic.code == "S619" and "attention_mask" in diagnostic.title
+
+
+def _masked() -> Any:
+    ids = torch.ones(8, 8, dtype=torch.long)
+    with pytest.raises(Refusal) as caught:
+        program = made(example("llama"), f"mesh(cp=2)\n{RING}")
+        program.eval_step({"input_ids": ids, "attention_mask": ids})
     return caught.value.diagnostic
 
 
