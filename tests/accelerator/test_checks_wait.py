@@ -44,11 +44,11 @@ def test_the_first_batch_alone_is_compared() -> None:
 
 
 class Wandering(Words):
-    """Lets a value choose in which order its blocks are called."""
+    """Lets a value, the same for all rows, choose in which order its blocks are called."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(ids)
-        turned = bool(x.detach().sum() > 0)
+        turned = bool(self.head.bias.detach().sum() > 0)
         for block in reversed(self.blocks) if turned else self.blocks:
             x = block(x)
         logits = self.head(x)
