@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -62,6 +63,7 @@ from schedlang.passes.verify.working_dtype import (
     SCALED,
     TIPPED,
     Rounded,
+    as_it_stands,
     check_cast,
     curve_rows,
     magnified,
@@ -72,6 +74,7 @@ from schedlang.report import Report, Row
 from schedlang.runtime.comm import world as job
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.launch.forkserver import progress as tell
 from schedlang.runtime.launch.job import Hang, TimeIsUp, current, let_go
 from schedlang.runtime.launch.pool import Pool, shared, temporary, threads_of_ranks
 from schedlang.runtime.left import Left, left_in, merged
@@ -82,6 +85,7 @@ MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
 # in float64, in the working dtype, saved; what kernels left to the model; the baseline's first step
 _Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...], Observation]
+_SAVED = "saved"  # said by a rank
 _BASELINE = "_schedlang_baseline"  # a mark on what ranks refuse of the plan without its exact rows
 
 
@@ -114,14 +118,13 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
-    check_own_parts(given)
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
     told = ran.told
-    beside = _Beside(case, told)
+    beside = _Beside(given, case, working, told)
     try:
         seen, plain = _with_baseline(
-            case, working, told, pool, _baseline(case), progress, lambda: beside.seen
+            case, working, told, pool, _baseline(given, case), progress, beside.begin
         )
     except Refusal as refusal:
         if refusal is beside.refused:
@@ -129,7 +132,7 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
         progress("the row to blame")
         raise placed(refusal, case, told, pool) from refusal.__cause__
     (expected, drawn), actual = beside.seen, seen[0]
-    rows = _compared(case, working, told, expected, seen, pool)
+    rows = _compared(case, working, told, expected, seen, pool, beside.plain)
     rows, unsure = undecided(rows)
     bits, unchecked = _baseline_rows(case, plain, seen[4], _named(actual, expected))
     extra, more = _in_working_dtype(working, told, wanted, pool)
@@ -226,12 +229,30 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 
 
 class _Beside:
-    """The original observed once, while the ranks run; refused where its numbers say nothing."""
+    """The original observed once, while the ranks run; refused where its numbers say nothing.
+
+    `given` has the model's own parameters, `case` those of the proof.
+    """
 
     refused: Refusal | None = None
+    plain: Observation | None = None  # in the working dtype
 
-    def __init__(self, case: Case, told: Sequence[Condition]) -> None:
-        self.case, self.told = case, told
+    def __init__(
+        self, given: Case, case: Case, working: Case | None, told: Sequence[Condition]
+    ) -> None:
+        self.given, self.case, self.working, self.told = given, case, working, told
+
+    def begin(self) -> None:
+        """Do all of it; what the model raises in the working dtype alone its ranks say."""
+        try:
+            check_own_parts(self.given)
+        except Refusal as refusal:
+            self.refused = refusal
+            raise
+        expected, _ = self.seen
+        if self.working is not None:
+            with suppress(Exception):
+                self.plain = as_it_stands(self.working, self.told, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
@@ -264,10 +285,13 @@ def _ranks(
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
     steps += 0 if working is None else len(working.batches)
-    done = itertools.count(1)
+    done, archive = itertools.count(1), list[dict[str, Any]]()
 
     def heard(rank: int, message: object) -> None:
-        if rank == 0 and progress is not None:  # the first rank speaks for all
+        if rank == 0 and message == _SAVED:
+            with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
+                archive.append(loaded(case, told, folder))
+        elif rank == 0 and progress is not None:  # the first rank speaks for all
             progress(stage, min(next(done), steps), steps)
 
     stage = f"{world} rank{'s' * (world > 1)}"
@@ -281,7 +305,8 @@ def _ranks(
         seen, worked, again, _, without = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
-        return seen, worked, loaded(case, told, folder) | {"outputs": outputs}, left, without
+        state = archive[0] if archive else loaded(case, told, folder)
+        return seen, worked, state | {"outputs": outputs}, left, without
 
 
 def _compared(
@@ -291,8 +316,9 @@ def _compared(
     expected: Observation,
     ran: _Ran,
     pool: Pool,
+    plain: Observation | None = None,
 ) -> list[Row]:
-    """The rows of one run of the ranks."""
+    """The rows of one run of the ranks; `plain` as of `Rounded`."""
     actual, worked, archive, *_ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
@@ -307,7 +333,8 @@ def _compared(
         found: Observation = pool.run(rounded, world, other, tuple(told), [])[0]
         return found
 
-    return rows + Rounded(case, working, told, expected, worked, again).rows(wrong=wrong)
+    against = Rounded(case, working, told, expected, worked, again, plain)
+    return rows + against.rows(wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
@@ -324,15 +351,20 @@ class _Baseline:
     refused: str = ""
 
 
-def _baseline(case: Case) -> _Baseline:
-    """The case without its exact rows; nothing where there are none, or all of it is exact."""
-    assert case.prepared is not None
-    found = baseline(case.plan, case.prepared.staged.timeline.replicas)
+def _baseline(given: Case, case: Case) -> _Baseline:
+    """The case without its exact rows; nothing where there are none, or all of it is exact.
+
+    It is traced on the model as `given`, of which something is known already.
+    """
+    assert given.prepared is not None
+    found = baseline(given.plan, given.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
         return _Baseline()  # no such rows, or the original itself is compared bit by bit
     plan, words = found
     try:
-        return _Baseline(prepared(replace(case, plan=plan)), words)
+        traced = prepared(replace(given, plan=plan))
+        plan = replace(traced.plan, model=case.plan.model)
+        return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
     except Refusal as refusal:
         return _Baseline(None, words, refusal.diagnostics[0].title)
 
@@ -385,6 +417,7 @@ def _rank(
     with kept_outside(case.plan.model.model), ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
+        tell(_SAVED)
         again = reloaded(made, case, told, folder)
         again = again if job.rank() == 0 else NO_OUTPUTS
         drawn = native_draws(made[0], case.batches[0])

@@ -40,6 +40,12 @@ _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightn
 _PACKAGES = tuple(_ROOTS)
 _Logs = dict[str, dict[str, Any] | None]
 _LOG = ("prog_bar", "logger", "on_step", "on_epoch")  # what `log` takes after the value, in order
+# arguments of `build` that are not options here, and what says them
+_GIVEN = {
+    "batch": "the loader's first batch is taken",
+    "clip": "`Trainer(gradient_clip_val=1.0)`",
+    "optimizer": "`configure_optimizers` makes it",
+}
 # methods that Lightning calls beside the step
 _NOT_OF_STEPS = ("on_", "configure_", "validation_", "test_", "predict_", "setup", "__init__")
 _PLAIN = (bool, int, float, str, type(None))
@@ -61,7 +67,7 @@ class _Scheduled:
     """The methods of a strategy of Lightning that trains under a schedule.
 
     schedule  a path or a text, whose selectors name modules inside of the `LightningModule`
-    options   further arguments of `Schedule.build`
+    options   further arguments of `Schedule.build`: `weight=`, `dropout=`, `compare=`, ...
 
     `training_step` is the forward of the program, and its loss what is trained.  Between two steps
     the module has no values: they are gathered for evaluations, checkpoints, and at the end.
@@ -83,6 +89,8 @@ class _Scheduled:
 
     def __init__(self, schedule: Any, **options: Any) -> None:
         super().__init__()
+        for name in sorted(_GIVEN.keys() & options.keys()):
+            raise _refused(f"`{name}` is Lightning's to give", f"leave it out: {_GIVEN[name]}")
         self.schedule, self.options = schedule, options
         self.program: Any = None
         self._step: Any = None  # the module with its `training_step` as the forward

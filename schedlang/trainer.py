@@ -319,7 +319,7 @@ class Trainer:
         known = not math.isnan(self._mean)
         self._mean = MEMORY * self._mean + (1 - MEMORY) * loss if known else loss
 
-    def _allowed(self, loss: Tensor, norm: Tensor) -> bool:
+    def _allowed(self, loss: Tensor, norm: Tensor | float) -> bool:
         """Return whether a step updates: the same on all ranks, who have the same loss and norm."""
         value = float(loss)
         if self._bad(value, float(norm)):

@@ -285,9 +285,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = Dropout()
-    if traced.random:
-        dropout = dropout_of(plan, prepared, ranks, module, _dropout_options(plan, batch, given))
+    asked = _dropout_options(plan, batch, given) if traced.random else None
+    dropout = Dropout() if asked is None else dropout_of(plan, prepared, ranks, module, asked)
     loss = cast_loss(plan, given.loss) if plan.casts else given.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -317,6 +316,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         ways=prepared.ways,
         lossless=traced.lossless,
         tokens=prepared.tokens,
+        boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )

@@ -28,13 +28,13 @@ from schedlang.ir.copied import copied
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
-from schedlang.passes.propagate.original import ALLOW, check_microbatches, part_weight, relaxed
+from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import Sequential, loss_of, rows
-from schedlang.passes.verify.relaxed import directions_of
+from schedlang.passes.verify.relaxed import check_sums, directions_of
 from schedlang.passes.verify.sides import (
     Case,
     alone,
@@ -79,7 +79,8 @@ class Probe:
     def weights(self) -> list[float]:
         """The weight of each part in the mean loss, as `build` decides it."""
         case, parts = self.case, self.parts
-        weigh = part_weight(case.plan, parts[0].inputs, case.loss, case.weight, len(parts))
+        assert case.prepared is not None
+        weigh = case.weight or weight_of(case.prepared.traced, len(parts))
         with ambient(*modes_of(case)[0]):
             found = [weigh(part.inputs) for part in parts]
         if case.weight is not None and not sum(found):
@@ -421,6 +422,7 @@ def check_parts(case: Case) -> Case:
         try:
             if len(probe.parts) > 1:
                 _check_buffers_of(probe)
+            check_sums(case)
             return case
         except Refusal:
             if not loose:

@@ -70,6 +70,7 @@ class Rounded:
 
     Only rows of the first condition; `exact` is the original in float64, `program` in the other.
     again   runs the program of another working case; None: it is not run again
+    plain   the original's own first run, where it is known (`as_it_stands`)
     """
 
     case: Case
@@ -78,6 +79,7 @@ class Rounded:
     exact: Observation
     program: Observation
     again: Again | None = None
+    plain: Observation | None = None
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
         """Compare the errors of the program with what roundings make of the original.
@@ -97,7 +99,8 @@ class Rounded:
         as_taken: dict[str, Any] = {"tipped": program.tipped or None, "chosen": program.choices}
         case, working = (replace(one, **as_taken) for one in (self.case, self.working))
         exact, _ = original(case, self.told[:1])
-        rows = replace(self, case=case, working=working, exact=exact)._against(draws)
+        again = replace(self, case=case, working=working, exact=exact, plain=None)
+        rows = again._against(draws)
         note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
@@ -111,7 +114,8 @@ class Rounded:
         exact = self.exact
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
         plan = self.working.plan
-        bounds = Bounds(replace(exact, tensors=tensors), self._run, draws)
+        seen = replace(exact, tensors=tensors)
+        bounds = Bounds(seen, self._run, draws, _plain=self.plain)
         row = plan.scaled
         if row is None or row.scale == 1 or self.again is None:
             return [*bounds.rows(self.program, rtol=asked(plan).rtol, casts=bool(lowest(plan)))]
@@ -120,17 +124,24 @@ class Rounded:
         scale = max(1, row.scale // LESS)
         casts = tuple(replace(one, scale=scale) if one is row else one for one in plan.casts)
         less = replace(self.working, plan=replace(plan, casts=casts))
-        rows = replace(self, working=less, program=self.again(less))._against(draws)
+        rows = replace(self, working=less, program=self.again(less), plain=None)._against(draws)
         note = f"{SCALED} {scale:,}, not {row.scale:,}, with which sides skip different steps"
         return [replace(one, note=one.note or note) for one in rows]
 
     def _run(self, draw: int) -> Observation:
-        """The original in the working dtype, under the casts of the plan."""
-        working, nudged = self.working, Nudged(draw) if draw else nullcontext()
-        threads = threads_of_ranks(working.plan.mesh.world)
-        first = [replace(condition, batches=working.batches) for condition in self.told[:1]]
-        with ambient(dropout_of(working), Choices(self.exact.choices)), nudged, threads:
-            return observe(lambda condition: sequential(working, condition, cast=True), first)
+        return as_it_stands(self.working, self.told, self.exact, draw)
+
+
+def as_it_stands(
+    working: Case, told: Sequence[Condition], exact: Observation, draw: int = 0
+) -> Observation:
+    """Observe the original in the working dtype, under the casts of the plan, as it stands or
+    `Nudged` by a draw; it chooses as in float64, `exact`."""
+    nudged = Nudged(draw) if draw else nullcontext()
+    threads = threads_of_ranks(working.plan.mesh.world)
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    with ambient(dropout_of(working), Choices(exact.choices)), nudged, threads:
+        return observe(lambda condition: sequential(working, condition, cast=True), first)
 
 
 def bounds_of(

@@ -171,6 +171,11 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+def at_hand(value: Tensor) -> Tensor | float:
+    """Return what the host can read without a wait as a number, which no tensor keeps alive."""
+    return float(value) if value.device.type == _HOST else value
+
+
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers that may lie on a device, for which the host waits once."""
     there = [value for value in values if isinstance(value, Tensor)]

@@ -22,6 +22,7 @@ _OPENED = (dict, list, CACHED)
 DEPTH = 3  # of containers in containers
 MOST = 4096  # entries of a container that is looked into: tables are few
 GONE = object()  # of a name that was not there before
+_closed: set[type] = set()  # of values that are no container, by the classes that were met
 
 Put = Callable[[Any, Any], None]
 Undo = list[Callable[[], None]]
@@ -35,10 +36,17 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
     a class or by `functools.lru_cache`: the model itself would meet them afterwards.
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
+    spaces, cells = _spaces(frozenset(cls for cls in classes if _root(cls) not in OTHERS))
     undo: Undo = []
     try:
-        for names, put in _spaces(frozenset(cls for cls in classes if _root(cls) not in OTHERS)):
-            _remember(names, put, undo, 0)
+        # a proof comes here a hundred times, and most functions have no names
+        undo.append(partial(_empty, [one for one in spaces if not one[0]]))
+        for names, put in spaces:
+            if names:
+                _remember(names, put, undo, 0)
+        held = [*map(_content, cells)]
+        undo.append(partial(_refill, cells, held))
+        _look_into(dict(enumerate(held)), undo, 0)
         yield
     finally:
         for back in undo:
@@ -46,20 +54,20 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=16)  # one model is run many times
-def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put | None]]:
-    """List the names of modules, classes, functions and their cells, each with what sets one."""
+def _spaces(classes: frozenset[type]) -> tuple[list[tuple[Any, Put]], list[CellType]]:
+    """List the names of modules, classes and functions, each with what sets one, and cells."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
     near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
     functions = {f for s in (*modules, *map(vars, classes)) for f in _functions(s, homes)}
-    found: list[tuple[Any, Put | None]] = [
+    found: list[tuple[Any, Put]] = [
         (space, partial(_set_item, space))
         for space in (*modules, *(function.__dict__ for function in functions))
     ]
     found += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
     cells = [cell for function in functions for cell in function.__closure__ or ()]
-    return [*found, *((cell, partial(_set_cell, cell)) for cell in cells)]
+    return found, cells
 
 
 def _set_item(space: Any, key: Any, value: Any) -> None:
@@ -74,11 +82,6 @@ def _set_attribute(cls: type, name: str, value: Any) -> None:
         delattr(cls, name)
     else:
         setattr(cls, name, value)
-
-
-def _set_cell(cell: CellType, key: int, value: Any) -> None:
-    if value is not GONE:
-        cell.cell_contents = value
 
 
 def _root(cls: type) -> str:
@@ -104,8 +107,16 @@ def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
     """Add what puts names back, and what they hold, to `undo`."""
     before = _contents(space)
     undo.append(partial(_put_back, space, before, put))
-    for key, value in before.items():
-        if not isinstance(value, _OPENED):  # nearly all
+    _look_into(before, undo, depth)
+
+
+def _look_into(before: dict[Any, Any], undo: Undo, depth: int) -> None:
+    """Add what puts back what containers and caches among some values hold."""
+    if _closed.issuperset(map(type, before.values())):  # nearly all: no call for each value
+        return
+    for key, value in [(k, v) for k, v in before.items() if type(v) not in _closed]:
+        if not isinstance(value, _OPENED):
+            _closed.add(type(value))
             continue
         if isinstance(value, CACHED):
             undo.append(partial(_forget, value, value.cache_info().misses))
@@ -117,12 +128,28 @@ def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
 def _contents(space: Any) -> dict[Any, Any]:
     if isinstance(space, list):
         return dict(enumerate(space))
-    if not isinstance(space, CellType):
-        return dict(space)
+    # some make a value whenever one is asked for, as transformers' table of activations does
+    return dict(dict.items(space)) if isinstance(space, dict) else dict(space)
+
+
+def _content(cell: CellType) -> Any:
     try:
-        return {0: space.cell_contents}
+        return cell.cell_contents
     except ValueError:  # not bound yet
-        return {}
+        return GONE
+
+
+def _empty(spaces: Iterable[tuple[Any, Put]]) -> None:
+    for names, put in spaces:
+        if names:
+            _put_back(names, {}, put)
+
+
+def _refill(cells: Iterable[CellType], before: Iterable[Any]) -> None:
+    for cell, value in zip(cells, before):
+        now = _content(cell)
+        if now is not value and value is not GONE and (_holds(now) or _holds(value)):
+            cell.cell_contents = value
 
 
 def _forget(cache: Any, misses: int) -> None:

@@ -28,7 +28,7 @@ from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import InShard
-from schedlang.runtime.device import numbers, on_accelerator
+from schedlang.runtime.device import at_hand, numbers, on_accelerator
 from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
     norm_alone,
@@ -87,10 +87,10 @@ class Program:
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
     _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
     _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
-    _norm: Tensor | None = None  # of the gradients of the last step, where they lie
+    _norm: Tensor | float | None = None  # of the last step's gradients, where they lie
     _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # the last step's flags
     _saving: Background = field(default_factory=Background)  # the save in flight
-    allowed: Callable[[Tensor, Tensor], bool] | None = None  # by loss and norm: is a step taken?
+    allowed: Callable[[Tensor, Tensor | float], bool] | None = None  # by loss and norm, a step
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
@@ -268,6 +268,8 @@ class Program:
         """
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
+        if self.assembly.tokens is not None:  # names tell what is split
+            self._check_names(batch)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -427,7 +429,7 @@ class Program:
         a = self.assembly
         value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
-            self._norm = norm_alone(a.parameters, self.clip)
+            self._norm = at_hand(norm_alone(a.parameters, self.clip))
             return value.to(a.loss_dtype)
         squares = self._near(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.cut
@@ -448,8 +450,8 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        self._norm = both[0].sqrt()
-        factor = clip_factor(self._norm, self.clip) if self.clip is not None else None
+        self._norm = at_hand(norm := both[0].sqrt())
+        factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
         return both[1].to(a.loss_dtype)

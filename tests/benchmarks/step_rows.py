@@ -309,15 +309,23 @@ def plain(sizes: Sizes) -> Step:
     return looped(decoder(sizes), batch(sizes))
 
 
-def ddp(sizes: Sizes) -> Step:
-    """Torch's own data parallelism, with gradients in the buckets that are summed."""
-    made = DistributedDataParallel(decoder(sizes), gradient_as_bucket_view=True)
+def ddp(sizes: Sizes, unused: bool = False) -> Step:
+    """Torch's own data parallelism, with gradients in the buckets that are summed.
+
+    unused: ranks agree on parameters that none of them used
+    """
+    made = _replicated(sizes, unused)
     return looped(made, own_rows(sizes), 1 / sizes.ranks)
 
 
-def ddp_accumulated(sizes: Sizes) -> Step:
+def _replicated(sizes: Sizes, unused: bool) -> DistributedDataParallel:
+    both = {"gradient_as_bucket_view": True, "find_unused_parameters": unused}
+    return DistributedDataParallel(decoder(sizes), **both)
+
+
+def ddp_accumulated(sizes: Sizes, unused: bool = False) -> Step:
     """The same, which sums in the last microbatch."""
-    made = DistributedDataParallel(decoder(sizes), gradient_as_bucket_view=True)
+    made = _replicated(sizes, unused)
 
     def around(last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if last else made.no_sync()
@@ -486,6 +494,8 @@ class Row:
 
     axes  on how many axes of ranks; each has as many as are asked for, a second one two
     near  how near their first losses are
+    knows the peer whose bytes are counted, where the other one does less for its calls and time: of
+          a parameter that no rank used, DDP is to know it, as ours does
     """
 
     ours: Callable[[Schedule, Sizes], None]
@@ -494,6 +504,7 @@ class Row:
     axes: int = 1
     dropout: float = 0.0
     near: float = 1e-4
+    knows: Callable[[Sizes], Step] | None = None
 
     def ranks(self, asked: int) -> int:
         """How many ranks it takes."""
@@ -509,12 +520,18 @@ _GPIPE = partial(torch_pipeline, pipelining.ScheduleGPipe, 1)
 _INTERLEAVED = partial(torch_pipeline, pipelining.ScheduleInterleaved1F1B, 2)
 _LOW = partial(fsdp, low=torch.bfloat16)
 _TP = "parallelize_module"
+_KNOWS = partial(ddp, unused=True)
 
 ROWS = {
     "one": Row(nothing, "plain module", plain, axes=0),
-    "overlapped": Row(overlapped, "DDP", ddp),
-    "dp": Row(replicated, "DDP", ddp),
-    "dp-micro": Row(partial(accumulated, 0), "DDP, no_sync", ddp_accumulated),
+    "overlapped": Row(overlapped, "DDP", ddp, knows=_KNOWS),
+    "dp": Row(replicated, "DDP", ddp, knows=_KNOWS),
+    "dp-micro": Row(
+        partial(accumulated, 0),
+        "DDP, no_sync",
+        ddp_accumulated,
+        knows=partial(ddp_accumulated, unused=True),
+    ),
     "zero1": Row(partial(accumulated, 1), "fully_shard", partial(fsdp_accumulated, 1)),
     "zero2": Row(partial(accumulated, 2), "fully_shard", partial(fsdp_accumulated, 2)),
     "zero3": Row(sharded, "fully_shard", fsdp),
@@ -531,7 +548,7 @@ ROWS = {
         autocast_accumulated, "torch.autocast", partial(autocasted, MICRO), axes=0, near=1e-2
     ),
     "zero3-cast": Row(sharded_low, "fully_shard, mp_policy", _LOW, near=1e-2),
-    "overlapped-dropout": Row(overlapped, "DDP", ddp, dropout=0.1),
+    "overlapped-dropout": Row(overlapped, "DDP", ddp, dropout=0.1, knows=_KNOWS),
     "zero3-dropout": Row(sharded, "fully_shard", fsdp, dropout=0.1),
     "tp-dropout": Row(tensor, _TP, parallelized, dropout=0.1),
     "1f1b-dropout": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, dropout=0.1),

@@ -118,7 +118,8 @@ def measured(name: str, sizes: Sizes, pairs: int, wider: int) -> Measured:
     held = [(0, 0), (0, 0)]
     if wider:
         wide = replace(sizes, hidden=sizes.hidden * wider)
-        for side, make in enumerate((partial(scheduled, row.ours, wide), partial(row.peer, wide))):
+        peer = row.knows or row.peer
+        for side, make in enumerate((partial(scheduled, row.ours, wide), partial(peer, wide))):
             held[side] = bytes_of(make)
             progress()
     steps = [make() for make in makes]

@@ -13,7 +13,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import R, S
 from schedlang.passes.partition.staging import local_skeleton
-from schedlang.passes.propagate.original import part_weight
+from schedlang.passes.propagate.original import weight_of
 from schedlang.passes.propagate.propagate import Traced, propagate
 from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.forward import layer_of
@@ -428,5 +428,5 @@ def test_a_model_is_recorded_once_and_followed_once(monkeypatch: pytest.MonkeyPa
         first.partial,
     )
     assert len(ran) == 2
-    weigh = part_weight(plan, TOKENS, None, None, 2)
+    weigh = weight_of(first, 2)
     assert len(ran) == 2 and weigh(TOKENS) == first.labels[0].count(TOKENS)

@@ -101,13 +101,10 @@ def test_sums_of_what_some_ranks_have() -> None:
         assert found == [[3, 3], [10, 10], [10, 10], None]
 
 
-NUMBERS = 2**13  # bytes: who got a gradient, the norm, the state of a generator that draws masks
-
-
 @pytest.mark.parametrize("row", ["one", "overlapped", "dp", "1f1b", "tp", "overlapped-dropout"])
 def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
     """A tenth more calls of Python than hand-written torch at most, no more collectives, and on the
-    fullest rank no more bytes of tensors, between steps or at their peak, but for some numbers."""
+    fullest rank no more bytes of tensors, between steps or at their peak."""
     ranks = steps.ROWS[row].ranks(2)
     sizes: Any = steps.Sizes(ranks=ranks)
     wider = 0 if unavailable() else 1  # bytes are counted by compiled code
@@ -115,8 +112,8 @@ def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
     ours, peer = steps.fullest(found)
     assert ours.calls <= 1.1 * peer.calls, (ours, peer)
     assert ours.collectives <= peer.collectives, (ours, peer)
-    assert ours.live <= peer.live + NUMBERS, (ours, peer)
-    assert ours.peak <= peer.peak + NUMBERS, (ours, peer)
+    assert ours.live <= peer.live, (ours, peer)
+    assert ours.peak <= peer.peak, (ours, peer)
     assert not wider or 0 < peer.live < peer.peak
 
 

@@ -272,6 +272,15 @@ def test_checkpoints_of_another_strategy_are_refused(tmp_path: Path) -> None:
     run_ranks(1, _another_strategys, tmp_path)
 
 
+def test_what_lightning_says_is_not_said_twice() -> None:
+    """S691 for arguments of `build` that come from Lightning."""
+    from schedlang.lightning import ScheduleStrategy
+
+    with pytest.raises(Refusal, match="gradient_clip_val") as caught:
+        ScheduleStrategy(ONE, clip=1.0)
+    assert caught.value.diagnostic.code == "S691"
+
+
 Pair = namedtuple("Pair", "x y")
 
 

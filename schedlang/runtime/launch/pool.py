@@ -343,6 +343,7 @@ class Pool:
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
+                job.moved = time.monotonic()  # ranks are not asked how long that took
 
     def _kill(self) -> None:
         """End all ranks, by the server, which waits until they are gone."""

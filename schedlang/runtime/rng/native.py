@@ -58,6 +58,14 @@ class Forked:
     whole: bool
 
 
+def _standing(one: States) -> States | Tensor:
+    """Return where a generator stands: its state, and of the host's a copy of the generator.
+
+    As a tensor that state has 5 kB, which would live as long as a step.
+    """
+    return one.clone_state() if one is torch.default_generator else one.get_state()
+
+
 class NativeDropout:
     """Torch's own dropout on one of several ranks.
 
@@ -79,7 +87,7 @@ class NativeDropout:
     @contextmanager
     def drawn_in(self, step: scope.Moment) -> Iterator[None]:
         """Enter a step that draws; generators then stand where they stood before."""
-        before, on = [one.get_state() for one in self.generators], self.on
+        before, on = [*map(_standing, self.generators)], self.on
         self._seed(begun(self.seed, step, self.places))
         self.on = True
         try:
@@ -101,7 +109,7 @@ class NativeDropout:
             # tokens of ranks differ by places; slices of one rank by their number
             piece = getattr(part, "span", None)
             at = (where.moment, where.microbatch, where.samples[:1], piece and piece.index)
-        before = [one.get_state() for one in self.generators]
+        before = [*map(_standing, self.generators)]
         self._seed(forks_at(self.seed, at, site, call, index, fork.places))
         try:
             yield
@@ -126,9 +134,9 @@ class NativeDropout:
         for one in self.generators:
             one.manual_seed(number)
 
-    def _back(self, states: Sequence[Tensor]) -> None:
-        for one, state in zip(self.generators, states):
-            one.set_state(state)
+    def _back(self, before: Sequence[States | Tensor]) -> None:
+        for one, state in zip(self.generators, before):
+            one.set_state(state if isinstance(state, Tensor) else state.get_state())
 
     # -- modules of which some draws are forks and some are not -----------------------------------
 
