@@ -129,7 +129,7 @@ class Exact:
         return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
     def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
-        """What is said of ranks, by those of which it is said."""
+        """Join what is said of ranks, by those of which it is said."""
         return dict(said)
 
     def pattern(

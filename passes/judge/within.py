@@ -24,7 +24,7 @@ SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, 
 
 @dataclass(frozen=True)
 class _Far(Pattern):
-    """How far off something is, in bounds."""
+    """The distance of something, in bounds."""
 
     share: float = 0.0
 
@@ -126,7 +126,7 @@ class Within(Exact):
         return _far([self._share(at, back, value, places, factor)])
 
     def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
-        """What is said of ranks, all together that say only how far off they are."""
+        """Join what is said of ranks, all together that say only how far off they are."""
         far = {one: ranks for one, ranks in said.items() if isinstance(one, _Far)}
         found = {one: ranks for one, ranks in said.items() if one not in far}
         if far:
