@@ -266,7 +266,8 @@ def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
         outside = site.fqn in action.sites or not site.fqn.startswith(holder)
         if outside or not site.dims or "weight" not in own:
             continue
-        fits = all(own[name].shape[dim] == size for name, dim, size in sizes if name in own)
+        known = ((own[name].shape[dim : dim + 1], size) for name, dim, size in sizes if name in own)
+        fits = all(shape == (size,) for shape, size in known)  # a norm's weight has one dim
         if fits and not any(axis in plan.held(fact.name).axes for fact in own.values()):
             stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
             alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]

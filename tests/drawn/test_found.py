@@ -45,6 +45,13 @@ CHOSEN = """
   model.layers.*.self_attn  context_parallel(ring, over=cp)
   model.layers.*  compress(activations, int2, block=8)
 """
+# what meets a part of the sequence is looked for among weights of one dim, too
+MEETING = """
+  bert.encoder.layer.*.attention.self.{query,key,value}  shard(col, over=tp)
+  bert.encoder.layer.*.attention.output.dense  shard(row, output=S(seq), over=tp)
+  bert.encoder.layer.*.attention.output.LayerNorm  shard(input=S(seq), output=S(seq), over=tp)
+  bert.encoder.layer.0  shard(input=S(seq), over=tp)
+"""
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,7 @@ CHOSEN = """
         ("qwen2moe", "dp=2", "lossy", ROUTER, "S717"),
         ("taught", "dp=2", "lossy", ROUTER, "S717"),
         ("taught", "dp=2", "batch_stats, lossy", ROUTER, ""),
+        ("bert", "tp=2", "", MEETING, "S405"),
         ("mixtral", "cp=2", "batch_stats, lossy", CHOSEN, "S858"),
     ],
 )

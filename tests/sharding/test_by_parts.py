@@ -47,6 +47,11 @@ DRAWN = (*DRAWN, "exponential", "cauchy", "geometric", "log_normal", "uniform", 
 # torch's own parts do not look at what they are given, and others do not return
 LEFT_OUT = ("native_", "mkldnn", "cudnn", "miopen", "to_", "_", "data", "set", "resize", "sparse")
 LEFT_OUT = (*LEFT_OUT, "share_memory", "pin_memory", "is_", "q_", "int_repr", "record_stream")
+NO_NUMBERS = (
+    "dtype",
+    "layout",
+    "memory_format",
+)  # whole numbers all the same; of others torch dies
 
 
 class Between(nn.Module):
@@ -70,7 +75,8 @@ def _calls(packet: Any) -> Iterator[tuple[str, Call]]:
         needed = [a for a in getattr(packet, name)._schema.arguments if not a.has_default_value()]
         kinds = [str(a.type) for a in needed]
         rest = [VALUES.get(kind, ()) for kind in kinds[1:]]
-        if kinds[:1] == ["Tensor"] and not any(a.kwarg_only for a in needed) and all(rest):
+        odd = any(a.kwarg_only or a.name in NO_NUMBERS for a in needed)
+        if kinds[:1] == ["Tensor"] and not odd and all(rest):
             for given in product(*rest):
                 yield f"{name}{given}", lambda h, given=given: _first(packet(h, *given))
 
@@ -113,10 +119,7 @@ def _accepted(call: Call) -> bool:
 
 
 def _functions() -> list[str]:
-    every = (
-        name for name in dir(torch.ops.aten) if name != "to"
-    )  # it takes any number for a dtype
-    names = [name for name in every if not name.startswith(LEFT_OUT)]
+    names = [name for name in dir(torch.ops.aten) if not name.startswith(LEFT_OUT)]
     return [name for name in names if not any(word in name for word in DRAWN)]
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower import executor
+from schedlang.passes.lower.build import build
 from schedlang.passes.verify.observe import Condition, conditions
 from schedlang.passes.verify.outputs import with_outputs
 from schedlang.passes.verify.sides import Case, as_worked, prepared, tried, widened
@@ -114,3 +116,51 @@ def test_what_the_model_raises_is_left_to_the_ranks() -> None:
     case = prepared(Case(plan, batches))
     knowing, _, _ = with_outputs(case, None, conditions(case.batches, 1.0))
     assert knowing.prepared is not None and not knowing.prepared.outputs
+
+
+class Remembering(nn.Module):
+    """Layers that in evaluation write into a state that is handed on from one to the next."""
+
+    def __init__(self, state: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.state, self.layers = state, nn.ModuleList(_Layer(k) for k in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        kept = None if self.training or not self.state else torch.zeros(len(x), 4)
+        for layer in self.layers:
+            x, kept = layer(x, kept)
+        return {"loss": x.square().mean(), "x": x}
+
+
+class _Layer(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        h = self.linear(x).tanh()
+        if kept is not None:
+            kept[:, self.place] = h.sum(-1) + kept[:, self.place]
+            h = h + kept[:, self.place, None]
+        return h, kept
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_state_that_evaluation_alone_writes(threads: Threads, state: bool) -> None:
+    """What layers of other stages write into is not there: refused, and never NaN in the output."""
+    model, batch = Remembering(state), {"x": torch.ones(4, 6)}
+    rows = 'layers[2]  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    plan = planned(model, rows, "pp=2")
+
+    def evaluated() -> Tensor:
+        out: Tensor = build(plan, batch).eval_step(batch)["x"]
+        return out
+
+    if state:
+        with pytest.raises(Refusal) as refusal:
+            threads.run(evaluated, 2)
+        assert refusal.value.diagnostic.code == "S610"
+    else:
+        found = threads.run(evaluated, 2)
+        assert all(torch.allclose(one, model.eval()(**batch)["x"]) for one in found)

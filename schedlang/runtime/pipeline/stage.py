@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
@@ -24,7 +25,7 @@ from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
-from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta
+from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta, tensors_in
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
@@ -125,14 +126,28 @@ class _Told:
 
 
 # by unit, default dtype, training flag, signature of the arguments: leaves of the output, their
-# structure, draws by site, what hooks are told
-Outputs = Mapping[Any, tuple[list[Any], Any, Mapping[str, int], list[_Told]]]
+# structure, draws by site, what hooks are told, the leaves that are arguments it has written into
+_Made = tuple[list[Any], Any, Mapping[str, int], list[_Told], frozenset[int]]
+Outputs = Mapping[Any, _Made]
 
 
-def _travels(made: tuple[list[Any], Any, Mapping[str, int], list[_Told]]) -> bool:
-    leaves, _, _, told = made
+def _travels(made: _Made) -> bool:
+    leaves, _, _, told, _ = made
     every = [*leaves, *(leaf for one in told for leaf in (*one.leaves, *one.given))]
     return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in every)
+
+
+def _hidden(name: str) -> Refusal:
+    """A unit of another stage has written into what it was given, which the recorded forward, that
+    of training, does not do: nobody has sent it."""
+    return refusal(
+        "S610",
+        name,
+        "writes into a tensor that it is given, and did not when the model was recorded",
+        "let it keep no state in evaluation: `config.use_cache = False`",
+        "or keep the modules that share it in one stage: cut elsewhere",
+        note="evaluation takes another way than training, on which no stage sends this tensor",
+    )
 
 
 class Stub:
@@ -180,7 +195,9 @@ class Stub:
         if key not in self._known:
             with kept or kept_outside(module), imitated(torch.device(device).type):
                 self._known[key] = self._shapes(unit, args, kwargs, module)
-        leaves, spec, draws, told = self._known[key]
+        leaves, spec, draws, told, written = self._known[key]
+        if any((unit, k) not in self.leaves and (unit, k) not in received for k in written):
+            raise _hidden(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
         if any(source == unit and k < 0 for source, k in received):
@@ -240,9 +257,7 @@ class Stub:
         shape = leaf.shape if written else ()
         return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
-    def _shapes(
-        self, unit: int, args: Any, kwargs: Any, module: nn.Module
-    ) -> tuple[list[Any], Any, Mapping[str, int], list[_Told]]:
+    def _shapes(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _Made:
         counted, told = Counted(), list[_Told]()
 
         def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> None:
@@ -266,12 +281,16 @@ class Stub:
                 # what is inside may be called again from elsewhere, and draws what comes after
                 stack.enter_context(counted)
                 stack.enter_context(overheard(self.units[unit], heard, hooked=module))
-                output = self.units[unit](*meta_batch(args), **meta_batch(kwargs))
+                given = meta_batch(args), meta_batch(kwargs)
+                before = [(t, t._version) for t in tensors_in(given)]
+                output = self.units[unit](*given[0], **given[1])
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        return leaves, spec, counted.calls, told
+        changed = {id(t) for t, version in before if t._version != version}
+        written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
+        return leaves, spec, counted.calls, told, written
 
 
 class Stage:

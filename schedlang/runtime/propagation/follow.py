@@ -5,7 +5,8 @@
   is compared with the same call of the original: a dim that is smaller by the number of ranks is
   split, everything else must be equal.  So the shapes themselves prove where a split goes; what
   they cannot prove (a reduction along the split, a leading factor that is not the first) is
-  checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+  checked by rule, and where there is none tried with numbers.  Gradients follow the rules of R, V
+  and P types of spmd_types.
 """
 
 from __future__ import annotations
