@@ -350,7 +350,7 @@ class Holdings:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype that a parameter of the original is kept in on ranks: maybe a wider one."""
+        """The dtype that a parameter is kept in on ranks, which may be wider than its own."""
         first = {name: one.dtype for one in self.everything for name in one.pieces}
         return {name: first[own] for name, own in self.table.aliases.items() if own in first}
 

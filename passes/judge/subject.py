@@ -131,7 +131,7 @@ class Judged:
         self._step: int = like._step if like is not None else 0
 
     def _found(self) -> Holdings:
-        """Return what ranks hold: as found before, where each has the same of the original."""
+        """Return what ranks hold, as found before where each has the same of the original."""
         before = self.kept.holdings
         same = before is not None and before.stands(self.rank, self.program.modules, self.table)
         if before is not None and all(world.all_gather_object(same)):

@@ -173,7 +173,7 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
 
 def at_hand(value: Tensor) -> Tensor | float:
     """Return what the host can read without a wait as a number, which no tensor keeps alive."""
-    return float(value) if on_host(value) else value
+    return float(value) if value.device.type == _HOST else value
 
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:

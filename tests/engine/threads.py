@@ -81,6 +81,7 @@ class Threads:
         assert here() < 0, "a rank cannot start ranks"
         if meanwhile is not None:  # beside the ranks it would share globals with them
             meanwhile()
+        told = list[tuple[int, Any]]()
         with self._lock, _own_globals(world, environ), many_ranks() as store:
             run = _Run(world, packed(fn, args), self.faults, store)
             while len(self._workers) < world:
@@ -88,12 +89,15 @@ class Threads:
             for rank in range(world):
                 self._workers[rank].put(lambda rank=rank: run.work(rank))  # type: ignore[misc]
             try:
-                run.watch(timeout, hang_after, on_progress)
+                run.watch(timeout, hang_after, lambda rank, what: told.append((rank, what)))
             except BaseException:
                 self.close()  # some may be stuck; the next run has new ones
                 raise
             self.switches = run.baton.switches
-            return [run.results[rank] for rank in range(world)]
+        if on_progress is not None:  # beside the ranks it would share globals with them, too
+            for one in told:
+                on_progress(*one)
+        return [run.results[rank] for rank in range(world)]
 
 
 def _worker(number: int) -> queue.SimpleQueue[Task | None]:

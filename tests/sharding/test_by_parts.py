@@ -217,9 +217,8 @@ def test_large_tensors_are_tried_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(by_parts._Trial, "_numbers", noted)
     batch = {"x": torch.zeros(1000, 100, 8, dtype=torch.float64)}
-    propagate(planned(Between(torch.special.i0, 16), ROWS, "tp=2"), batch)
+    for call in (torch.special.i0, torch.fliplr):
+        propagate(planned(Between(call, 16), ROWS, "tp=2"), batch)
     with pytest.raises(Refusal, match="computes along"):
         propagate(planned(Between(lambda h: h.cummax(-1)[0], 16), ROWS, "tp=2"), batch)
-    with pytest.raises(Refusal, match="computes along"):
-        propagate(planned(Between(torch.fliplr, 16), ROWS, "tp=2"), batch)
-    assert all(torch.Size(shape).numel() < by_parts.LARGE for shape in seen)
+    assert seen and all(torch.Size(shape).numel() < by_parts.LARGE for shape in seen)

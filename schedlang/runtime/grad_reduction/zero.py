@@ -33,7 +33,7 @@ from schedlang.runtime.adapters.fully_shard import (
     offloaded,
 )
 from schedlang.runtime.comm import world
-from schedlang.runtime.device import has_streams
+from schedlang.runtime.device import has_streams, sent
 from schedlang.runtime.mixed_precision import DTYPES
 from schedlang.runtime.storage.offloaded_gradients import accumulate_offloaded, offloads_gradient
 from schedlang.runtime.storage.tiers import CPU, DEVICE
@@ -204,7 +204,7 @@ class Sliced:
         if self.asked and self.units:
             counted = [*self.calls, *(-count for count in self.calls)]
             device = torch.device(self.mesh.device_type)
-            flags = torch.tensor(counted, dtype=torch.int32, device=device)
+            flags = sent(torch.tensor(counted, dtype=torch.int32), device)
             world.all_reduce(flags, self.mesh.get_group(), largest=True)
             self.calls, self._turn = [0] * len(self.calls), 0
             _check_calls(flags.tolist())
