@@ -22,6 +22,7 @@ from schedlang.passes.judge.kinds import (
     Located,
     counted,
     mean_of,
+    other_start,
 )
 from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.subject import Kept
@@ -70,6 +71,8 @@ def causes(
     Only of runs that clip nothing. Each sentence holds within the bounds of what it names. `where`
     is the first module that is wrong, `parts` yield gradients of parts of a batch in float64.
     """
+    if other := other_start([row for row in rows if not row.ok]):
+        return other
     first = (("first module", where.text),) if where.text else ()
     run = bounds.run if isinstance(bounds.run, Remembered) else Remembered(bounds.run)
     bounds = replace(bounds, run=run.step)
@@ -82,7 +85,7 @@ def causes(
         own = _factors(bounds, seen, [*left])
         alike = dict.fromkeys(own, statistics.median(own.values()) if own else 0.0)
         ways = [_of_copies(kept, mean) for mean in (True, False)]
-        ways += [_of_factor(sizes, factors) for factors in (alike, own)]
+        ways += [_of_factor(sizes, factors) for factors in (alike, _near(own), own)]
         ways += _of_parts(bounds, seen, [*left], parts) if kind == "gradients" else ()
         for way in ways:
             for key, words in _held(bounds, seen, list(left), way).items():
@@ -244,6 +247,17 @@ def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key
             x, r = x.double(), r.double()
             found[key] = float((x * r).sum() / (r * r).sum())
     return found
+
+
+def _near(factors: Mapping[Key, float]) -> dict[Key, float]:
+    """The factors, each the middle one of those that are near to each other."""
+    groups: list[list[Key]] = []
+    for key in sorted(factors, key=lambda one: factors[one]):
+        if groups and math.isclose(factors[groups[-1][0]], factors[key], rel_tol=NEAR):
+            groups[-1].append(key)
+        else:
+            groups.append([key])
+    return {key: factors[group[len(group) // 2]] for group in groups for key in group}
 
 
 def _else(value: Tensor | None) -> str:

@@ -58,10 +58,8 @@ def kinds(
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
-    if other := [row for row in wrong if row.kind == INITIAL]:
-        text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
-        text += f"{other[0].note}; what follows differs for that, right or wrong"
-        return (("weights", text),)
+    if other := other_start(wrong):
+        return other
     found: dict[Pattern, list[str]] = {}
     first_ones = [*_first_gradients(wrong)]
     least = _least(expected, first_ones)
@@ -112,6 +110,15 @@ def kinds(
     lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
     lines += list(_conditions(wrong, report))
     return tuple(lines[:MOST_GROUPS])
+
+
+def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
+    """Say which weights a program starts from that are others; nothing where none are."""
+    other = [row for row in wrong if row.kind == INITIAL]
+    if not other:
+        return ()
+    text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
+    return (("weights", f"{text}{other[0].note}; what follows differs for that, right or wrong"),)
 
 
 def _left_apart(wrong: Sequence[Row], first: Row) -> list[str]:
@@ -239,6 +246,8 @@ def _named(row: Row) -> tuple[str, str]:
 
 def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
     """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
+    if not bool(got.isfinite().all()):
+        return ""
     mean = torch.stack(list(cut.parts)).mean(0)
     if not _along(got, mean) or _along(want, mean):
         return _weighed(want, got, cut)

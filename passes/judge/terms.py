@@ -207,7 +207,7 @@ def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     if len(matrix) < len(columns) + SPARE:
         return None
     scale = matrix.norm(dim=0)
-    if not bool((scale > 0).all()):
+    if not bool((scale > 0).all()) or not bool(flat.isfinite().all()):
         return None
     found = torch.linalg.lstsq(matrix / scale, flat, driver="gelsd")
     if int(found.rank) < len(columns) or not fits((matrix / scale) @ found.solution, flat):

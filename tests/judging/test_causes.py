@@ -291,5 +291,8 @@ def test_few_numbers_tell_the_weights_of_parts() -> None:
     assert said.text == "4 parts of the batch count 1, 1, 2, 0 times what they should"
     other = got + 1e-3 * parts[0].square()
     assert "parts" not in of_gradient(want, other, [], {}, Known([Cut(parts)]), ROW).text
+    lost = got.clone()
+    lost[0] = torch.inf
+    assert "not finite" in of_gradient(want, lost, [], {}, Known([Cut(parts)]), ROW).text
     of_words = of_gradient(want, got, [], {}, Known((), [Cut(parts, "the words")]), ROW)
     assert of_words.text == "4 parts of the words count 1, 1, 2, 0 times what they should"

@@ -13,6 +13,8 @@ from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge.causes import _near
+from schedlang.passes.verify.observe import Key
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
 from tests.judging.catches import mean_of_means, pipeline_accumulated
@@ -225,6 +227,20 @@ def test_parts_of_the_batch_are_told_within_roundings(
     report = verify_program(catch.wrong, **given, ranks=2, dtype=dtype, pool=pool)
     told = dict(report.localised)
     assert said in told["gradients"], str(report)
+
+
+def test_other_weights_are_said_alone(pool: Pool) -> None:
+    """All that follows differs for them: no factor of it is a cause."""
+    ((where, text),) = judged(pool, wrapped.ddp_other_start, "bfloat16", 2).localised
+    assert where == "weights" and "`norm.weight`" in text, text
+
+
+def test_factors_that_are_near_are_one() -> None:
+    """In few bits they differ in the last digit."""
+    factors = dict(zip("abcde", (0.3535, 0.357, 0.359, 1.0, 0.5)))
+    keys = {Key("SGD", "gradients", 0, name): value for name, value in factors.items()}
+    found = {key.name: value for key, value in _near(keys).items()}
+    assert found == {"a": 0.357, "b": 0.357, "c": 0.357, "d": 1.0, "e": 0.5}
 
 
 def test_statistics_have_bounds(pool: Pool) -> None:

@@ -47,6 +47,21 @@ def test_a_way_equals_the_model(name: str, way: Way) -> None:
     assert report.ok, str(report)
 
 
+EXPERTS: dict[str, tuple[Way, str | None]] = {
+    "where words are split": (Way(tp=2, ep=2), None),
+    "where words are split, in few bits": (Way(tp=2, ep=2), "bfloat16"),
+    "where FSDP2 shares rows": (Way(fsdp=2, ep=2), None),
+}
+
+
+@pytest.mark.parametrize("way, dtype", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3_moe"])
+def test_experts_of_two_ranks(name: str, way: Way, dtype: str | None) -> None:
+    """Experts lie on the ranks between which words, or rows, are split."""
+    report = judged(FAMILIES[name], way, dtype)
+    assert report.ok, str(report)
+
+
 def test_a_tie_that_is_not_made_again() -> None:
     """Its trainer ties weights once more after they are split; who does not, has two of them."""
     tied = FAMILIES["qwen3_tied"]

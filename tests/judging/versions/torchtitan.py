@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -262,13 +264,27 @@ def made(family: Family, way: Way) -> Callable[[Any], TrainingProgram]:
 
         def step(batch: Mapping[str, Tensor]) -> Tensor:
             tokens, labels, more = mine(batch)
-            value, _ = of_words(model(tokens, **more), labels)
-            value.backward()
+            with all_counted(model):
+                value, _ = of_words(model(tokens, **more), labels)
+                value.backward()
             return value / way.tp
 
         return TrainingProgram(model, step, world_loss="sum")
 
     return program
+
+
+@contextlib.contextmanager
+def all_counted(model: nn.Module) -> Iterator[None]:
+    """Let experts count the words of all ranks, as its trainer does before it balances them."""
+    found = [b for name, b in model.named_buffers() if name.endswith("tokens_per_expert_E")]
+    counts = [one.to_local() if isinstance(one, DTensor) else one for one in found]
+    before = [one.clone() for one in counts]
+    yield
+    for one, was in zip(counts, before, strict=True):
+        mine = one - was
+        dist.all_reduce(mine)
+        one.copy_(was + mine)
 
 
 def of_words(scores: Any, labels: Tensor, *_: Any, **__: Any) -> tuple[Tensor, dict[str, Any]]:
