@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.model import matches
+from schedlang.ir.features import Settled
+from schedlang.ir.model import inside, matches
 from schedlang.ir.plan import Plan
-from schedlang.ir.primitive import Primitive, refuse
+from schedlang.ir.primitive import refuse
 
 if TYPE_CHECKING:
+    from schedlang.ir.mesh import Mesh
     from schedlang.ir.model import Site
+    from schedlang.ir.placement import Layout
 
 KINDS = ("Linear", "Conv1D")
+BLOCK = 64  # elements of a weight that share a scale
 
 
-class adapt(Primitive):  # noqa: N801
+class adapt(Settled):  # noqa: N801
     """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
 
     before   y = x W + b
@@ -36,7 +42,18 @@ class adapt(Primitive):  # noqa: N801
 
     Results are those of training the original with the same adapters: `relax(model)`.
 
-    LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them.
+    `base` lets the frozen weight lie on each rank in codes, with a scale for each `block` elements
+    along its inputs (a whole row, if that is shorter): its largest value.  It is decoded in forward
+    and again in backward, and is nowhere else between them.  Every rank keeps those of its part,
+    also where `zero` slices what is trained.
+
+    int8, int4   127 or 7 steps on each side of zero, evenly apart
+    nf4          16 levels, the quantiles of a normal distribution
+
+    The original trains with the values that these codes mean, and so does what is exported.
+
+    LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them; LLM.int8 (Dettmers et
+    al. 2022), QLoRA (Dettmers et al. 2023).
     """
 
     kind: Literal["lora", "dora"]
@@ -45,6 +62,8 @@ class adapt(Primitive):  # noqa: N801
     dropout: float = 0.0
     keep: str | tuple[str, ...] = field(default=(), kw_only=True)
     seed: int = field(default=0, kw_only=True)
+    base: Literal["int8", "int4", "nf4"] | None = field(default=None, kw_only=True)
+    block: int = field(default=BLOCK, kw_only=True)
 
     example = "layers.*.mlp.up  adapt(lora, rank=4)"
     reads = frozenset({"structure"})
@@ -70,6 +89,16 @@ class adapt(Primitive):  # noqa: N801
                 f"`dropout` is a probability below 1, not {self.dropout}",
                 helps=("`dropout=0.1`",),
             )
+        if self.block < 1 or self.base is None and self.block != BLOCK:
+            why = "a scale is for one element or more" if self.block < 1 else "no base is quantised"
+            refuse(
+                "S304",
+                f"`block={self.block}`, but {why}",
+                helps=(
+                    "leave it out",
+                    f"or quantise the base: `adapt({self.kind}, base=int8, block=64)`",
+                ),
+            )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse what is no projection, what has an adapter, and what shares its weight."""
@@ -94,6 +123,7 @@ class adapt(Primitive):  # noqa: N801
                     notes=(f"its weight is {' x '.join(map(str, weight.shape))}",),
                     helps=(f"use {min(weight.shape)} or less; 4 to 64 are usual",),
                 )
+        self._check_coded(sites, plan)
         for pattern in self._kept:
             if not any(matches(name, pattern) for name in plan.model.parameters):
                 some = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
@@ -106,6 +136,7 @@ class adapt(Primitive):  # noqa: N801
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model, on the same storage, that has the adapters."""
         from schedlang.runtime.adapted import Adapt
+        from schedlang.runtime.storage.codebook import Codebook
 
         facts = plan.model
         first = not any(isinstance(change, Adapt) for change in facts.changes)
@@ -125,8 +156,58 @@ class adapt(Primitive):  # noqa: N801
             self.dropout,
             frozenset(trained),
             self.seed,
+            None if self.base is None else Codebook(self.base, self.block),
         )
         return replace(plan, model=facts.changed(made))
+
+    def settled(self, sites: tuple[Site, ...], plan: Plan, traced: object) -> None:
+        """Refuse splits that cut through a block, and codes that would lie off the device."""
+        for site in sites if self.base is not None else ():
+            self._check_blocks(site, plan)
+
+    def _check_blocks(self, site: Site, plan: Plan) -> None:
+        name = plan.model.parameters[f"{site}.weight"].name
+        coding = plan.model.coded(name)
+        if coding is None:
+            return
+        away = next(
+            (s for s in plan.stores if s.what == "parameters" and inside(site.fqn, s.fqn)), None
+        )
+        if away is not None:
+            refuse(
+                "S414",
+                f"the weight of `{site}` lies in codes, and they cannot be offloaded",
+                notes=("it is decoded on the device, twice for each microbatch",),
+                helps=("offload other modules", "or leave `base` out"),
+            )
+        layout, dim = plan.held(name), coding.inputs
+        block, place = min(self.block, layout.shape[dim]), _cut(layout, dim, self.block, plan.mesh)
+        if place is None:
+            return
+        fits = math.gcd(layout.shape[dim], place)
+        end = (f"use blocks that end there: `block={fits}`",) if fits > 1 else ()
+        refuse(
+            "S414",
+            f"a block of {block} inputs of `{site}` would lie on two ranks",
+            notes=(
+                f"its {layout.shape[dim]} inputs are split at {place}, and a block has one scale",
+            ),
+            helps=(*end, "or split outputs, and not inputs: `shard(col, ...)`"),
+        )
+
+    def _check_coded(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse to train a weight that this row, or one above, lets lie in codes."""
+        facts = plan.model
+        own = [f"{site}.weight" for site in sites if self.base is not None]
+        for name in (*own, *(name for name in facts.unique if facts.coded(name) is not None)):
+            for pattern in self._kept:
+                if matches(name, pattern):
+                    refuse(
+                        "S414",
+                        f'`keep="{pattern}"` would train `{name}`, which lies in codes',
+                        notes=("most updates are smaller than a step between two of its values",),
+                        helps=("name other parameters", "or leave `base` out"),
+                    )
 
     def _check_kind(self, site: Site, plan: Plan) -> None:
         """Refuse modules of which it is not known that they multiply by their weight."""
@@ -171,3 +252,22 @@ class adapt(Primitive):  # noqa: N801
     @property
     def _kept(self) -> tuple[str, ...]:
         return (self.keep,) if isinstance(self.keep, str) else self.keep
+
+
+@lru_cache(maxsize=1 << 8)
+def _cut(layout: Layout, dim: int, block: int, mesh: Mesh) -> int | None:
+    """The first place of a dim at which a rank's part begins or ends within a block; None: none."""
+    size = layout.shape[dim]
+    block = min(block, size)
+    if all(split.dim != dim for split in layout.splits):
+        return None
+    for rank in range(mesh.world):
+        at = 0
+        for run in layout.segments(mesh, mesh.coordinates(rank))[dim]:
+            end = run.start + run.length
+            if run.start < size and (run.start % block or at % block):
+                return run.start
+            if end < size and end % block:
+                return end
+            at += run.length
+    return None

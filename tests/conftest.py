@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before deep ones are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of long lists of cases some are ordinary and the others deep; `--part` takes some of all."""
-    spread(items)
+    spread(items, whole=not any("::" in one for one in config.args))
     if asked := config.getoption("--part"):
         ours = [one for one in items if in_part(one.nodeid, *asked)]
         config.hook.pytest_deselected(items=[one for one in items if one not in ours])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.alike import ALIKE
+
 # Long lists whose every n-th case is ordinary; the others run with `-m deep`.  A proof of the same
 # kind runs in each of them, so what a change breaks shows in some ordinary case.
 EACH = {
@@ -62,20 +64,36 @@ EACH = {
     "test_the_same_layout_goes_on": 2,
     "test_equal_to_one_process_that_keeps_alike": 3,
     "test_models_over_ranks": 2,
+    "test_a_table_has_one_mask": 3,
+    "test_the_program_of_the_model": 3,
 }
 
 
-def spread(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of the lists above that are not ordinary, counted in each function's order."""
+def spread(items: Iterable[pytest.Item], whole: bool = False) -> None:
+    """Mark the cases of the lists above, and of ALIKE, that are not ordinary.
+
+    items  in each function's order, which EACH counts by
+    whole  they are of whole files: then a case that ALIKE names and nobody has is a UsageError
+    """
     seen: Counter[str] = Counter()
+    met: dict[str, set[str]] = {}
     for item in items:
         name = getattr(item, "originalname", None) or item.name
+        function = f"{item.path.name}::{name}"
+        alike = ALIKE.get(function, ())
+        if alike:
+            case = item.name.removeprefix(name)[1:-1]
+            met.setdefault(function, set()).add(case)
+            if case in alike:
+                item.add_marker(pytest.mark.deep)
         if name not in EACH or item.get_closest_marker("deep"):
             continue
-        function = f"{item.path}::{name}"
-        if seen[function] % EACH[name]:
+        if seen[f"{item.path}::{name}"] % EACH[name]:
             item.add_marker(pytest.mark.deep)
-        seen[function] += 1
+        seen[f"{item.path}::{name}"] += 1
+    gone = {f: {*ALIKE[f]} - cases for f, cases in met.items() if {*ALIKE[f]} - cases}
+    if whole and gone:
+        raise pytest.UsageError(f"tests/alike.py names cases that are not there: {gone}")
 
 
 def part(text: str) -> tuple[int, int]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.runtime.activation_memory.costs import Place, Seen
-    from schedlang.runtime.propagation.trace import Saved
+    from schedlang.runtime.propagation.saving import Saved
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
 
@@ -221,10 +221,9 @@ def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
     call others than one process does.
     """
     plan, traced = counting.plan, counting.traced
-    again = recomputed(plan, chains)
-    if not splitting(plan) or not again:
+    if not splitting(plan):
         return _by_tokens(counting, chains)
-    if any(one.chosen for one in again):
+    if any(one.chosen for one in recomputed(plan, chains)):
         raise _of_ranks(plan, splitting(plan)[0])
     local = _saved(replace(counting, tokens=None), chains)
     whole = _saved(alone(counting), chains, summed(traced))
@@ -304,7 +303,8 @@ def _saved(
 
     `parts`: modules whose results ranks have as parts of sums, and keep as they are.
     """
-    from schedlang.runtime.propagation.trace import Stack, watch_saved
+    from schedlang.runtime.propagation.saving import watch_saved
+    from schedlang.runtime.propagation.trace import Stack
     from schedlang.runtime.sharding.leaf import know_coded
     from schedlang.runtime.storage.saved import partial_sums, put_inside
 
@@ -351,6 +351,7 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
     _check_results(plan)
     _check_split(plan, coded[0])
     _check_capacity(plan, coded[0])
+    _check_chosen_rows(plan, traced, coded)
     _check_order(staged, slicing, coded[0])
 
 
@@ -432,6 +433,37 @@ def _check_capacity(plan: Plan, row: Action) -> None:
         ),
         ("leave out `capacity=`", "or drop this row"),
     )
+
+
+def _check_chosen_rows(plan: Plan, traced: Traced, coded: Sequence[Action]) -> None:
+    """Tokens that values send to experts are other rows on each rank that has a part of them."""
+    tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
+    shared = experts_of(plan)  # what these save is kept as it is
+    pairs = (
+        (row, fqn)
+        for row in coded
+        for site in row.sites
+        for fqn in traced.choices
+        if inside(fqn, site)
+    )
+    for row, fqn in pairs:
+        around = fqn.rpartition(".")[0]
+        if not tokens or any(inside(one, around) for one in shared):
+            continue
+        raise Refusal.of(
+            "S858",
+            f"activations of experts, which tokens choose, are sharded over `{tokens[0]}`",
+            Label(row.span or NOWHERE, "rounds saved activations, block by block"),
+            (),
+            (
+                f"`{traced.choices[fqn]}` in `{fqn}` depends on values: a rank's experts have other"
+                " rows than those of a single process",
+            ),
+            (
+                "select modules without experts in them",
+                f"or set `{tokens[0]}` to 1: `--mesh {tokens[0]}=1`",
+            ),
+        )
 
 
 def _check_split(plan: Plan, row: Action) -> None:

@@ -80,9 +80,11 @@ def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
 
     Those that several units use: each gathers and frees its own. In a pipeline also what no unit
     holds, or what is read while its unit does not run; without one the model itself takes that.
-    And what the forward writes into: of what was gathered that would be lost.
+    And what the forward writes into: of what was gathered that would be lost. Codes of a frozen
+    weight, which nobody gathers.
     """
     lent = {f.name for n in staged.lent if (f := plan.model.parameters.get(n)) is not None}
+    lent |= {name for name in plan.model.unique if plan.model.coded(name) is not None}
     if staged.axis is None:
         return frozenset(_across(plan, staged)) | lent
     units = [f"{name}." for name in staged.cut.graph.units]

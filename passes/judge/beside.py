@@ -163,6 +163,7 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
     """
     if kept.saved is None or (not kept.saved and kept.loaded is not None):
         return
+    assert kept.holdings is not None
     condition = told[-1]
     last = len(condition.batches) - 1
     held = {
@@ -178,7 +179,9 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
             continue
         want = held.get(name)
         if want is not None and name in original:
-            want = want.to(original[name].dtype)  # ranks' parts are put together in float64
+            # ranks' parts are put together in float64; buffers are as the first rank has them
+            wide = torch.promote_types(want.dtype, original[name].dtype)
+            want = want.to(kept.holdings.dtypes.get(name, wide))
         note = _unlike(want, kept.saved.get(name))
         error = math.inf if note else 0.0
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)

@@ -213,7 +213,7 @@ def _times(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[fl
     columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
     for key, one in cut.items():
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
-        if x is None or r is None or not bool(r.any()):
+        if x is None or r is None or not bool(r.any()) or not bool(x.isfinite().all()):
             continue
         size = float(r.norm())
         columns.append(torch.stack([part.reshape(-1) for part in one.parts], 1) / size)

@@ -14,7 +14,8 @@ from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.loaded import LOADED, NEXT
 from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.subject import Kept
-from schedlang.passes.localize.diagnose import diagnose, explain, fits
+from schedlang.passes.localize.diagnose import Pattern, diagnose, explain, fits
+from schedlang.passes.verify.compare import FLOOR
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
@@ -33,12 +34,14 @@ class Located:
     turns    how often a rank runs what the original runs once: microbatches
     factors  by rank, that of the first gradient which it has
     rows     of the batch in each of ranks' calls, where these share them
+    how      the text tells how every number comes about
     """
 
     text: str = ""
     turns: int = 1
     factors: Mapping[int, float] = field(default_factory=dict)
     rows: Sequence[Sequence[int]] = ()
+    how: bool = True
 
 
 def kinds(
@@ -59,14 +62,18 @@ def kinds(
         text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
         text += f"{other[0].note}; what follows differs for that, right or wrong"
         return (("weights", text),)
-    found: dict[str, list[str]] = {}
-    for row in _first_gradients(wrong):
+    found: dict[Pattern, list[str]] = {}
+    first_ones = [*_first_gradients(wrong)]
+    least = _least(expected, first_ones)
+    for row in first_ones:
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
+        if want is not None and float(want.norm()) < least:
+            continue  # it is zero but for roundings, as of a bias that a softmax does not see
         copies = kept.of(row.condition, row.name)
         if want is not None and got is not None and fits(got.double(), want.double()):
             text = _of_copies(want.reshape(-1).double(), _clipped(copies, got))
-            found.setdefault(text, []).append(row.name)
+            found.setdefault(Pattern(text), []).append(row.name)
             continue
         counts = _counted(sizes, world, where, want, got)
         others = {
@@ -74,12 +81,14 @@ def kinds(
             for k, value in expected.tensors.items()
             if k[:3] == key[:3] and k.name != row.name
         }
-        text = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
-        found.setdefault(text, []).append(row.name)
+        said = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
+        found.setdefault(said, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
-    lines = [("first module", where.text)] * bool(where.text)
-    lines += [("gradients", _said(t, names, len(asked))) for t, names in found.items() if t]
-    lines += list(_of_loss(wrong, expected, actual, kept, world, where))
+    # what gradients are made of that are right in parts of the batch is no module that is wrong
+    right = bool(found) and all(isinstance(said, _OfParts) for said in found)
+    lines = [("first module", where.text)] * bool(where.text and (where.how or not right))
+    lines += [("gradients", _said(p.text, n, len(asked))) for p, n in found.items() if p]
+    lines += list(_of_loss(wrong, expected, actual, kept, world, where, parts))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     if kept.stepped and any(row.kind == "parameters" for row in wrong):
         text = (
@@ -150,6 +159,18 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
             yield replace(row, name=name)
 
 
+def _least(expected: Observation, rows: Sequence[Row]) -> float:
+    """The norm below which a right gradient is zero; 0 where all that are wrong are."""
+    conditions = {(row.condition, "gradients", 0) for row in rows}
+    sizes = {
+        k.name: float(v.norm())
+        for k, v in expected.tensors.items()
+        if v is not None and k[:3] in conditions
+    }
+    least = FLOOR * max(sizes.values(), default=0.0)
+    return least if any(sizes.get(row.name, 0.0) >= least for row in rows) else 0.0
+
+
 def _gradient_of(row: Row) -> str:
     """The parameter whose gradient a row is about, or whose copies; empty if it is about none."""
     if row.kind not in ("gradients", "replicas") or row.step != 0:
@@ -177,6 +198,10 @@ def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
 # ---- One gradient.
 
 
+class _OfParts(Pattern):
+    """A gradient that is made of right ones of parts of the batch."""
+
+
 def of_gradient(
     want: Tensor | None,
     got: Tensor | None,
@@ -185,24 +210,27 @@ def of_gradient(
     parts: Parts,
     row: Row,
     others: Mapping[str, Tensor | None] | None = None,
-) -> str:
+) -> Pattern:
     """Say how a wrong gradient comes from the right one, those of the ranks, or of `others`."""
     if want is None:
-        return "the original has none" if got is not None else ""
+        return Pattern("the original has none" if got is not None else "")
     if got is None:
-        return "no rank has one: detached, or never computed"
+        return Pattern("no rank has one: detached, or never computed")
     flat = want.reshape(-1).double()
     text = _of_copies(flat, copies)
     if text:
-        return text
+        return Pattern(text)
     said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_rows(*_named(row)))
     if text := next(filter(None, said), ""):
-        return text
-    found = diagnose(got, want, sizes, others)
-    if found and found.how:
-        return found.text
+        return _OfParts(text)
+    found = diagnose(got, want, {**sizes, **parts.labelled(row.condition)}, others)
+    if found and found.how and not found.short:
+        return found
+    if text := _of_ranks(flat, copies, parts.counts(row.condition)):
+        return Pattern(text)
     said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_words(*_named(row)))
-    return _of_ranks(flat, copies) or next(filter(None, said), "") or found.text
+    text = next(filter(None, said), "")
+    return _OfParts(text) if text else found
 
 
 def _named(row: Row) -> tuple[str, str]:
@@ -317,10 +345,14 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
     return f"{where} differ, and neither their sum nor their mean is right{tie}"
 
 
-def _of_ranks(want: Tensor, copies: Sequence[Copy]) -> str:
-    """Say which ranks' parts are wrong, and by which factor."""
+def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[int]] = ()) -> str:
+    """Say which ranks' parts are wrong, and by which factor, or whose labels they are divided by.
+
+    counts  of labels in ranks' parts of the batch, as they may share it
+    """
     right: list[Copy] = []
     wrong: dict[str, list[Copy]] = {}
+    factors: dict[int, float] = {}
     for copy in copies:
         if copy.held is None or not len(copy.there):
             continue
@@ -330,12 +362,36 @@ def _of_ranks(want: Tensor, copies: Sequence[Copy]) -> str:
             right.append(copy)
             continue
         factor = float((value * part).sum() / (part * part).sum()) if part.any() else math.nan
-        text = f"{factor:.6g} times the right value" if fits(value, factor * part) else "wrong"
+        near = fits(value, factor * part)
+        factors[copy.rank] = factor if near else math.nan
+        text = f"{factor:.6g} times the right value" if near else "wrong"
         wrong.setdefault("zero" if not value.any() else text, []).append(copy)
     if not wrong or (not right and len(wrong) < 2):
         return ""
+    if not right and (own := _by_own_labels([*factors.values()], counts)):
+        return own
     said = [f"what {_who(ones)} holds is {text}" for text, ones in wrong.items()]
     return f"{'; '.join(said)}" + (f"; that of {_who(right)} is right" if right else "")
+
+
+def _by_own_labels(factors: Sequence[float], counts: Sequence[Sequence[int]]) -> str:
+    """Say that ranks' parts of a sum are off as one over the labels of each rank's own rows."""
+    own: list[float] = []
+    for one in sorted(factors):
+        if not own or not math.isclose(one, own[-1], rel_tol=1e-6):
+            own.append(one)
+    for each in counts:
+        alone = sorted({*each}, reverse=True)
+        if len(alone) != len(own) or len(alone) < 2 or not alone[-1]:
+            continue
+        products = [factor * count for factor, count in zip(own, alone, strict=True)]
+        if all(math.isclose(one, products[0], rel_tol=1e-6) for one in products):
+            said = ", ".join(map(str, each))
+            text = (
+                "each rank divides what it holds of the sum over all labels by the count of its own"
+            )
+            return f"{text} ({said} of {sum(each)})"
+    return ""
 
 
 def _who(copies: Sequence[Copy]) -> str:
@@ -357,6 +413,7 @@ def _of_loss(
     kept: Kept,
     world: int,
     where: Located,
+    parts: Parts,
 ) -> Iterator[tuple[str, str]]:
     """Say how a wrong loss of the first step comes from the right one, or from those of ranks."""
     row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
@@ -367,7 +424,8 @@ def _of_loss(
     if got is None or want is None:
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
-    found = diagnose(got, want, _either({"ranks": world}, world, where.turns))
+    labelled = parts.labelled(row.condition)
+    found = diagnose(got, want, {**_either({"ranks": world}, world, where.turns), **labelled})
     if found and found.how:
         text += f": {found.text}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
@@ -396,6 +454,18 @@ def _of_norm(
             parts[name] = [
                 0.0 if c.values is None else float(c.values.square().sum()) for c in copies
             ]
+    held = math.hypot(
+        *(
+            math.sqrt(each[0] if _replicated(name, kept) else sum(each))
+            for name, each in parts.items()
+        )
+    )
+    if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
+        text = (
+            f"it is that of gradients which the step leaves {held / float(want):.6g} times as large"
+        )
+        yield "gradient norm", f"{text} as the right ones: they are clipped before they are scaled"
+        return
     off = float(got) ** 2 - float(want) ** 2
     for names, amount, words in _counts(parts, kept):
         if amount and math.isclose(off, amount, rel_tol=1e-6):
@@ -455,7 +525,7 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
 def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
     """Say that a program is right on the batches as given, where only variants show it wrong."""
     derived = dict(report.facts).get("derived")
-    named = {row.condition for row in wrong if row.condition}
+    named = {row.condition for row in wrong if row.condition and row.kind not in _OF_STATE}
     plain = next((row.condition for row in report.rows if row.condition), "")
     if derived and named and plain not in named:
         yield "only where", f"batches have {derived}: as they are given all is equal"

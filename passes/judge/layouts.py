@@ -76,14 +76,27 @@ class Table:
         """Let go of what values are looked up in, until one is looked up again."""
         self.__dict__.pop("_found", None)
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a dtype has all numbers of one of the original's: weights may be kept wider."""
+        return any(torch.promote_types(dtype, own) == dtype for own in self.dtypes)
+
     def same(self, said: str, numbers: Tensor, values: Tensor) -> bool:
         """Whether values are those of a parameter's elements of these numbers."""
-        p = self.parameters[said].detach()
-        if p.dtype != values.dtype or numbers.numel() != values.numel():
+        p = self.parameters[said].detach().to(values.dtype)
+        if numbers.numel() != values.numel():
             return False
         region = Region.of(numbers.reshape(-1) - self.starts[said], numbers.shape)
         here = region.within(p.reshape(-1)).reshape(values.shape)
         return torch.equal(here, values.detach())
+
+    def has(self, one: Held, own: Tensor) -> bool:
+        """Whether a rank's tensor has the values of the elements that it is known to hold."""
+        flat = own.reshape(-1)
+        return not one.padding and all(
+            torch.equal(here.within(flat).reshape(-1), there.within(p).reshape(-1).to(own.dtype))
+            for name, (here, there) in one.pieces.items()
+            for p in (self.parameters[name].detach().reshape(-1),)
+        )
 
     def numbers(self, name: str) -> Tensor:
         """The numbers of all elements of a parameter, in its shape."""
@@ -108,11 +121,18 @@ class Held:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     trains: bool
     by: str  # "values" or "name"
     mesh: tuple[tuple[str, int], ...] = ()
     pieces: Mapping[str, tuple[Region, Region]] = field(default_factory=dict)
     padding: int = 0  # elements that are none of the original's
+
+    def of(self, name: str, p: nn.Parameter) -> bool:
+        """Whether it is that of a parameter, as far as no values tell."""
+        own = local(p)
+        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh(p)
+        return seen == (self.name, self.shape, self.dtype, self.trains, self.mesh)
 
 
 def local(value: Tensor) -> Tensor:
@@ -159,7 +179,7 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
     found, lost = [], []
     for name, p in named(program.modules):
         own = local(p.detach())
-        if own.is_floating_point() and own.dtype not in table.dtypes:
+        if own.is_floating_point() and not table.takes(own.dtype):
             meant = ", ".join(_word(one) for one in table.dtypes)
             lost.append(f"`{name}` is {_word(own.dtype)}, not {meant}")
             continue
@@ -169,7 +189,8 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
             continue
         pieces, padding = table.pieces(numbers, own.shape), int((numbers < 0).sum())
         shape = tuple(own.shape)
-        found.append(Held(name, shape, p.requires_grad, by, _mesh(p), pieces, padding))
+        about = name, shape, own.dtype, p.requires_grad, by
+        found.append(Held(*about, _mesh(p), pieces, padding))
     table.forget()
     return found, lost
 
@@ -291,6 +312,14 @@ class Holdings:
             gone[name] = int((~there).sum())
         return {name: count for name, count in gone.items() if count}
 
+    def stands(self, rank: int, modules: Sequence[nn.Module], table: Table) -> bool:
+        """Whether a rank's parameters still have the values, and the places, that were found."""
+        now, before = [*named(modules)], self.ranks[rank]
+        return len(now) == len(before) and all(
+            one.by == "values" and one.of(name, p) and table.has(one, local(p.detach()))
+            for (name, p), one in zip(now, before, strict=True)
+        )
+
     @property
     def everything(self) -> Iterator[Held]:
         """All parameters of all ranks."""
@@ -318,6 +347,12 @@ class Holdings:
             for name in one.pieces:
                 found.setdefault(one.name, found[name])
         return found
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype that a parameter is kept in on ranks, which may be wider than its own."""
+        first = {name: one.dtype for one in self.everything for name in one.pieces}
+        return {name: first[own] for name, own in self.table.aliases.items() if own in first}
 
     @property
     def axes(self) -> dict[str, int]:

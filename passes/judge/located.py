@@ -138,7 +138,8 @@ def located(
             wrong_ones = [row for row in of_a_step if row.step == 0 and row.kind == "gradients"]
             copies = {row.name: kept.of(first.condition, row.name) for row in wrong_ones}
             found = replace(found, because=found.because or _cause(step, found, copies))
-    return Located(found.text, turns, factors, cut)
+    how = found.pattern.how or bool(found.because)
+    return Located(found.text, turns, factors, cut, how)
 
 
 def _first(step: Step, followed: modules.Followed, forward: bool) -> modules.Found | None:

@@ -61,10 +61,11 @@ class Found:
     def text(self) -> str:
         """All of it."""
         place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
+        said = self.pattern.short if self.because and self.pattern.short else self.pattern.text
         because = f": {self.because}" if self.because else ""
         before = f"; right before it: `{self.before}`" if self.before else ""
         terms = f"; ranks have terms of a sum at {quoted(self.pending)}" if self.pending else ""
-        return f"{place}: {self.pattern.text}{because}{before}{terms}"
+        return f"{place}: {said}{because}{before}{terms}"
 
 
 class Exact:
@@ -127,6 +128,10 @@ class Exact:
         agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
         return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
+    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+        """Join what is said of ranks, by those of which it is said."""
+        return dict(said)
+
     def pattern(
         self,
         at: At,
@@ -139,12 +144,12 @@ class Exact:
         """Say how a wrong value comes from the right one, or how much of it is wrong."""
         want = factor * self.right.of(at, back).reshape(-1)[places]
         found = diagnose(value, want, sizes)
-        if found and found.how:
+        if found and found.how and not found.short:
             return found
         if not back and (said := _laid(value, want)):
             return Pattern(said)
         if found and found != NONE:
-            return found
+            return replace(found, how=False)  # a guess, as a rounding is, is looked into
         count = int(((value - want).abs() > 1e-9 * want.abs().max()).sum())
         return Pattern(f"{count} of {want.numel()} elements are wrong", how=False)
 
@@ -321,16 +326,19 @@ class Followed:
             said.setdefault(one, []).append(part.rank)
         bad = {part.rank for part in wrong}
         good = sorted({part.rank for part in parts} - bad)
+        said = self.looks.together(said)
         texts = [f"{one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
-        first = wrong[0]
+        short = [f"{one.short or one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
+        more, first = [], wrong[0]
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
-            texts.append(f"they are {'alike' if alike else 'different'} on these ranks")
+            more.append(f"they are {'alike' if alike else 'different'} on these ranks")
         elif back and self._misplaced(at, wrong, factors or {}):
-            texts.append("their sum is right: parts of them belong to the places of other ranks")
-            return Pattern("; ".join(texts))
-        text = "; ".join(texts) + (f"; right on rank {_list(good)}" if good else "")
-        return Pattern(text, all(one.how for one in said))
+            more.append("their sum is right: parts of them belong to the places of other ranks")
+            return Pattern("; ".join([*texts, *more]))
+        more += [f"right on rank {_list(good)}"] * bool(good)
+        text, short_ = ("; ".join([*one, *more]) for one in (texts, short))
+        return Pattern(text, all(one.how for one in said), short_ if short_ != text else "")
 
     def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
         """Whether ranks' gradients are right as a sum, though each is about other places."""

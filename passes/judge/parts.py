@@ -20,6 +20,7 @@ from schedlang.runtime.batch import shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
+MANY = 16  # labels: fewer are numbers that may be others
 Gradients = Mapping[str, Tensor | None]
 
 
@@ -82,6 +83,32 @@ class Parts:
                 for shift in (0, 1):
                     chosen = [[(place + shift) % count for place in part] for part in way]
                     yield from self._cut(one, name, chosen, label)
+
+    def labelled(self, condition: str) -> dict[str, int]:
+        """The number of labels that count, by a word: as they are, and shifted by one.
+
+        None so few that another number may be as large.
+        """
+        whole = dict.fromkeys(sum(each) for each in self.counts(condition))
+        words = ("labels", "labels but the first of each row")
+        return {word: n for word, n in zip(words, whole, strict=False) if n > MANY}
+
+    def counts(self, condition: str) -> list[list[int]]:
+        """Labels that count in ranks' parts of the rows: blocks, strides, as they were seen.
+
+        Of labels as they are, and shifted by one.
+        """
+        batch, found = self._condition(condition).batches[0], list[list[int]]()
+        count = rows(batch)
+        ways = [list(self.shared)] if self.shared else []
+        for n in (n for n in self._divisors if n <= count):
+            ways += [[*shares(count, n)], [range(k, count, n) for k in range(n)]]
+        for label in self.labels:
+            given = batch[label.source]
+            for there in (given, given[:, 1:]) if given.dim() > 1 and len(given) == count else ():
+                counted = (there != label.ignored).reshape(count, -1).sum(1)
+                found += [[int(counted[[*part]].sum()) for part in way] for way in ways]
+        return found
 
     @property
     def _divisors(self) -> list[int]:

@@ -107,8 +107,7 @@ class Judged:
         self._renames = not saved <= {*self.table.aliases, *self._buffers_of_original}
         self.program: TrainingProgram = made(make, model, self.rank)
         if like is None:
-            found = world.all_gather_object(held(self.program, self.table))
-            self.holdings = together(found, self.table)
+            self.holdings = self._found()
         else:
             self.holdings = _as_before(like, self.program)
         kept.holdings = kept.holdings or self.holdings
@@ -130,6 +129,14 @@ class Judged:
         self._errors: dict[str, float] = {}
         self._gradients: dict[str, Tensor | None] = {}
         self._step: int = like._step if like is not None else 0
+
+    def _found(self) -> Holdings:
+        """Return what ranks hold, as found before where each has the same of the original."""
+        before = self.kept.holdings
+        same = before is not None and before.stands(self.rank, self.program.modules, self.table)
+        if before is not None and all(world.all_gather_object(same)):
+            return before
+        return together(world.all_gather_object(held(self.program, self.table)), self.table)
 
     def _offers(self, part: str) -> bool:
         return getattr(self.program, part) is not None

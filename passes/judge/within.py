@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,6 +20,13 @@ from schedlang.passes.verify.observe import Key, Observation
 
 ALIKE = 16.0  # roundings by which copies may differ
 SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, may be off
+
+
+@dataclass(frozen=True)
+class _Far(Pattern):
+    """The distance of something, in bounds."""
+
+    share: float = 0.0
 
 
 class Within(Exact):
@@ -112,5 +120,23 @@ class Within(Exact):
         for words, number in (*near[:1], (f"{found:.3g}", found)):
             if number and self.same(at, back, value, places, factor * number):
                 return Pattern(f"{words} times the right value everywhere")
-        share = self._share(at, back, value, places, factor)
-        return Pattern(f"{share:.3g} times as far off as roundings may move it", how=False)
+        if torch.finfo(value.dtype).eps > self.eps:
+            word = str(value.dtype).removeprefix("torch.")
+            return Pattern(f"it is computed in {word}: judge the program by `--dtype {word}`")
+        return _far([self._share(at, back, value, places, factor)])
+
+    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+        """Join what is said of ranks, all together that say only how far off they are."""
+        far = {one: ranks for one, ranks in said.items() if isinstance(one, _Far)}
+        found = {one: ranks for one, ranks in said.items() if one not in far}
+        if far:
+            ranks = sorted(rank for each in far.values() for rank in each)
+            found[_far([one.share for one in far])] = ranks
+        return found
+
+
+def _far(shares: Sequence[float]) -> _Far:
+    """Say how far off something is, on one rank or on many."""
+    least, most = f"{min(shares):.3g}", f"{max(shares):.3g}"
+    times = most if least == most else f"{least} to {most}"
+    return _Far(f"{times} times as far off as roundings may move it", how=False, share=max(shares))

@@ -29,11 +29,13 @@ _FITS = 1e-6  # relative error below which a pattern is said to fit
 class Pattern:
     """A sentence about a wrong tensor; empty: there is nothing to say.
 
-    how  it tells how every number comes about, not merely that, or where, they are wrong
+    how    it tells how every number comes about, not merely that, or where, they are wrong
+    short  of a guess, what stays of the sentence where the cause is known
     """
 
     text: str
     how: bool = True
+    short: str = ""
 
     def __bool__(self) -> bool:
         """Whether there is a sentence."""
@@ -300,22 +302,23 @@ def _constants(x: Tensor, r: Tensor) -> str:
     return ""
 
 
-def _rounded(x: Tensor, r: Tensor) -> str:
+def _rounded(x: Tensor, r: Tensor) -> Pattern:
     """An error of the size of a lower precision's rounding, in nearly every number.
 
     Where many numbers are right the others are no roundings; of a single one it says nothing.
     """
     if x.numel() < 2 or not float(r.norm()):
-        return ""
+        return NOTHING
     size = float((x - r).norm() / r.norm())
     off = (x - r).abs() > 1e-3 * size * r.abs()
     if 10 * int(off.sum()) < 9 * int(((x != 0) | (r != 0)).sum()):
-        return ""
+        return NOTHING
     for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
         if low <= size <= high:
             why = "something is not in float64, or a constant differs"
-            return f"off by {size:.0e}, the size of {name} rounding: {why}"
-    return ""
+            short = f"off by {size:.0e}"
+            return Pattern(f"{short}, the size of {name} rounding: {why}", short=short)
+    return NOTHING
 
 
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:

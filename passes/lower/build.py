@@ -33,6 +33,7 @@ from schedlang.passes.lower.dropout import Dropout, DropoutOptions, dropout_of
 from schedlang.passes.lower.executor import (
     compressor_of,
     early_sums,
+    encode_weights,
     offload_state,
     pipeline_of,
     slice_state,
@@ -248,12 +249,14 @@ def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
     """Read a checkpoint, ours or torch's, into the parts of a program; files are there already."""
     from schedlang.runtime.checkpointing.archive import load
     from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
+    from schedlang.runtime.storage.coded import all_opened
     from schedlang.runtime.transfer.transfer import begin, is_of_before
 
-    if is_checkpoint(weights) and not is_of_before(program, weights):
-        load(program, weights, fresh=True)
-    elif is_checkpoint(weights) or is_dcps(weights):
-        begin(program, weights)
+    with all_opened(program.assembly.parameters.values()):
+        if is_checkpoint(weights) and not is_of_before(program, weights):
+            load(program, weights, fresh=True)
+        elif is_checkpoint(weights) or is_dcps(weights):
+            begin(program, weights)
 
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
@@ -277,13 +280,13 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = LocalParameters({name: p for name, p in module.named_parameters() if name in held})
+    encode_weights(builder, found)
     stores = plan.stores and not given.on_meta
     lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = Dropout()
-    if traced.random:
-        dropout = dropout_of(plan, prepared, ranks, module, _dropout_options(plan, batch, given))
+    asked = _dropout_options(plan, batch, given) if traced.random else None
+    dropout = Dropout() if asked is None else dropout_of(plan, prepared, ranks, module, asked)
     loss = cast_loss(plan, given.loss) if plan.casts else given.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -313,6 +316,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         ways=prepared.ways,
         lossless=traced.lossless,
         tokens=prepared.tokens,
+        boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )

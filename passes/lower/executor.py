@@ -303,6 +303,20 @@ def _late(plan: Plan) -> frozenset[str] | None:
     )
 
 
+def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
+    """Put this rank's parts of weights that lie in codes into them, and let modules decode them."""
+    from schedlang.runtime.offload.decoded import decode
+    from schedlang.runtime.storage.coded import Coded
+
+    facts = builder.plan.model
+    for name, parameter in found.items():
+        coding = facts.coded(name)
+        if coding is not None:
+            held = Coded(parameter, coding)
+            for each in facts.parameters[name].names:
+                decode(builder.at(each.rpartition(".")[0]), held)
+
+
 # -- what does not lie on the device ---------------------------------------------------------------
 
 

@@ -188,17 +188,20 @@ def _values(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple
 
 
 def _codes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield a digest of what each class of a model computes; torch's own, which its version names,
+    """Return a digest of what each class of a model computes; torch's own, which its version names,
     left out."""
-    classes = {
+    classes = dict.fromkeys(  # in the model's order: a class and one made of it may share a name
         base
         for module in model.modules()
         for base in type(module).__mro__
         if base is not object and not base.__module__.startswith("torch.")
-    }
+    )
+    told: dict[str, list[str]] = {}
     for one in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
         found = [(name, code(value)) for name, value in sorted(vars(one).items())]
-        yield one.__qualname__, " ".join(f"{name} {said}" for name, said in found if said)
+        own = told.setdefault(one.__qualname__, [])
+        own.extend(f"{name} {said}" for name, said in found if said)
+    return ((name, " ".join(said)) for name, said in told.items())
 
 
 def code(function: Callable[..., Any] | Any) -> str:

@@ -103,7 +103,7 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
     from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
     from schedlang.runtime.propagation.narrowed import Parts
-    from schedlang.runtime.sharding.leaf import Sharded
+    from schedlang.runtime.sharding.leaf import UNCALLED, Sharded
     from schedlang.runtime.sharding.sizes import Sizes, set_number
 
     for fqn, attribute, value in traced.numbers:
@@ -120,6 +120,9 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         module, near = model.get_submodule(fqn), arrivals.get(fqn)
         grouped = tuple(replace(with_group(edge), arrivals=near) for edge in edges)
         wrap(module, "sharded", Sharded(module, traced.kinds[fqn], grouped))
+    for fqn in traced.uncalled:
+        module = model.get_submodule(fqn)
+        wrap(module, "sharded", Sharded(module, UNCALLED, (), name=fqn))
     if traced.statistics is not None:
         mine = with_group(traced.statistics)
         gather_statistics(model, mine.sums, over(mine.group))

@@ -19,7 +19,7 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Split, Uneven
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.original import Recording, saved_by
+from schedlang.passes.propagate.original import Recording
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import Site
     from schedlang.runtime.propagation.dry import Leaf, Wanted
     from schedlang.runtime.propagation.narrowed import Narrowed
-    from schedlang.runtime.propagation.trace import Mismatch, Note, SavedBy
+    from schedlang.runtime.propagation.trace import Mismatch, Note
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.sharding.sizes import Counted
 
@@ -378,7 +378,8 @@ class Run:
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in leaves.items()}
         draws, self.truths = recording.original.random, recording.original.truths
-        self.follower = Follower(recording.frames, self.stack, sizes, splits, draws)
+        tried: Any = plan.model.cache.setdefault("by parts", {})
+        self.follower = Follower(recording.frames, self.stack, sizes, splits, draws, tried)
         self.sizes = sizes
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
@@ -387,7 +388,6 @@ class Run:
         self.parts: dict[str, tuple[Narrowed, ...]] = {}
         self.cuts: dict[tuple[str, str], Narrowed | None] = {}
         self.counted: dict[str, tuple[Counted, ...]] = {}
-        self.saved: SavedBy = {}
         self.stack.seen = self._see
 
     @cached_property
@@ -469,8 +469,6 @@ class Run:
             known = leaf, module, module.forward, self.follower, self.edges
             module.forward = partial(dry_forward, *known)
         self.stack.watch(model, {fqn for fqn, leaf in self.leaves.items() if leaf.kind})
-        if plan.kept:
-            self.saved = saved_by(plan, model, self.stack)
         return model
 
     def _divide(self, model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.saved_parts import coded_by, experts_of, recomputed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.runtime.grad_reduction.batch_statistics import BatchSum, Reaching, Statistics
     from schedlang.runtime.propagation.dry import Leaf
-    from schedlang.runtime.propagation.trace import Call, LabelRule, Recorded, SavedBy, Stack
+    from schedlang.runtime.propagation.trace import Call, LabelRule, Recorded, Stack
 
 Loss = Callable[..., Any]
 
@@ -87,22 +86,10 @@ class Original:
 
 
 class Recording(NamedTuple):
-    """The calls of the original by module and turn, what modules save, and what all of it shows."""
+    """The calls of the original by module and turn, and what all of them show."""
 
     frames: Mapping[tuple[str, int], Sequence[Call]]
-    saved: SavedBy
     original: Original
-
-
-def saved_by(plan: Plan, model: nn.Module, stack: Stack) -> SavedBy:
-    """Note what is saved where rows keep it in fewer bits."""
-    from schedlang.runtime.activation_memory.second_run import watch_again
-    from schedlang.runtime.propagation.trace import watch_saved
-    from schedlang.runtime.storage.saved import put_inside, uncoded
-
-    put_inside(uncoded, model, experts_of(plan))
-    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
-    return watch_saved(model, coded_by(plan), stack)
 
 
 def record(
@@ -132,7 +119,6 @@ def record(
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     stack = Stack(lending=Lending() if parts else None)
     model = _followed(plan, stack, leaves)
-    saved = saved_by(plan, model, stack) if plan.kept else {}
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
@@ -178,7 +164,7 @@ def record(
         original = _with_other_values(plan, batch, loss, leaves, original)
     if stack.lending is not None:
         original = replace(original, **stack.lending.noted())
-    return Recording(seen.frames, saved, original)
+    return Recording(seen.frames, original)
 
 
 def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:

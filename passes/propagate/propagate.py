@@ -22,7 +22,7 @@ from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
 from schedlang.passes.propagate.original import Original, Recording, record
-from schedlang.passes.propagate.saved_parts import Parts, saved_parts
+from schedlang.passes.propagate.saved_parts import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,7 @@ class Traced(Original):
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
+    uncalled  sharded modules that this batch did not reach: nothing is known of what they get
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     statistics  sums over all rows that ranks which share a batch have to share
     sharing   modules that take a tensor which another one redistributes in the same way
@@ -90,6 +91,7 @@ class Traced(Original):
     layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
         default_factory=dict
     )
+    uncalled: tuple[str, ...] = ()
     saved: Parts | None = None
     statistics: Statistics | None = None
     sharing: frozenset[str] = frozenset()
@@ -179,7 +181,7 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
         partial={name: frozenset(axes) for name, axes in run.follower.partial.items()},
         masks=run.follower.masks,
         layouts=run.layouts,
-        saved=saved_parts(plan, recording.saved, run.saved) if plan.kept else None,
+        uncalled=tuple(fqn for fqn in run.leaves if fqn not in run.edges),
         sharing=frozenset(run.follower.arrivals.sharing),
         written=run.follower.arrivals.written,
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.remat.again import Again
     from schedlang.runtime.context_parallel.token_layout import Layout
-    from schedlang.runtime.propagation.trace import Saved
+    from schedlang.runtime.propagation.saving import Saved, Turn
 
 
 class Saving(NamedTuple):
@@ -35,6 +35,7 @@ class Saving(NamedTuple):
 
 
 _Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
+_At = tuple[str, str, int]  # coded module, the innermost module that saves, turn there
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,14 @@ class SavedParts:
     splits  place -> for each size of the last dim of the whole, the dim that is split, or None
     blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
             rank has a part each
+    same    turn -> the turn of the same call whose tensor it is on a rank (None: of none), where
+            that is another than in the model
     """
 
     ranks: int
     splits: Mapping[_Place, Mapping[int, int | None]]
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    same: Mapping[_At, Turn | None] = field(default_factory=dict)
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """A whole tensor with each rank's part of it changed."""
@@ -122,11 +126,6 @@ def splitting(plan: Plan) -> list[str]:
     return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
 
 
-def coded_by(plan: Plan) -> tuple[str, ...]:
-    """The modules that keep what they save in fewer bits, where ranks split it."""
-    return tuple(row.fqn for row in plan.kept) if splitting(plan) else ()
-
-
 def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
     """Return the modules that run again and are coded, or lie in coded modules.
 
@@ -169,6 +168,7 @@ def saved_parts(
         return None
     ranks = plan.mesh.size(axes[0])
     splits: dict[_Place, dict[int, int | None]] = {}
+    same: dict[_At, Turn | None] = {}
     for fqn, saved in whole.items():
         mine = local[fqn]
         if len(saved) != len(mine):
@@ -176,11 +176,13 @@ def saved_parts(
             raise refusal(plan, fqn, axes[0], what)
         for one, part in zip(saved, mine):
             dim = _split(one, part, ranks)
+            if one.same != part.same:
+                same[fqn, one.site, one.turn] = part.same
             known = splits.setdefault((fqn, one.site, len(one.shape)), {})
             if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
                 raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
-    return SavedParts(ranks, splits, _blocks(plan, axes[0]))
+    return SavedParts(ranks, splits, _blocks(plan, axes[0]), same)
 
 
 def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:

@@ -68,6 +68,7 @@ class _Kind:
     stages: frozenset[int] | None
     elements: tuple[tuple[int, int], ...]  # runs of equal slices: their first place, and how many
     itemsize: int
+    coded: int | None  # bytes of each, where it lies in codes
     trained: bool
     tiers: tuple[str, str, str]  # of the parameter, its gradients and its optimizer state
 
@@ -116,7 +117,10 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
         if key not in known:
             known[key] = _sizes(plan, holding, axes)
         lies = tiers[name].each if name in tiers else ("device",) * 3
-        yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad, lies)
+        coding = plan.model.coded(name)
+        part = holding.layout.local_shape(plan.mesh) if coding is not None else ()
+        coded = coding.bytes(part, fact.itemsize) if coding is not None else None
+        yield _Kind(holding.stages, known[key], fact.itemsize, coded, fact.requires_grad, lies)
 
 
 def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
@@ -148,7 +152,8 @@ def _held(
         size = count * next(size for first, size in reversed(kind.elements) if first <= cut)
         elements += size
         gradients = size * kind.itemsize * kind.trained
-        sizes = (size * kind.itemsize, gradients, gradients * moments)
+        lies = size * kind.itemsize if kind.coded is None else count * kind.coded
+        sizes = (lies, gradients, gradients * moments)
         for what, (tier, number) in enumerate(zip(kind.tiers, sizes)):
             if tier == "device":
                 device[what] += number

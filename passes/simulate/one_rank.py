@@ -148,6 +148,12 @@ def _held(
 
 
 def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -> Held:
+    from schedlang.runtime.storage.coded import coded_of
+
+    held = coded_of(value)
+    if held is not None:
+        size = held.codes.nbytes + held.scales.nbytes
+        return Held(name, whole, part, held.coding.book.kind, size)
     dtype = str(value.dtype).removeprefix("torch.")
     return Held(name, whole, part, dtype, math.prod(part) * value.element_size())
 

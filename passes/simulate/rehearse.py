@@ -245,8 +245,10 @@ def _start(program: Program, footprint: Footprint, away: Collection[str]) -> Non
     """
     import torch
 
+    from schedlang.runtime.storage.coded import as_they_lie
+
     assembly, optimizer = program.assembly, program.optimizer
-    footprint.hold("parameters", assembly.parameters.values())
+    footprint.hold("parameters", as_they_lie(assembly.parameters.values()))
     footprint.hold("parameters", assembly.buffers.values())
     for name, parameter in assembly.parameters.items() if optimizer is not None else ():
         if parameter.requires_grad:

@@ -3,13 +3,15 @@
 The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
 here: a parameter has the untouched model's value of the first of its names; and where the untouched
 model's own forward is given a value for each name, and so has a gradient for each, a parameter has
-the sum of those of its names, or none if frozen.  Parameters that a row brings are merged into
-those of the untouched model, and have their gradients by the chain rule through that.
+the sum of those of its names, or none if frozen.  One that lies in codes has of the values that
+these can mean the nearest to the untouched one, block by block.  Parameters that a row brings are
+merged into those of the untouched model, and have their gradients by the chain rule through that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ from schedlang.passes.verify.original import Sequential, rows
 from schedlang.passes.verify.sides import Case, modes_of
 from schedlang.report import Row
 from schedlang.runtime.modes import ambient
+
+if TYPE_CHECKING:
+    from schedlang.runtime.storage.codebook import Coding
 
 KIND = "changed model"
 RTOL, ATOL = 1e-9, 1e-12
@@ -53,16 +58,41 @@ Tensors = dict[str, Tensor]
 
 
 def _values(facts: ModelFacts) -> Row:
-    """The greatest difference of a value from that of the untouched model, which must be none."""
+    """The greatest difference of a value from that of the untouched model, which must be none.
+
+    Of what lies in codes: from the nearest of the values that codes can mean there.
+    """
     worst, place = 0.0, "all values"
     for name, value in facts.model.named_parameters(remove_duplicate=False):
         if name not in facts.base.parameters:
             continue  # a row brought it
         first = facts.base.model.get_parameter(facts.parameters[name].names[0])
-        error = float((value.detach().double() - first.detach().double()).norm())
+        coding = facts.coded(facts.parameters[name].name)
+        wanted = first.detach().double()
+        if coding is not None:
+            wanted = _nearest(wanted, coding, value.detach().double())
+        error = float((value.detach().double() - wanted).norm())
         if error > worst:
             worst, place = error, f"value of {name}"
     return Row("untouched", KIND, place, worst, 0.0, worst == 0.0, 0)
+
+
+def _nearest(weight: Tensor, coding: Coding, found: Tensor) -> Tensor:
+    """The value that codes can mean which is nearest to each; of two as near the one `found`."""
+    levels = torch.tensor(sorted(coding.book.levels), dtype=weight.dtype, device=weight.device)
+    made, dim = [], coding.inputs
+    blocks = (torch.split(each, coding.book.block, dim) for each in (weight, found))
+    for block, own in zip(*blocks):
+        scale = block.abs().amax(dim, keepdim=True)
+        ratio = block / torch.where(scale > 0, scale, 1.0)
+        above = torch.searchsorted(levels, ratio.contiguous()).clamp_max(len(levels) - 1)
+        both = [levels[above] * scale, levels[(above - 1).clamp_min(0)] * scale]
+        far = [(one - block).abs() for one in both]
+        even = torch.isclose(far[0], far[1], rtol=1e-9, atol=0.0)
+        nearest = torch.where(far[0] <= far[1], both[0], both[1])
+        tie = even & ((own == both[0]) | (own == both[1]))
+        made.append(torch.where(tie, own, nearest))
+    return torch.cat(made, dim)
 
 
 def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
+from schedlang.runtime.propagation.saving import Turn
 from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
@@ -84,7 +85,7 @@ class _Region:
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
         """Give the second run what it made itself, and else what was kept."""
         if not self.again.once:
-            return through(tensors)
+            return [_laid_as(old, new) for old, new in zip(tensors, through(tensors))]
         new: list[Tensor] = []
         for tensor in tensors:
             if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
@@ -92,17 +93,22 @@ class _Region:
         for tensor, value in zip(new, through(new)):
             self.known.note(tensor, value)
         found = [(tensor, self.known.of(tensor)) for tensor in tensors]
-        return [
-            value.detach().requires_grad_(tensor.requires_grad)
-            for tensor, value in found
-            if value is not None
-        ]
+        return [_laid_as(tensor, value) for tensor, value in found if value is not None]
 
     def made(self, output: Any, second: Any) -> None:
         """The results of a call, in both runs."""
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):
                 self.known.note(one, two.detach())
+
+
+def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value in the order in memory of the tensor for which it stands: products choose by that
+    what they save, and in which order."""
+    with torch.no_grad():
+        same = value.stride() == tensor.stride()
+        made = value.detach() if same else torch.empty_like(tensor).copy_(value)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -201,6 +207,7 @@ class _Saved:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
+    made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
     seen: _Values = field(default_factory=lambda: _Values(_alike))
 
     def begin(self, arguments: Any) -> None:
@@ -209,7 +216,8 @@ class _Saved:
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows, self.turns = place, 0, [], {}
+        self.place, self.numbers, self.rows = place, 0, []
+        self.turns, self.made = {}, {}
         self.seen = _Values(_alike)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
@@ -219,24 +227,40 @@ class _Saved:
         self.numbers += 1
         self.turns[site()] = self.turns.get(site(), 0) + 1
 
+    @property
+    def at(self) -> Turn:
+        """The place in the call of the tensor that is saved now."""
+        return site(), self.turns.get(site(), 0)
+
+    def elsewhere(self) -> tuple[bool, Turn | None]:
+        """Return whether ranks take other tensors for one than the model, and for which this."""
+        same: Mapping[Any, Turn | None] = getattr(self.parts, "same", {})
+        key = self.row.fqn, *self.at
+        return key in same, same.get(key)
+
     def value(self, tensor: Tensor) -> Tensor:
         """Give what backward sees of a saved tensor."""
         whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
-        if whole:
+        if whole and self.elsewhere()[1] not in self.made:
             return tensor
         rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
         if self.parts is None:
             return rounded(tensor)
-        at = Saving(self.row.fqn, site(), self.turns.get(site(), 0), len(self.place[1]))
+        at = Saving(self.row.fqn, *self.at, len(self.place[1]))
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
         """Round a part as its rank does; one that it has saved before as it did then."""
-        if (before := self.seen.of(part)) is not None:
-            return before.reshape(part.shape)
-        value = self.coded(part, held)
-        if value is not part:
+        apart, first = self.elsewhere()
+        made = self.made.setdefault(self.at, [])
+        theirs = self.made.get(first, [])[len(made) : len(made) + 1] if first else []
+        before = None if apart else self.seen.of(part)
+        if theirs and theirs[0] is not None and theirs[0].numel() == part.numel():
+            before = theirs[0]
+        value = self.coded(part, held) if before is None else before.reshape(part.shape)
+        made.append(None if value is part else value)
+        if before is None and value is not part:
             self.seen.note(part, value)
         return value
 
@@ -287,7 +311,8 @@ def _saving(saved: _Saved) -> Iterator[None]:
         if not saved.counts(tensor):
             return tensor
         saved.count()
-        if (before := seen.of(tensor)) is not None:
+        apart, _ = saved.elsewhere()
+        if not apart and (before := seen.of(tensor)) is not None:
             return before.reshape(tensor.shape)
         value = saved.value(tensor)
         if value is not tensor:

@@ -215,14 +215,18 @@ class _Sight:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
-        """Note what the last step leaves: state, also the optimizer's, the output, the draws."""
-        if step:
+        """Note what the last step leaves: the output, state, also the optimizer's, the draws.
+
+        State as it is saved: an evaluation may write into it, too (rows of a table that are longer
+        than `max_norm`).
+        """
+        self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
+        if step or not self.brief:
             self.state(subject, step)
         if not self.brief:
             for name, slots in subject.optimizer_state().items():
                 for slot, value in slots.items():
                     self.tensor(f"optimizer {slot}", step, name, value)
-        self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
         if self.brief:
             return
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))

@@ -34,7 +34,7 @@ from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
 from schedlang.passes.verify.original import Sequential, loss_of, rows
-from schedlang.passes.verify.relaxed import directions_of
+from schedlang.passes.verify.relaxed import check_sums, directions_of
 from schedlang.passes.verify.sides import (
     Case,
     alone,
@@ -422,6 +422,7 @@ def check_parts(case: Case) -> Case:
         try:
             if len(probe.parts) > 1:
                 _check_buffers_of(probe)
+            check_sums(case)
             return case
         except Refusal:
             if not loose:

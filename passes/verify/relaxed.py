@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils.stateless import _reparametrize_module
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Cast
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves, tree_map
@@ -34,6 +35,9 @@ from schedlang.runtime.batch import Part, called, stack
 from schedlang.runtime.checkpointing.holding import Holding, put, take
 from schedlang.runtime.grad_reduction.compressed import Codec, decoded, encoded, orthogonal, started
 from schedlang.runtime.scope import Scope, entered
+
+if TYPE_CHECKING:
+    from schedlang.passes.verify.sides import Case
 
 # ---- Trained by parts: what `relax(batch_stats)` allows.
 
@@ -75,6 +79,24 @@ def directions_of(staged: Staged) -> Directions:
     return Directions(tuple(through[k] for k in range(t.microbatches)), buffer_homes(staged))
 
 
+def check_sums(case: Case) -> None:
+    """Refuse (S717) parts that share sums, where one process takes one after the other."""
+    known, plan = case.prepared, case.plan
+    if known is None or known.traced.statistics is None or plan.shares * plan.micro == 1:
+        return
+    if not (plan.kept or compressed_over(plan) or case.table is not None):
+        return
+    raise Refusal.of(
+        "S717",
+        "a single process cannot follow rows that lose bits where ranks share sums",
+        notes=("it takes one part of the batch after the other, and this loss needs all at once",),
+        helps=(
+            'let each part have sums of its own: `step "..." relax(batch_stats, lossy) {`',
+            "or leave `compress` out, and prove the other rows",
+        ),
+    )
+
+
 class Member(NamedTuple):
     """One part of a batch: the replica of the batch's rows, the microbatch, and what it weighs."""
 
@@ -97,8 +119,9 @@ class Parted(Sequential):
     """The plain loop over the microbatches of each replica, the loss being their weighed sum.
 
     The sequential oracle of statistics over parts: each part is a batch of its own to whatever
-    looks at the batch as a whole, and each replica keeps its own buffers, as its ranks do; of
-    stages laid over ranks in two directions so does each direction, and the first one evaluates.
+    looks at the batch as a whole, and each replica keeps its own buffers and what else its forward
+    writes into, as its ranks do; of stages laid over ranks in two directions so does each
+    direction, and the first one evaluates.
     """
 
     def __init__(
@@ -114,7 +137,7 @@ class Parted(Sequential):
         self.directions = directions or Directions()
         # by name, replica and copy
         self._of: dict[tuple[str, int, int], Tensor] = {}
-        self._start = {n: b.detach().clone() for n, b in self.module.named_buffers()}
+        self._start: dict[str, Tensor] | None = None
         self._at = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
@@ -174,17 +197,24 @@ class Parted(Sequential):
 
     def _enter(self, place: int, direction: int = 0) -> None:
         """Put the buffers of this replica and direction in place, those of the other away."""
+        own = self._own()
+        if self._start is None:
+            self._start = {name: one.clone() for name, one in own.items()}
         if (place, direction) == self._at:
             return
         before, was = self._at
         copy = self.directions.copy
-        for name, buffer in self.module.named_buffers():
-            self._of[name, before, copy(name, was)] = buffer.detach().clone()
-        with torch.no_grad():
-            for name, value in self._start.items():
-                kept = self._of.get((name, place, copy(name, direction)), value)
-                self.module.get_buffer(name).copy_(kept)
+        for name, one in own.items():
+            self._of[name, before, copy(name, was)] = one.clone()
+        for name, value in self._start.items():
+            own[name].copy_(self._of.get((name, place, copy(name, direction)), value))
         self._at = place, direction
+
+    def _own(self) -> dict[str, Tensor]:
+        """Buffers, and parameters that nothing trains and that the forward writes into."""
+        frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
+        moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
+        return {n: b.detach() for n, b in self.module.named_buffers()} | moved
 
 
 def _weight(members: Sequence[Member]) -> float:

@@ -228,6 +228,15 @@ def sequential(
 
     `cast`: what rows let compute in another dtype does.
     """
+    subject = _loop(case, condition, dropout, cast)
+    if case.prepared is not None:
+        subject.rewritten = case.prepared.traced.rewritten
+    return subject
+
+
+def _loop(
+    case: Case, condition: Condition, dropout: LogicalDropout | None, cast: bool
+) -> Sequential:
     options: dict[str, Any] = {
         "loss": case.loss,
         "clip": condition.clip,

@@ -14,6 +14,8 @@ from schedlang.ir.copied import copied
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.runtime.storage.codebook import Coding
+
     # to a copy that is trained by another rule
     Change: TypeAlias = "Callable[[nn.Module], nn.Module] | Adapting"
 
@@ -55,6 +57,9 @@ class Adapting(Protocol):
 
     def drawn(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """Return what makes the first values of a parameter of a tensor like it; None: of none."""
+
+    def coded(self, name: str) -> Coding | None:
+        """Return how a parameter of this name lies in codes; None: as it is."""
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge values of the model after the change into those of the model before."""
@@ -187,6 +192,14 @@ class ModelFacts:
         tensor like it; None: it is the model's own."""
         draws = (change.drawn(name) for change in self.changes if isinstance(change, Adapting))
         return next((make for make in draws if make is not None), None)
+
+    def coded(self, name: str) -> Coding | None:
+        """Return how a parameter lies in codes on a rank, by its first name; None: as it is."""
+        if not any(isinstance(change, Adapting) for change in self.changes):
+            return None
+        names = self.parameters[name].names
+        found = (c.coded(n) for c in self.changes if isinstance(c, Adapting) for n in names)
+        return next((coding for coding in found if coding is not None), None)
 
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of the untouched model's parameters, of those of this one: by every name."""

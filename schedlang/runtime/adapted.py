@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.storage.codebook import Codebook, Coding
 from schedlang.runtime.tracing.meta import copy_with
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
@@ -120,6 +121,7 @@ class Adapt:
     trained     first names of parameters of the model before
     seed        of the first values of A, drawn as PEFT draws (He et al. 2015, a = sqrt(5)), for
                 each parameter by its name alone; B is zero, a magnitude the norm that there is
+    base        the codes in which the weights beside adapters lie; they get the values of these
     """
 
     kind: str
@@ -130,6 +132,7 @@ class Adapt:
     dropout: float
     trained: frozenset[str]
     seed: int = 0
+    base: Codebook | None = None
 
     @property
     def scaling(self) -> float:
@@ -164,6 +167,13 @@ class Adapt:
             )
         return lambda like: self._drawn(fqn, local, like, varied=False)
 
+    def coded(self, name: str) -> Coding | None:
+        """Return how a parameter lies in codes, by any of its names; None: it does not."""
+        fqn, _, local = name.rpartition(".")
+        if self.base is None or local != "weight" or fqn not in self.sites:
+            return None
+        return Coding(self.base, fqn in self.transposed)
+
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each weight with its adapter in it, and without the parameters of adapters.
 
@@ -192,7 +202,9 @@ class Adapt:
 
     def _made(self, module: nn.Module, varied: bool) -> nn.Module:
         def made(name: str, old: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(old.detach(), name in self.trained)
+            coding = self.coded(name)
+            value = old.detach() if coding is None else coding.rounded(old)
+            return nn.Parameter(value, name in self.trained)
 
         twin = copy_with(module, made, lambda tensor: tensor)
         for fqn in self.sites:

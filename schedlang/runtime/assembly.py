@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
+from schedlang.ir.facets import Boundary
 from schedlang.ir.model import Adapting
 from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part
@@ -72,6 +73,7 @@ class Assembly:
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     lossless: Diagnostic | None = None  # said where there is none to train by
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)  # of modules
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
     ways: Ways = field(default_factory=dict)  # by which parts have become whole

@@ -32,7 +32,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 ORDER = (
     *("kernel", "attend", "context", "fuse"),  # what it computes
     *("sizes", "parts", "sharded", "arrivals"),  # on which part of its tensors
-    *("draws", "cast", "stream", "checkpoint", "code", "offload"),
+    *("draws", "decode", "cast", "stream", "checkpoint", "code", "offload"),
 )
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place

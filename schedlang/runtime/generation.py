@@ -3,12 +3,15 @@
 The loop runs on every rank, on the same tokens; only the model's forward is the program's.  Prompts
 are shared among replicas and microbatches as the rows of a batch are.  Keys and values stay where
 they are made: a rank has those of its layers, of its heads, and of its rows.  An encoder runs with
-each token again, as stages that the program has in one chain: what it gives is kept nowhere.
+each token again, as stages that the program has in one chain: what it gives is kept nowhere.  Where
+rows split sequences, tokens that nothing looks at stand behind those of a forward, until they can
+be split evenly.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,10 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.placement import S
 from schedlang.runtime.comm.agreement import Item, agree, checksum
 from schedlang.runtime.device import default_generators
+from schedlang.runtime.sharding.shard import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
@@ -75,11 +80,6 @@ def _check(a: Assembly, model: Any, options: Mapping[str, Any]) -> None:
             f"`{type(model).__name__}` has no `generate` of transformers",
             "a loop of your own: `eval_step` gives the outputs of whole batches on every rank",
         )
-    if a.tokens is not None:
-        raise _refused(
-            f"`{a.context[0]}` splits sequences, and one more token at a time cannot be split",
-            "load the state into a program without that axis: `schedlang.transfer`",
-        )
     for name, help_ in REFUSED.items():
         if options.get(name) is not None:
             raise _refused(f"`{name}` is not followed", help_)
@@ -125,7 +125,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
 
     kind: Any = type(model)
     _, replicas, _ = a.parts
-    least = replicas * a.micro
+    least, multiple = replicas * a.micro, _multiple(a)
     fed = 0  # tokens of the last forward without a cache of ours
 
     @functools.wraps(kind.forward)
@@ -140,13 +140,18 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
             raise _refused(MORE, WITHOUT)
         fed = tokens if name is None else 0
-        batch, rows = _enough_rows(inputs, least)
+        if a.tokens is not None:
+            if name is not None:
+                raise _refused(f"`{a.context[0]}` splits the sequences of attention", WITHOUT)
+            inputs = _known(inputs, a.inputs)
+        kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
+        batch, rows = _enough_rows(_enough_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
         output = run(given, lambda k: {} if name is None else {name: cache.part(k)})
-        if rows < least:
-            output.logits = output.logits[:rows]
+        if rows < least or multiple > 1:
+            output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
-            cache.advance(tokens)
+            cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output
 
@@ -195,6 +200,66 @@ def _tokens(inputs: Mapping[str, Any]) -> int:
     return int(grows.shape[1])
 
 
+def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Leave out tensors that say nothing of which a program that splits sequences does not know;
+    raise Refusal S627 for others of which it does not know."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if name in known or not isinstance(value, Tensor):
+            continue
+        counted = torch.arange(value.shape[-1], device=value.device)
+        plain = counted if name.endswith(("position_ids", "cache_position")) else 1
+        if not bool((value == plain).all()):
+            raise _refused(
+                f"`{name}` was not in the batch of `build`, and sequences are split",
+                f"build from a batch with `{name}`",
+            )
+        del found[name]
+    return found
+
+
+def _multiple(a: Assembly) -> int:
+    """Return the number that divides the tokens of a sequence that all rows can split evenly."""
+    mesh = a.ranks.mesh
+    axes = {
+        one.axis
+        for found in a.boundaries.values()
+        for one in found
+        for placement in (one.input, one.output)
+        if isinstance(placement, S) and dim_of(placement) == 1
+    }
+    # of tokens that are split for attention a rank has two runs, at most
+    runs = 1 if a.tokens is None else 2 * mesh.size(a.context)
+    return runs * math.lcm(*(mesh.size(axis) for axis in axes))
+
+
+def _enough_tokens(inputs: Mapping[str, Any], tokens: int, multiple: int) -> Mapping[str, Any]:
+    """The batch with tokens behind its own, up to a multiple, that no mask lets another see.
+
+    Positions go on; masks reach over what is kept of tokens before, too.
+    """
+    more = -tokens % multiple
+    if not more:
+        return inputs
+
+    grows = next(name for name in _GROWS if inputs.get(name) is not None)
+    mask = "decoder_attention_mask" if grows.startswith("decoder") else "attention_mask"
+
+    def filled(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name in ("position_ids", "cache_position"):
+            steps = torch.arange(1, more + 1, device=value.device, dtype=value.dtype)
+            return torch.cat([value, value[..., -1:] + steps], -1)
+        if name == mask:
+            return torch.cat([value, value.new_zeros(len(value), more)], 1)
+        if name in (grows, "token_type_ids"):
+            return torch.cat([value, value[:, -1:].expand(-1, more, *value.shape[2:])], 1)
+        return value
+
+    return {name: filled(name, value) for name, value in inputs.items()}
+
+
 def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any], int]:
     """The batch with as many rows as there are parts, the last one again, and how many it had."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
@@ -230,12 +295,16 @@ class KeyValueCache:
             made._whole = self
         return self._parts[microbatch]
 
-    def advance(self, tokens: int) -> None:
-        """Count the tokens of a forward; refuse a model that keeps others beside them."""
+    def advance(self, tokens: int, behind: int = 0) -> None:
+        """Count the tokens of a forward, and drop those behind them; refuse a model that keeps
+        others."""
         self.seen += tokens
         for part in self._parts.values():
-            if any(keys.shape[-2] != self.seen for keys, _ in part._held.values()):
-                raise _refused(MORE, WITHOUT)
+            for layer, (keys, values) in part._held.items():
+                if keys.shape[-2] != self.seen + behind:
+                    raise _refused(MORE, WITHOUT)
+                if behind:
+                    part._held[layer] = keys[..., : self.seen, :], values[..., : self.seen, :]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

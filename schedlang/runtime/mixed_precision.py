@@ -286,6 +286,20 @@ def _came(args: Any, kwargs: Any) -> torch.dtype:
     return torch.float32
 
 
+def used_as(module: nn.Module, parameter: Tensor, device: str) -> torch.dtype:
+    """The dtype in which a matrix product in this module would take a parameter, at this moment."""
+    own = module._parameters
+    if parameter.dtype not in FLOATS:
+        return parameter.dtype
+    if isinstance(own, Used) and own.region.dtype is not None:
+        return own.region.dtype
+    if device == "meta":
+        said = _autocasts.modes[-1].dtype if _autocasts.modes else None
+    else:
+        said = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return said or parameter.dtype
+
+
 class Used(dict[str, Any]):
     """Parameters of a module by name, cast where the region that asks computes in another dtype.
 

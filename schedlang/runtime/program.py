@@ -90,8 +90,7 @@ class Program:
     _norm: Tensor | float | None = None  # of the last step's gradients, where they lie
     _used: tuple[tuple[float, ...], Tensor | list[float]] | None = None  # the last step's flags
     _saving: Background = field(default_factory=Background)  # the save in flight
-    # by loss and norm: is a step taken?
-    allowed: Callable[[Tensor, Tensor | float], bool] | None = None
+    allowed: Callable[[Tensor, Tensor | float], bool] | None = None  # by loss and norm, a step
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
@@ -269,6 +268,8 @@ class Program:
         """
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, None)
+        if self.assembly.tokens is not None:  # names tell what is split
+            self._check_names(batch)
         return self._evaluate(batch, local=local)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
@@ -449,8 +450,7 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        norm = both[0].sqrt()
-        self._norm = at_hand(norm)
+        self._norm = at_hand(norm := both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)

@@ -49,7 +49,16 @@ class Dealt:
 
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
-    """Return this rank's part of a batch: of the whole batch, or (`local`) of its own rows."""
+    """Return this rank's part of a batch: of the whole batch, or (`local`) of its own rows.
+
+    Raises Refusal S618 where `local` is neither true nor false: a word of a configuration is not.
+    """
+    if not isinstance(local, bool):
+        raise Refusal.of(
+            "S618",
+            f"`local` is {local!r}",
+            helps=("give True where each rank has rows of its own, else False",),
+        )
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
     # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
     whole = mine.all

@@ -26,6 +26,7 @@ from schedlang.runtime.context_parallel.token_layout import Layout
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.lazy_logits.vocab_parallel import ShardedLogits
 from schedlang.runtime.redistribution.carry import follow, wire
+from schedlang.runtime.storage.coded import all_opened
 from schedlang.runtime.storage.offloaded_gradients import local
 
 Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
@@ -252,7 +253,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*wrong[:8], *more)
         raise Refusal.of("S641", "the state dict is not of this model", notes=notes, helps=helps)
-    with torch.no_grad():
+    with torch.no_grad(), all_opened(a.parameters.values()):
         for name, parameter in a.parameters.items():
             part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
             local(parameter).copy_(part)

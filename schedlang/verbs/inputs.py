@@ -165,13 +165,22 @@ def write_asked(path: Path, text: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; packed if its name ends in .gz.
 
-    A link keeps pointing at its file, and a file that is there keeps its mode.
+    A link keeps pointing at its file, and a file that is there keeps its mode.  Raises Refusal S109
+    where it cannot be written: a full disk, a folder that nobody may write into.
     """
     target, data = Path(os.path.realpath(path)), text.encode()
     if path.suffix == ".gz":
         import gzip
 
         data = gzip.compress(data, 6, mtime=0)
+    try:
+        _write(target, data)
+    except OSError as error:
+        title = f"cannot write `{path}`: {error.strerror}"
+        bad_option(title, "make room, or give a file in another folder")
+
+
+def _write(target: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as out:

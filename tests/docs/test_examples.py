@@ -74,7 +74,11 @@ def test_every_example_is_formatted(path: Path) -> None:
 # is the README's first command, which CI types
 ELSEWHERE = (
     "gpt2/3d.sched",
+    "gpt2/tp.sched",
     "llama/3d.sched",
+    "llama/tp_sp.sched",
+    "llama/seq1f1b.sched",
+    "finetune/dp.sched",
     "gpt2/memory.sched",
     "bert/one_device.sched",
     "custom/2d.sched",

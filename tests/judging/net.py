@@ -47,12 +47,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, two blocks, a norm, and a head that is tied to the embedding or not."""
+    """Embedding, blocks, a norm, and a head that is tied to the embedding or not."""
 
-    def __init__(self, tied: bool = False, frozen: bool = False) -> None:
+    def __init__(self, tied: bool = False, frozen: bool = False, depth: int = 2) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.register_buffer("scale", torch.tensor(0.5))

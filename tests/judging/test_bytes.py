@@ -109,6 +109,6 @@ def _sent(source: int) -> Callable[[Any], Any]:
 def test_weights_cross_a_collective_as_bytes(pool: Pool, source: int) -> None:
     """Rank 0's weights arrive, and the program is right; those of another are found wrong."""
     torch.manual_seed(0)
-    given: Any = {"model": net.Net(), "batch": net.batch, "loss": net.loss, "ranks": 2}
+    given: Any = {"model": net.Net(depth=1), "batch": net.batch, "loss": net.loss, "ranks": 2}
     report = verify_program(_sent(source), **given, pool=pool)
     assert report.ok is (source == 0), str(report)

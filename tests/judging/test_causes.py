@@ -272,6 +272,14 @@ class Known:
         """Those of words."""
         return iter(self.words)
 
+    def counts(self, _: str) -> list[list[int]]:
+        """No labels."""
+        return []
+
+    def labelled(self, _: str) -> dict[str, int]:
+        """Likewise."""
+        return {}
+
 
 def test_few_numbers_tell_the_weights_of_parts() -> None:
     """Eight numbers of a bias are enough for four parts; what is no sum of them is not said so."""
@@ -280,8 +288,8 @@ def test_few_numbers_tell_the_weights_of_parts() -> None:
     want = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.3, 0.4)))
     got = sum(part * weight for part, weight in zip(parts, (0.1, 0.2, 0.6, 0.0)))
     said = of_gradient(want, got, [], {}, Known([Cut(parts)]), ROW)
-    assert said == "4 parts of the batch count 1, 1, 2, 0 times what they should"
+    assert said.text == "4 parts of the batch count 1, 1, 2, 0 times what they should"
     other = got + 1e-3 * parts[0].square()
-    assert "parts" not in of_gradient(want, other, [], {}, Known([Cut(parts)]), ROW)
+    assert "parts" not in of_gradient(want, other, [], {}, Known([Cut(parts)]), ROW).text
     of_words = of_gradient(want, got, [], {}, Known((), [Cut(parts, "the words")]), ROW)
-    assert of_words == "4 parts of the words count 1, 1, 2, 0 times what they should"
+    assert of_words.text == "4 parts of the words count 1, 1, 2, 0 times what they should"

@@ -48,10 +48,10 @@ RIGHT, WRONG = (every_second_row,), (forgotten, another_rate, unscaled)
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_rows_drop_as_the_original_does(pool: Pool, dtype: str) -> None:
-    """A decoder's two dropouts, of which each rank has its rows."""
-    report = judged(pool, wrapped.ddp, dtype, net.Net(), net)
+    """A decoder's dropout, of which each rank has its rows."""
+    report = judged(pool, wrapped.ddp, dtype, net.Net(depth=1), net)
     assert report.ok, str(report)
-    assert drops(report) == {"blocks.0.drop": True, "blocks.1.drop": True} and not unknown(report)
+    assert drops(report) == {"blocks.0.drop": True} and not unknown(report)
 
 
 @pytest.mark.parametrize("way", ["words before rows", "every second row"])

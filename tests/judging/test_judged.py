@@ -20,9 +20,9 @@ DEEP = pytest.mark.deep
 
 @cache  # several tests ask for that of one program
 def judged(pool: Pool, program: Callable[[Any], Any], ranks: int, **model: Any) -> Report:
-    """The report on a program of the small decoder."""
+    """The report on a program of the small decoder: of one block, but where stages share them."""
     torch.manual_seed(0)
-    original: nn.Module = net.Net(**model)
+    original: nn.Module = net.Net(**{"depth": 1} | model)
     return verify_program(
         program, model=original, batch=net.batch, loss=net.loss, ranks=ranks, pool=pool
     )
@@ -41,9 +41,9 @@ RIGHT = [
     pytest.param(wrapped.hybrid, 4, {}, id="hybrid fsdp2", marks=DEEP),
     pytest.param(wrapped.recomputed, 2, {}, id="checkpoint wrappers", marks=DEEP),
     pytest.param(by_hand.megatron, 2, {}, id="plain parts"),
-    pytest.param(by_hand.gpipe, 2, {}, id="pipeline by hand"),
-    pytest.param(by_hand.gpipe_tied, 2, {"tied": True}, id="pipeline with a tie"),
-    pytest.param(by_hand.pipelining, 2, {}, id="torch's pipelining"),
+    pytest.param(by_hand.gpipe, 2, {"depth": 2}, id="pipeline by hand"),
+    pytest.param(by_hand.gpipe_tied, 2, {"depth": 2, "tied": True}, id="pipeline with a tie"),
+    pytest.param(by_hand.pipelining, 2, {"depth": 2}, id="torch's pipelining"),
 ]
 
 
@@ -55,7 +55,8 @@ def test_a_right_program_passes(pool: Pool, program: Any, ranks: int, model: Any
     kinds = {row.kind for row in report.rows}
     assert kinds >= {"loss", "gradients", "parameters", "optimizer exp_avg", "initial weights"}
     trained = {row.name for row in report.rows if row.kind == "gradients"}
-    assert len(trained) == 36 - len(model), sorted(trained)
+    parameters = 4 + 16 * model.get("depth", 1) - ("tied" in model) - ("frozen" in model)
+    assert len(trained) == parameters, sorted(trained)
 
 
 WRONG = [
@@ -68,10 +69,10 @@ WRONG = [
     (wrapped.fsdp1_doubled, 2, {}, "head.weight", "ranks = 2 times the right value everywhere"),
     (wrapped.tp_summed, 2, {}, "norm.weight", "ranks = 2 times the right value everywhere"),
     (wrapped.tp_fsdp_once, 4, {}, "head.weight", "1/dp = 1/2 times the right value everywhere"),
-    (by_hand.unreduced, 2, {}, "blocks.1.n2.weight", "their sum is right: a sum over ranks is"),
+    (by_hand.unreduced, 2, {}, "blocks.0.n2.weight", "their sum is right: a sum over ranks is"),
     (by_hand.cut_straight, 2, {}, "blocks.0.down.weight", "what rank 0 holds is 2 times the right"),
     (by_hand.one_rank_off, 2, {}, "norm.bias", "only rank 0 has the right value"),
-    (by_hand.gpipe, 2, {"tied": True}, "emb.weight", "a tie is broken between"),
+    (by_hand.gpipe, 2, {"depth": 2, "tied": True}, "emb.weight", "a tie is broken between"),
     (by_hand.untied, 2, {"tied": True}, "emb.weight", "copies differ and their sum is right"),
     (by_hand.frozen_trained, 2, {"frozen": True}, "norm.weight", "the original has none"),
 ]
@@ -94,11 +95,8 @@ def test_only_the_wrong_tensors_are_named(pool: Pool) -> None:
     report = judged(pool, by_hand.unreduced, 2)
     first = [r for r in report.rows if r.kind == "gradients" and r.step == 0 and not r.ok]
     wrong = {row.name for row in first if row.condition == "SGD"}
-    norms = {f"blocks.{k}.{n}.{p}" for k in (0, 1) for n in ("n1", "n2") for p in PAIR}
+    norms = {f"blocks.0.{n}.{p}" for n in ("n1", "n2") for p in ("weight", "bias")}
     assert wrong == norms
-
-
-PAIR = ("weight", "bias")
 
 
 def test_a_mistake_that_only_padding_shows(pool: Pool) -> None:
@@ -112,7 +110,13 @@ def test_a_mistake_that_only_padding_shows(pool: Pool) -> None:
         return {**made, "labels": made["ids"].roll(1, 1)}
 
     torch.manual_seed(0)
-    options: Any = {"model": net.Net(), "batch": batch, "loss": net.loss, "ranks": 2, "pool": pool}
+    options: Any = {
+        "model": net.Net(depth=1),
+        "batch": batch,
+        "loss": net.loss,
+        "ranks": 2,
+        "pool": pool,
+    }
     report = verify_program(wrapped.ddp_mean, **options)
     assert report.exit_code == 1 and report.localised[-1][0] == "only where", str(report)
     plain = verify_program(wrapped.ddp_mean, **options, vary=False)

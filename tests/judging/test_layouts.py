@@ -167,7 +167,9 @@ def test_a_module_of_that_name_keeps_it() -> None:
 
 def test_padding_is_counted_on_all_ranks() -> None:
     """Ranks that hold a tensor of one name may each have padding in it, or none."""
-    ranks = tuple((Held("weight", (3,), True, "values", padding=count),) for count in (1, 2, 0))
+    ranks = tuple(
+        (Held("weight", (3,), torch.float64, True, "values", padding=count),) for count in (1, 2, 0)
+    )
     assert Holdings(ranks, Table(nn.Linear(2, 3, bias=False))).padding == {"weight": 3}
 
 

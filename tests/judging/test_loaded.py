@@ -17,7 +17,11 @@ from tests.judging import net, saving, wrapped
 def judged(pool: Pool, program: Any, ranks: int = 2, **model: Any) -> Report:
     """The report on a program of the small decoder, or of images where it has a batch norm."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"model": net.Net(**model), "batch": net.batch, "loss": net.loss}
+    options: dict[str, Any] = {
+        "model": net.Net(depth=1, **model),
+        "batch": net.batch,
+        "loss": net.loss,
+    }
     if program in (saving.no_buffer, saving.statistics):
         options = {"model": wrapped.Normed(), "batch": wrapped.images, "loss": wrapped.of_images}
     return verify_program(program, **options, ranks=ranks, pool=pool)

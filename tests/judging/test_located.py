@@ -67,7 +67,7 @@ def test_micro_batches_that_weigh_otherwise_are_told(pool: Pool) -> None:
     """Each has its own factor: none of them is wrong "everywhere"."""
     for micro in (2, 4):
         torch.manual_seed(0)
-        original = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
+        original = {"model": net.Net(depth=1), "batch": net.batch, "loss": net.loss}
         report = verify_program(_accumulated(micro, False), **original, ranks=1, pool=pool)
         said = _said(report)
         first = said["first module"]
@@ -91,7 +91,7 @@ def test_sums_of_parts_with_other_weights_are_told(pool: Pool) -> None:
         return TrainingProgram(model, step)
 
     torch.manual_seed(0)
-    original = {"model": net.Net(), "batch": net.batch, "loss": net.loss}
+    original = {"model": net.Net(depth=1), "batch": net.batch, "loss": net.loss}
     said = _said(verify_program(program, **original, ranks=1, pool=pool))
     assert "2 parts of the batch count 1, 3 times what they should" in said["gradients"], said
 

@@ -109,13 +109,13 @@ def compiled(model: nn.Module) -> TrainingProgram:
     return TrainingProgram(module, stepping(module, rank, size, size))
 
 
-def fsdp2(model: nn.Module) -> TrainingProgram:
+def fsdp2(model: nn.Module, **options: Any) -> TrainingProgram:
     """`fully_shard`, each block and the rest; dims that ranks do not divide."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return TrainingProgram(
         model,
         stepping(model, rank, size, size),
@@ -153,10 +153,10 @@ def fsdp1_doubled(model: nn.Module) -> TrainingProgram:
 
 
 PLAN = {
-    **{f"blocks.{k}.attention.{n}": ColwiseParallel() for k in (0, 1) for n in "qkv"},
-    **{f"blocks.{k}.attention.o": RowwiseParallel() for k in (0, 1)},
-    **{f"blocks.{k}.up": ColwiseParallel() for k in (0, 1)},
-    **{f"blocks.{k}.down": RowwiseParallel() for k in (0, 1)},
+    **{f"blocks.*.attention.{n}": ColwiseParallel() for n in "qkv"},
+    "blocks.*.attention.o": RowwiseParallel(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
 }
 
 
@@ -206,18 +206,17 @@ def vocabulary(model: nn.Module) -> TrainingProgram:
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    for k in (0, 1):
-        at = f"blocks.{k}."
-        plan |= {at + "n1": SequenceParallel(), at + "n2": SequenceParallel()}
-        plan |= {at + f"attention.{n}": ColwiseParallel() for n in "qkv"}
-        plan |= {
-            at + "attention": PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            ),
-            at + "attention.o": RowwiseParallel(output_layouts=Shard(1)),
-            at + "up": ColwiseParallel(input_layouts=Shard(1)),
-            at + "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
+    at = "blocks.*."
+    plan |= {at + "n1": SequenceParallel(), at + "n2": SequenceParallel()}
+    plan |= {at + f"attention.{n}": ColwiseParallel() for n in "qkv"}
+    plan |= {
+        at + "attention": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        at + "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        at + "up": ColwiseParallel(input_layouts=Shard(1)),
+        at + "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
     module = parallelize_module(model, mesh, plan)
 
     def step(batch: Any) -> Any:

@@ -104,17 +104,27 @@ DEEP = [
     ("tp", "saving"),
     ("checkpoint", "whole cast"),
 ]
-CASES = [
-    ("tp", "checkpoint", "cast"),
-    ("zero", "tp", "checkpoint", "cast"),
-    ("stages",),
-    ("replicas", "checkpoint", "dropout"),
-]
+CASES = {  # of these models in the ordinary tests; of the other in deep ones
+    ("tp", "checkpoint", "cast"): "llama",
+    ("zero", "tp", "checkpoint", "cast"): "gpt2",
+    ("stages",): "llama",
+    ("replicas", "checkpoint", "dropout"): "gpt2",
+}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def _cases(kind: str) -> list[Any]:
+    ordinary = [parts for parts, of in CASES.items() if of == kind]
+    rest = [parts for parts in (*CASES, *DEEP) if parts not in ordinary]
+    return [
+        *(pytest.param(kind, parts) for parts in ordinary),
+        *(pytest.param(kind, parts, marks=pytest.mark.deep) for parts in rest),
+    ]
+
+
 @pytest.mark.parametrize(
-    "parts", [*CASES, *(pytest.param(one, marks=pytest.mark.deep) for one in DEEP)], ids=" ".join
+    "kind, parts",
+    [*_cases("gpt2"), *_cases("llama")],
+    ids=lambda one: one if isinstance(one, str) else " ".join(one),
 )
 def test_a_stage_is_one_graph(pool: Pool, kind: str, parts: tuple[str, ...]) -> None:
     """Under each technique, and all of them, a stage compiles whole and trains as it does without;

@@ -421,3 +421,24 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    """A class that a decorator makes of another keeps its name: both are compared, in one order."""
+    from schedlang.passes.lower.fingerprint import _codes
+
+    def made(base: type[nn.Module], times: float) -> type[nn.Module]:
+        class Timed(base):  # type: ignore[misc, valid-type]
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * times
+
+            def other(self) -> float:
+                return 3.0 if times else 4.0
+
+        Timed.__qualname__ = base.__qualname__
+        return Timed
+
+    alone, both = dict(_codes(Net())), dict(_codes(made(Net, 2.0)()))
+    assert alone.keys() == both.keys()
+    name = Net.__qualname__
+    assert alone[name] in both[name] and both[name].count("forward ") == 2

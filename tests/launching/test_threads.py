@@ -204,6 +204,7 @@ SHARED = {
     ("pool", "_shared"),
     ("copies", "_streams"),
     ("copies", "_left"),
+    ("kept_outside", "_closed"),
     ("rewrite", "_regions"),
     ("operator", "_regions"),
     ("operator", "_keys"),

@@ -76,7 +76,7 @@ def homes(draw: Any) -> Any:
     return draw(st.lists(one, min_size=1, max_size=2))
 
 
-@examples(20)
+@examples(12)
 @given(homes(), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 3))
 def test_random(threads: Threads, places: Any, micro: int, seed: int, lookahead: int) -> None:
     """Any order that can run, wherever stages live, gives the gradients of the whole model."""

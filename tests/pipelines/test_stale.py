@@ -223,7 +223,7 @@ def tables(draw: st.DrawFn) -> Timeline:
     return timeline(rows)
 
 
-@examples(8)
+@examples(5)
 @given(tables())
 def test_any_table_of_versions(threads: Threads, table: Timeline) -> None:
     """Whatever versions rows read, the program equals the replay of the same table."""

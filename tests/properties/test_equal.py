@@ -26,7 +26,7 @@ EXACT = {"pad", "checkpoint", "offload", "shard", "zero", "pipeline_split", "ver
 
 
 @shrinking
-@examples(26)
+@examples(16)
 @given(schedules.legal())
 def test_1_a_legal_schedule_is_the_original(threads: Threads, drawn: Drawn) -> None:
     """Any legal schedule gives the outputs, loss, gradients (of inputs, too), norm, parameters,
@@ -43,7 +43,7 @@ def test_1_the_whole_proof(threads: Threads, drawn: Drawn) -> None:
     engine.holds(drawn, threads, engine.whole)
 
 
-@examples(20)
+@examples(12)
 @given(schedules.legal())
 def test_1_so_say_the_static_proofs(drawn: Drawn) -> None:
     """What is equal to the original holds from shapes and types alone, too: no false alarm."""
@@ -57,14 +57,14 @@ def test_1_so_say_the_static_proofs(drawn: Drawn) -> None:
 
 @pytest.mark.deep
 @shrinking
-@examples(10)
+@examples(6)
 @given(schedules.legal(most=14))
 def test_1_the_whole_proof_of_long_schedules(threads: Threads, drawn: Drawn) -> None:
     """The same, for schedules of up to fourteen steps."""
     engine.holds(drawn, threads, engine.whole)
 
 
-@examples(16)
+@examples(10)
 @given(schedules.legal(ONES), st.sampled_from([sgd, adamw]), st.sampled_from([None, 0.01]))
 def test_2_a_mesh_of_ones_is_the_original(drawn: Drawn, optimizer: Any, clip: float | None) -> None:
     """On one rank every layout, cut and slice is the plain loop to the last bit, two steps long."""
@@ -84,7 +84,7 @@ def _memory(drawn: Drawn) -> list[Step]:
     return [one for make in makers for one in make(drawn.config, sizes, drawn.length)]
 
 
-@examples(10)
+@examples(6)
 @given(schedules.legal(), st.data())
 def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.DataObject) -> None:
     """`checkpoint` and `offload`, put anywhere into any schedule, leave every bit as it was, with
@@ -125,7 +125,7 @@ def _still(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.0)
 
 
-@examples(12)
+@examples(8)
 @given(schedules.legal(MESHES[1:]))
 def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
     """After a step copies are equal, no rank holds an element twice, and every element of every
@@ -143,7 +143,7 @@ def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
         assert not {x for part in parts for x in part} - set(wanted), name
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal())
 def test_12_the_model_is_not_touched(threads: Threads, drawn: Drawn) -> None:
     """Planning, proving and training leave the user's module as it was: values, hooks, flags."""

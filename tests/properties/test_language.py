@@ -32,7 +32,7 @@ def test_every_primitive_is_drawn() -> None:
     assert set(schedules.GENERATORS) == set(registry()) == phases
 
 
-@examples(60)
+@examples(40)
 @given(schedules.legal())
 def test_what_is_drawn_is_planned(drawn: Drawn) -> None:
     """Every drawn schedule has a plan, with an action for each of its rows."""
@@ -65,7 +65,7 @@ def _facts(plan: Any) -> Any:
     return named, what, edges, set(plan.cuts), set(plan.replicas), plan.order
 
 
-@examples(60)
+@examples(40)
 @given(schedules.legal(), st.data())
 def test_5_commuting_rows_commute(drawn: Drawn, data: st.DataObject) -> None:
     """Two rows whose primitives commute give the same plan in either order; two that stand in an
@@ -110,7 +110,7 @@ def test_5_any_order_that_is_not_refused_is_the_same_program(
 # -- 6 and 7 ---------------------------------------------------------------------------------------
 
 
-@examples(60)
+@examples(40)
 @given(schedules.legal())
 def test_6_print_and_parse(drawn: Drawn) -> None:
     """Printing a parsed schedule gives a text that parses to the same, and prints the same."""
@@ -120,7 +120,7 @@ def test_6_print_and_parse(drawn: Drawn) -> None:
     assert again == file and printer.to_text(again) == text
 
 
-@examples(30)
+@examples(20)
 @given(schedules.legal(), st.data())
 def test_7_undo(drawn: Drawn, data: st.DataObject) -> None:
     """Rows that were applied and taken back leave the plan, the text and the model as they were."""
@@ -194,7 +194,7 @@ def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
     return "", False, called
 
 
-@examples(25)
+@examples(16)
 @given(illegal())
 def test_14_illegal_rows_are_refused_alike(pool: Pool, drawn: Drawn) -> None:
     """An illegal row is refused with the same words by every rank, before any collective; where

@@ -42,7 +42,7 @@ def _with(drawn: Drawn, verb: str, steps: Sequence[Step]) -> Drawn:
     return replace(drawn, steps=allowed((*steps, *kept), drawn.config, drawn.axes))
 
 
-@examples(7)
+@examples(5)
 @given(schedules.legal(), st.data())
 def test_4_parts_and_stages_do_not_matter(
     threads: Threads, drawn: Drawn, data: st.DataObject
@@ -113,7 +113,7 @@ def _same(steps: tuple[schedules.Step, ...]) -> tuple[schedules.Step, ...]:
     return tuple(one for one in steps if one.verb not in schedules.RELAX)
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal(), PLAIN, st.data())
 def test_8_saved_here_loaded_there(
     threads: Threads, drawn: Drawn, mesh: schedules.Axes, data: st.DataObject
@@ -160,7 +160,7 @@ def _quiet(drawn: Drawn) -> Drawn:
     return replace(drawn, config=replace(_splittable(drawn.config), dropout=0.0))
 
 
-@examples(7)
+@examples(5)
 @given(schedules.legal(), st.randoms(use_true_random=False))
 def test_10_ranks_and_rows_may_be_renumbered(threads: Threads, drawn: Drawn, random: Any) -> None:
     """Axes of the mesh in another sequence, and rows of the batch in another order (other rows on
@@ -195,7 +195,7 @@ def _words(drawn: Drawn) -> Drawn:
     return replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal(), st.integers(1, 3))
 def test_10_more_padding_changes_nothing(threads: Threads, drawn: Drawn, more: int) -> None:
     """Tokens of padding, behind every row, change no loss and no gradient."""
@@ -210,7 +210,7 @@ def test_10_more_padding_changes_nothing(threads: Threads, drawn: Drawn, more: i
     assert_near(_grads(found), _grads(engine.seen(drawn, threads, [batch])))
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal(), st.data())
 def test_11_a_row_without_labels_weighs_nothing(
     threads: Threads, drawn: Drawn, data: st.DataObject
@@ -237,7 +237,7 @@ class Scaled:
         return self.factor * self.loss(output, batch)
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal())
 def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> None:
     """Twice the loss has twice the gradients, to the last bit: 2 is a power of two."""
@@ -270,7 +270,7 @@ def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
     return found
 
 
-@examples(5)
+@examples(4)
 @given(schedules.legal())
 def test_13_evaluation_remembers_nothing(threads: Threads, drawn: Drawn) -> None:
     """Evaluation gives the same bits before and after a step in training and a call of another

@@ -15,7 +15,7 @@ from tests.properties.schedules import Drawn
 FAR, DEEP = 10.0, 0.02  # bounds, as multiples of the norm: one that does nothing, one that shortens
 
 
-@examples(6)
+@examples(4)
 @given(schedules.legal())
 def test_the_norm_is_that_of_all_gradients(threads: Threads, drawn: Drawn) -> None:
     """Split, copied, sliced, tied, frozen and staged parameters count once each: the norm of a

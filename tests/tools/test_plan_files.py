@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import random
 import signal
 from collections.abc import Iterator
@@ -185,3 +187,19 @@ def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     assert link.is_symlink() and file.read_text() == "first" and new.read_text() == "second"
     assert [one.stat().st_mode & 0o777 for one in (file, new)] == [0o600, 0o644]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file.svg", "link.svg", "new.svg"]
+
+
+def test_a_full_disk_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S109 says what the system says; the file that was there stays, and nothing beside it."""
+    file = tmp_path / "p.json"
+    file.write_text("before")
+
+    def full(handle: int, mode: str) -> Any:
+        os.close(handle)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(Refusal, match="No space left") as caught:
+        write_text(file, "after")
+    assert caught.value.diagnostic.code == "S109"
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +25,11 @@ from transformers import (
 import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
+from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
+from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case
+from schedlang.passes.verify.sides import prepared
 from schedlang.schedule import Schedule, Settings
 from tests.engine import Threads
 from tests.ranks import run_ranks
@@ -46,14 +51,22 @@ model.layers.*.self_attn.o_proj  shard(row, over=tp)
 model.layers  pipeline_split(over=pp)
 pipeline(order="1F1B", micro=2)
 """
-
-
-Pairs = list[tuple[Any, Any]]
+SEQUENCES = """
+model.embed_tokens  shard(vocab, over=tp)
+model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
+model.layers.*.self_attn.o_proj  shard(row, output=S(seq), over=tp)
+model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)
+model.layers.*.mlp.down_proj  shard(row, output=S(seq), over=tp)
+model.layers.*.{input,post_attention}_layernorm  shard(input=S(seq), output=S(seq), over=tp)
+model.norm  shard(input=S(seq), output=S(seq), over=tp)
+lm_head  shard(vocab, over=tp)
+"""
+RING = "model.layers.*.self_attn  context_parallel(ring, layout=zigzag, over=cp)\n"
 
 
 def mistral() -> nn.Module:
     """Every layer sees the last four tokens."""
-    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
+    return MistralForCausalLM(MistralConfig(**SMALL | {"num_hidden_layers": 2}, sliding_window=4))
 
 
 def gemma2() -> nn.Module:
@@ -89,9 +102,9 @@ def example(family: str) -> nn.Module:
     return found
 
 
-def prompts(rows: int) -> dict[str, Tensor]:
-    """Prompts of six tokens, some padded on the left."""
-    ids = torch.randint(1, 90, (rows, 6), generator=torch.Generator().manual_seed(3))
+def prompts(rows: int, tokens: int = 6) -> dict[str, Tensor]:
+    """Prompts of some tokens, some padded on the left."""
+    ids = torch.randint(1, 90, (rows, tokens), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1::2, :2] = 0
     return {"inputs": ids, "attention_mask": mask}
@@ -102,30 +115,65 @@ def scheduled(model: nn.Module, text: str) -> Schedule:
     return Schedule(model, parse(Source("generate.sched", text)), Settings())
 
 
-def made(model: nn.Module, text: str) -> Any:
-    """The program of a schedule, or of an example's file."""
-    ids = torch.ones(8, 8, dtype=torch.long)
-    torch.manual_seed(0)
+IDS = torch.ones(8, 8, dtype=torch.long)
+BATCH = {"input_ids": IDS, "labels": IDS}
+MASKED = {**BATCH, "attention_mask": IDS, "position_ids": torch.arange(8).expand(8, 8)}
+
+
+def of_text(model: nn.Module, text: str) -> Schedule:
+    """The schedule of some rows, or of an example's file."""
     if text.endswith(".sched"):
-        return schedlang.create_schedule(model, text).build(batch={"input_ids": ids, "labels": ids})
-    head = f"schedule 1 for {type(model).__name__}\n\n"
-    sch = scheduled(model, head + text)
-    return sch.build(batch={"input_ids": ids, "labels": ids})
+        return schedlang.create_schedule(model, text)
+    return scheduled(model, f"schedule 1 for {type(model).__name__}\n\n{text}")
 
 
-def both(model: Any, text: str, counts: tuple[int, ...], options: dict[str, Any]) -> Pairs:
-    """For each number of prompts: what the original generates, and what the program does."""
+def made(model: nn.Module, text: str) -> Any:
+    """Its program, prepared on each rank."""
+    return of_text(model, text).build(batch=BATCH)
+
+
+def original(model: Any) -> Any:
+    """A model, with the same values each time."""
     torch.manual_seed(0)
-    original = model()
-    if not any("experts" in name for name, _ in original.named_modules()):
-        original = original.double()  # torch multiplies groups in float32 and less
-    program, found = made(original, text), []
+    found = model()
+    if any("experts" in name for name, _ in found.named_modules()):
+        return found  # torch multiplies groups in float32 and less
+    return found.double()
+
+
+def alone(
+    model: Any, counts: Sequence[Any], options: dict[str, Any], given: Any = prompts
+) -> list[Any]:
+    """What the original generates for each number of prompts."""
+    return drawn(original(model).eval(), counts, options, given)
+
+
+def generated(
+    threads: Threads, schedule: Schedule, batch: Any, counts: Sequence[Any], *more: Any
+) -> list[list[Any]]:
+    """What the program does on each rank; it is prepared once for all."""
+    case = prepared(Case(schedule.plan(), (batch,)))
+    given = case.plan, case.prepared, batch, counts, *more
+    found: list[list[Any]] = threads.run(_generated, case.plan.mesh.world, *given)
+    return found
+
+
+def _generated(plan: Plan, ready: Any, batch: Any, *given: Any) -> list[Any]:
+    return drawn(build(plan, batch, prepared=ready), *given)
+
+
+def _alone_prepared(model: Any, text: str, *given: Any) -> list[Any]:
+    return drawn(made(original(model), text), *given)
+
+
+def drawn(
+    of: Any, counts: Sequence[Any], options: dict[str, Any], given: Any = prompts
+) -> list[Any]:
+    """What a model or a program generates from inputs, drawing alike."""
+    found = []
     for rows in counts:
-        given = prompts(rows) | {"use_cache": True} | options
         torch.manual_seed(7)
-        expected = original.eval().generate(**given)
-        torch.manual_seed(7)
-        found.append((expected, program.generate(**given)))
+        found.append(of.generate(**given(rows) | {"use_cache": True} | options))
     return found
 
 
@@ -150,10 +198,17 @@ def test_tokens_are_those_of_the_original(
     threads: Threads, model: Any, text: str, world: int
 ) -> None:
     """Greedily, with padded prompts, and with fewer prompts than there are parts."""
-    for pairs in threads.run(both, world, model, text, (5, 1), {"max_new_tokens": 9}):
-        for rows, (expected, found) in zip((5, 1), pairs):
-            assert torch.equal(expected, found)
-            assert found.shape[0] == rows and found.shape[1] > 6
+    given = (5, 1), {"max_new_tokens": 9}
+    wanted = alone(model, *given)
+    if text.endswith(".sched"):  # its mesh takes what ranks there are
+        found = threads.run(_alone_prepared, world, model, text, *given)
+    else:
+        found = generated(threads, of_text(original(model), text), BATCH, *given)
+    assert len(found) == world
+    for ours in found:
+        for rows, expected, one in zip((5, 1), wanted, ours, strict=True):
+            assert torch.equal(expected, one)
+            assert one.shape[0] == rows and one.shape[1] > 6
 
 
 @pytest.mark.parametrize(
@@ -170,9 +225,39 @@ def test_tokens_are_those_of_the_original(
 def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> None:
     """What transformers' loop knows to do with scores, on ranks that are seeded alike."""
     text = f"mesh(pp=2)\n{SPLIT.splitlines()[-2]}\n{SPLIT.splitlines()[-1]}\n"
-    more = options | {"max_new_tokens": 8}
-    for ((expected, found),) in threads.run(both, 2, of("llama"), text, (4,), more):
+    given = (4,), options | {"max_new_tokens": 8}
+    (expected,) = alone(of("llama"), *given)
+    for (found,) in generated(threads, of_text(original(of("llama")), text), BATCH, *given):
         assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "options"),
+    [
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": True}),
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": True, "do_sample": True}),
+        (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": False}),
+        (f"mesh(cp=2)\n{RING}", 2, {"use_cache": False}),
+        (f"mesh(cp=2, tp=2)\n{RING}{SEQUENCES}", 4, {"use_cache": False}),
+        (f"mesh(cp=2)\n{RING.replace('ring, layout=zigzag', 'ulysses')}", 2, {"use_cache": False}),
+    ],
+    ids=["tensor", "sampled", "without a cache", "ring", "ring and tensor", "ulysses"],
+)
+def test_sequences_that_rows_split(
+    threads: Threads, text: str, world: int, options: dict[str, Any]
+) -> None:
+    """Of prompts and of single tokens that ranks cannot share evenly, padded, with and without what
+    a rank keeps: the tokens of the original, and nothing of what is put behind them is kept."""
+    given: Any = ((4, 6), (3, 5), (1, 7)), {"max_new_tokens": 5} | options, _long
+    wanted = alone(of("llama"), *given)
+    schedule = of_text(original(of("llama")), text)
+    assert schedule.plan().mesh.world == world
+    for ours in generated(threads, schedule, MASKED, *given):
+        assert all(map(torch.equal, wanted, ours)) and len(ours) == len(wanted)
+
+
+def _long(size: tuple[int, int]) -> dict[str, Tensor]:
+    return prompts(*size)
 
 
 def test_keys_and_values_are_kept_where_they_are_made(threads: Threads) -> None:
@@ -265,12 +350,39 @@ def _refused(model: Any, text: str, options: dict[str, Any]) -> Any:
     return caught.value.diagnostic
 
 
+@pytest.mark.parametrize(
+    ("cached", "said"),
+    [(True, "`cp` splits the sequences"), (False, "was not in the batch of `build`")],
+)
+def test_what_split_attention_cannot_follow(threads: Threads, cached: bool, said: str) -> None:
+    """Keys and values of parts of sequences, and masks that the program was not built with."""
+    for refusal in threads.run(
+        _refused, 2, of("llama"), f"mesh(cp=2)\n{RING}", {"use_cache": cached}
+    ):
+        assert refusal.code == "S627" and said in refusal.title and refusal.helps
+
+
+def test_evaluation_takes_names_that_the_program_knows(threads: Threads) -> None:
+    """A mask that no batch had before is a tensor of which it is not known how it is split."""
+    for diagnostic in threads.run(_masked, 2):
+        assert diagnostic.code == "S619" and "attention_mask" in diagnostic.title
+
+
+def _masked() -> Any:
+    ids = torch.ones(8, 8, dtype=torch.long)
+    with pytest.raises(Refusal) as caught:
+        program = made(example("llama"), f"mesh(cp=2)\n{RING}")
+        program.eval_step({"input_ids": ids, "attention_mask": ids})
+    return caught.value.diagnostic
+
+
 @pytest.mark.parametrize("model", [mamba, rwkv, minimax])
 def test_what_is_offered_in_place_of_a_cache_gives_the_tokens(threads: Threads, model: Any) -> None:
     """Where states are refused, `use_cache=False` generates what the original does."""
-    options = {"use_cache": False, "max_new_tokens": 4}
+    given: Any = (4,), {"use_cache": False, "max_new_tokens": 4}
     text = "mesh(dp=2)\nzero(stage=3, over=dp)\n"
-    for ((expected, found),) in threads.run(both, 2, model, text, (4,), options):
+    (expected,) = alone(model, *given)
+    for (found,) in generated(threads, of_text(original(model), text), BATCH, *given):
         assert torch.equal(expected, found)
 
 

@@ -18,9 +18,10 @@ from transformers import (
 
 from schedlang.diagnostics.diagnostic import Refusal
 from tests.engine import Threads
-from tests.training.test_generate import prompts, scheduled
+from tests.training.test_generate import drawn, generated, of_text, prompts, scheduled
 
 ENDS: dict[str, Any] = {"eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 3}
+LENGTH = {"max_new_tokens": 9}
 
 
 def t5() -> nn.Module:
@@ -83,25 +84,28 @@ def sounds(rows: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(rows, 5, 16, generator=draw, dtype=torch.float64)}
 
 
-def both(make: Any, text: str, counts: tuple[int, ...], options: dict[str, Any]) -> Any:
-    """For each number of prompts: what the original generates, and what the program does."""
+def alone(make: Any, counts: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    """What the original generates for each number of prompts."""
     torch.manual_seed(0)
-    original = make().double()
+    model = make().double()
+    return drawn(model.eval(), counts, LENGTH | options, asked(model))
+
+
+def ours(
+    threads: Threads, make: Any, text: str, counts: tuple[int, ...], options: dict[str, Any]
+) -> list[list[Any]]:
+    """What the program does on each rank."""
     torch.manual_seed(0)
     model, ids = make().double(), torch.ones(8, 8, dtype=torch.long)
-    given = sounds if isinstance(model, WhisperForConditionalGeneration) else prompts
+    given = asked(model)
     batch = {"input_ids": ids} if given is prompts else sounds(8)
-    program = scheduled(model, f"schedule 1 for {type(model).__name__}\n\n{text}").build(
-        batch={**batch, "labels": ids}
-    )
-    found = []
-    for rows in counts:
-        more = given(rows) | {"max_new_tokens": 9} | options
-        torch.manual_seed(7)
-        expected = original.eval().generate(**more)
-        torch.manual_seed(7)
-        found.append((expected, program.generate(**more)))
-    return found
+    batch = {**batch, "labels": ids}
+    return generated(threads, of_text(model, text), batch, counts, LENGTH | options, given)
+
+
+def asked(model: nn.Module) -> Any:
+    """What makes the inputs of a model."""
+    return sounds if isinstance(model, WhisperForConditionalGeneration) else prompts
 
 
 @pytest.mark.parametrize(
@@ -122,10 +126,12 @@ def test_tokens_are_those_of_the_original(
 ) -> None:
     """Greedily, with padded prompts, and with fewer prompts than there are parts."""
     options = {"use_cache": cached, "min_new_tokens": 8, "no_repeat_ngram_size": 1}
-    for pairs in threads.run(both, world, make, text, (5, 1), options):
-        for expected, found in pairs:
-            assert torch.equal(expected, found)
-            assert len({*expected.flatten().tolist()}) > 4
+    wanted = alone(make, (5, 1), options)
+    assert all(len({*expected.flatten().tolist()}) > 4 for expected in wanted)
+    found = ours(threads, make, text, (5, 1), options)
+    assert len(found) == world
+    for one in found:
+        assert all(map(torch.equal, wanted, one)) and len(one) == len(wanted)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,8 @@ def test_tokens_are_those_of_the_original(
 def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> None:
     """What transformers' loop knows to do, on ranks that are seeded alike."""
     text = f"mesh(pp=2)\n{T5_STAGES}"
-    for ((expected, found),) in threads.run(both, 2, t5, text, (4,), options):
+    (expected,) = alone(t5, (4,), options)
+    for (found,) in ours(threads, t5, text, (4,), options):
         assert torch.equal(expected, found)
 
 

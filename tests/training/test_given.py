@@ -69,6 +69,15 @@ def test_what_is_given_wrongly_to_build(
     assert caught.value.diagnostic.helps
 
 
+@pytest.mark.parametrize("local", ["False", 0, None])
+def test_a_word_is_no_choice_of_rows(local: Any) -> None:
+    """`local="False"`, as a configuration has it, is not taken for true."""
+    program = create_schedule(net()).build(batch=batch(), loss=loss)
+    for step in (program.train_step, program.eval_step):
+        with pytest.raises(Refusal, match="`local` is"):
+            step(batch(), local=local)
+
+
 BATCHES: tuple[tuple[Any, str], ...] = (
     (lambda seed: None, "`batch` returns None"),
     (lambda seed: [1], "`batch` returns a list"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -172,25 +175,45 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named)
 
 
-def _both(file: str, kind: str, folder: str) -> None:
-    """The program of a model without values is that of the model with values, to the last bit."""
+Trained = tuple[dict[str, Any], list[float], dict[str, Any]]  # state before, losses, and after
+
+
+def _trained(file: str, model: nn.Module, weights: str | None = None) -> Trained:
+    """On a rank: two steps of the program of a model."""
     batch = models.tokens(4, 9)
-    weights = None if kind == "record" else folder
+    program = schedlang.load(file, model).build(batch=batch, optimizer=adamw, weights=weights)
+    state = program.state_dict()
+    return state, [float(program.train_step(batch)) for _ in range(2)], program.state_dict()
+
+
+def _of_values(file: str) -> Trained:
     torch.manual_seed(1)
-    real = models.gpt2(2)
+    return _trained(file, models.gpt2(2))
+
+
+@cache  # for all the places that values may come from
+def _wanted(pool: Pool, name: str) -> list[Trained]:
+    """On each rank, what the program of the model with values does."""
+    with tempfile.TemporaryDirectory() as folder:
+        return pool.run(_of_values, 2, _scheduled(name, Path(folder)))
+
+
+def _scheduled(name: str, folder: Path) -> str:
+    file = folder / "x.sched"
+    file.write_text(f"schedule 1 for GPT2LMHeadModel\n{ROWS[name]}\n")
+    return str(file)
+
+
+def _without_values(file: str, kind: str, folder: str, wanted: list[Trained]) -> None:
+    """The program of a model without values is that of the model with values, to the last bit."""
+    before, losses, after = wanted[dist.get_rank()]
     torch.manual_seed(1 if kind == "record" else 2)
     if kind == "meta":
         with torch.device("meta"):
-            model = models.gpt2(2)
+            model: nn.Module = models.gpt2(2)
     else:
         model = schedlang.deferred_init(models.gpt2, 2)
-    found = []
-    for one, given in ((real, None), (model, weights)):
-        program = schedlang.load(file, one).build(batch=batch, optimizer=adamw, weights=given)
-        state = program.state_dict()
-        losses = [float(program.train_step(batch)) for _ in range(2)]
-        found.append((state, losses, program.state_dict()))
-    (before, losses, after), (ours, our_losses, then) = found
+    ours, our_losses, then = _trained(file, model, None if kind == "record" else folder)
     assert losses == our_losses
     assert all(torch.equal(before[key], ours[key]) for key in before)
     assert all(torch.equal(after[key], then[key]) for key in after)
@@ -225,12 +248,11 @@ SOURCES = ["record", "files", "meta", "index", "checkpoint", "dcp", "dcp nested"
 @pytest.mark.parametrize("name", ROWS)
 def test_the_program_of_the_model(pool: Pool, tmp_path: Path, name: str, kind: str) -> None:
     """Split tensors, stages and slices of state; values from a record, files or checkpoints."""
-    file = tmp_path / "x.sched"
-    file.write_text(f"schedule 1 for GPT2LMHeadModel\n{ROWS[name]}\n")
-    _written(kind, tmp_path / "weights")
-    indexed = tmp_path / "weights" / "model.safetensors.index.json"
-    assert indexed.exists() == (kind == "index")
-    pool.run(_both, 2, str(file), kind, str(tmp_path / "weights"))
+    weights = tmp_path / "weights"
+    _written(kind, weights)
+    assert (weights / "model.safetensors.index.json").exists() == (kind == "index")
+    given = _scheduled(name, tmp_path), kind, str(weights), _wanted(pool, name)
+    pool.run(_without_values, 2, *given)
 
 
 def test_names_of_the_base_model(tmp_path: Path) -> None:

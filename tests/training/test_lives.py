@@ -84,7 +84,7 @@ class Dies:
             self.timer.start()
 
 
-def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any) -> None:
+def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any, steps: int) -> None:
     """A run, until its end or that of a rank."""
     end = Dies(*dies) if dies is not None else None
     model: Any = models.llama(4)
@@ -92,7 +92,7 @@ def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any) -> 
         schedule=f"schedule 1 for LlamaForCausalLM\n\n{text}\n",
         model=model.float() if " cast(" in text else model,
         data=DATA,
-        steps=STEPS,
+        steps=steps,
         optimizer=adamw,
         scheduler=cosine,
         loss=loss,
@@ -108,13 +108,13 @@ def _life(rank: int, folder: Path | None, heard: Path, text: str, dies: Any) -> 
         end.timer.cancel()
 
 
-def _killed(tmp_path: Path, name: str, kills: int, seed: int) -> int:
+def _killed(tmp_path: Path, name: str, kills: int, seed: int, steps: int = STEPS) -> int:
     """Kill a run so often; check its losses; how often a rank was ended by it."""
     own, other = CASES[name]
     world = 4 if "dp=2, pp=2" in own else 2
-    run_ranks(world, _life, None, tmp_path / "whole", own, None)
+    run_ranks(world, _life, None, tmp_path / "whole", own, None, steps)
     whole = Heard(tmp_path / "whole").losses
-    assert len(whole) == STEPS and len({*whole.values()}) == STEPS
+    assert len(whole) == steps and len({*whole.values()}) == steps
     for text in filter(None, (own, other)):
         draw, died = random.Random(seed), 0
         folder, heard = tmp_path / f"{text == own}", tmp_path / f"heard {text == own}"
@@ -122,10 +122,10 @@ def _killed(tmp_path: Path, name: str, kills: int, seed: int) -> int:
             ranks = draw.choice([[draw.randrange(world)], range(world)])
             dies = (draw.randrange(2 * life, 2 * life + 3), draw.uniform(0.0, 0.3), ranks)
             try:
-                run_ranks(world, _life, folder, heard, own if life % 2 else text, dies)
+                run_ranks(world, _life, folder, heard, own if life % 2 else text, dies, steps)
             except RankDied:
                 died += 1
-        run_ranks(world, _life, folder, heard, text, None)
+        run_ranks(world, _life, folder, heard, text, None, steps)
         found = Heard(heard).losses
         if text == own:
             assert found == whole
@@ -139,7 +139,7 @@ def _killed(tmp_path: Path, name: str, kills: int, seed: int) -> int:
 @pytest.mark.parametrize("name", ["zero 3 in stages"])
 def test_a_life_of_several(tmp_path: Path, name: str) -> None:
     """One kill of some or all ranks, and the run goes on bit by bit, or under the other mesh."""
-    _killed(tmp_path, name, 1, 1)
+    _killed(tmp_path, name, 1, 1, steps=5)
 
 
 @pytest.mark.deep

@@ -17,7 +17,8 @@ from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
-from tests.proofs import planned
+from tests.engine import Threads
+from tests.proofs import planned, proven
 from tests.spacetime import WIDTH, batch
 
 ROWS = "layers.0 checkpoint()"  # on one rank: the bits hang on no layout
@@ -95,3 +96,27 @@ def test_a_load_that_leaves_out_what_is_frozen_is_seen(
 
     monkeypatch.setattr(archive, "_take_over", take_over)
     assert not torch.equal(*_outputs(tmp_path)[1])
+
+
+class Shortened(nn.Module):
+    """A table whose rows are made shorter where they are looked up, in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(12, WIDTH, max_norm=0.3), nn.Linear(WIDTH, 12)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+@pytest.mark.parametrize("order", ["1F1B", "ZB-H1"])
+def test_what_an_evaluation_writes_is_saved(threads: Threads, order: str) -> None:
+    """Parameters into which each forward writes are saved as the last evaluation left them."""
+    rows = f'layers[1]  pipeline_split(over=pp)\npipeline(order="{order}", micro=2)'
+    ids = torch.arange(24).view(4, 6) * 5 % 12
+    proven(threads, planned(Shortened().double(), rows, "pp=2"), [{"ids": ids}])

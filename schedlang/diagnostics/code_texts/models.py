@@ -162,6 +162,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ZeRO gathers a module, and sums its gradients, on all ranks together; where values\n"
         "decide whether, and in which order, modules are called, it would be different ones.",
     ),
+    "S664": (
+        "a sharded module that the batch of the build does not reach",
+        "Where the values of a batch decide which modules are called (adapters by language), what\n"
+        "a sharded one gets is known only once the forward that is followed has called it.",
+    ),
     "S668": (
         "statistics of a batch in microbatches",
         "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"

@@ -66,6 +66,12 @@ CODES: Mapping[str, tuple[str, str]] = {
         "The losses of all parts, each times its weight, must give the mean over the batch.  With\n"
         "these weights they do not: gradients would be too large or too small.",
     ),
+    "S717": (
+        "sums over ranks beside rows that lose bits",
+        "What `compress` and stale weights do is compared with one process that takes the parts\n"
+        "of a batch one after the other.  A loss made of means over the whole batch (of tokens\n"
+        "that a mask keeps, of a router) needs them at once.",
+    ),
     "S721": (
         "no readable lock",
         "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",

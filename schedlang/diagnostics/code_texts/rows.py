@@ -38,6 +38,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
     ),
+    "S414": (
+        "a weight that cannot lie in codes",
+        "A quantised weight is frozen, lies on the device, and has each block of inputs on one\n"
+        "rank: shards end where blocks end.",
+    ),
     "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
     "S417": ("no full gradient to compress", "Compress over the axes of a `zero(stage=0)` row."),
     "S418": (

@@ -24,6 +24,7 @@ from schedlang.runtime.storage.saved import (
     Pack,
     Policy,
     as_it_is,
+    elements,
     given_whole,
     is_candidate,
     is_copy,
@@ -170,13 +171,13 @@ class Rounded:
         plain = made.is_contiguous()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             flat = made.view(-1) if plain else made.new_empty(made.numel())
-            for blocks, elements in _pieces(self.coding, flat):
+            for blocks, some in _pieces(self.coding, flat):
                 codes, step = _unpacked(self.codes[blocks], self.coding), self.step[blocks, None]
                 numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
                 if self.far is not None:
                     away = (codes == self.coding.last) & step.signbit()
                     numbers = torch.where(away, self.far, numbers)
-                flat[elements] = numbers.view(-1)[: elements.stop - elements.start]
+                flat[some] = numbers.view(-1)[: some.stop - some.start]
             return made if plain else made.copy_(flat.view(self.shape))
 
 
@@ -209,8 +210,8 @@ def _fill(
 ) -> None:
     """Write the numbers of some elements, piece by piece."""
     codes, least, step = into
-    for blocks, elements in _pieces(coding, flat):
-        rows = _rows(flat[elements], coding.block).to(least.dtype)
+    for blocks, some in _pieces(coding, flat):
+        rows = _rows(flat[some], coding.block).to(least.dtype)
         away = None if ends is None else ends.note(rows)
         if away is None:
             low, levels = rows.amin(1), coding.levels
@@ -218,12 +219,12 @@ def _fill(
             least[blocks], step[blocks] = low, size
         else:
             low, high = _within(rows, away)
-            some = away.any(1)
-            size = (high - low) / (coding.levels - some.to(low.dtype))
-            least[blocks], step[blocks] = low, torch.where(some, -size, size)
+            apart = away.any(1)
+            size = (high - low) / (coding.levels - apart.to(low.dtype))
+            least[blocks], step[blocks] = low, torch.where(apart, -size, size)
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
-        moved = exact + _draws(exact, elements.start, stream)
-        drawn(stream, elements.start, moved, coding.levels)
+        moved = exact + _draws(exact, some.start, stream)
+        drawn(stream, some.start, moved, coding.levels)
         numbers = moved.floor_().clamp_(0, coding.levels)
         if away is not None:
             most = (coding.levels - away.any(1).to(low.dtype))[:, None]
@@ -450,7 +451,7 @@ class _Call:
         if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
             return self.move(tensor)
         reference = reference_to(tensor)  # keeps the place, not the memory
-        key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
+        key = (reference.cdata, tensor._version, tensor.dtype, *elements(tensor))
         if key not in self.known and layer.sees(extreme, tensor, *turn):
             return self.move(tensor)  # uncounted: of masks of scores not every layout keeps one
         self.saved += 1
@@ -505,14 +506,3 @@ def extreme(tensor: Tensor) -> bool:
         low, high = torch.aminmax(tensor.detach())
         most = torch.finfo(tensor.dtype).max / 4
         return not bool((low > -most) & (high < most))  # one wait for both
-
-
-def _view(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for views of one storage that have the same elements in the same order."""
-    dims: list[tuple[int, int]] = []  # sizes and strides, with dims that follow on as one
-    for size, stride in zip(tensor.shape, tensor.stride()):
-        if dims and dims[-1][1] == size * stride:
-            dims[-1] = dims[-1][0] * size, stride
-        elif size > 1:
-            dims.append((size, stride))
-    return tensor.storage_offset(), *dims

@@ -46,6 +46,7 @@ from schedlang.runtime.checkpointing.moments import (
 )
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.grad_reduction.zero import reshard
+from schedlang.runtime.storage.coded import all_opened
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 
@@ -540,7 +541,7 @@ def _same_names(
 
 
 def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), all_opened(program.assembly.parameters.values()):
         for name, part in model_parts(program).items():
             part.copy_(values[name])
 

@@ -50,6 +50,7 @@ WINDOWS = {
     "instance_norm",
     "local_response_norm",
 }
+IMAGES = ("unfold", "fold", "grid_sample", "pixel_shuffle", "pixel_unshuffle")  # of two dims
 NORMS = ("group_norm", "batch_norm", "layer_norm", "rms_norm")
 REACHING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
 FIRST = 2  # the first dim of positions of [batch, channels, positions...]
@@ -68,7 +69,7 @@ def reaches(
     `whole` and `after` are the original's shapes before and after it, `integers` its numbers.
     """
     if name in WINDOWS:
-        return set(range(FIRST, len(whole)))
+        return set(range(len(whole) - _positions(name, len(whole)), len(whole)))
     if name == "group_norm":  # a part of the channels is as many groups as the whole, cut across
         groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
         return set(range(1 if groups == next(iter(integers), None) else FIRST, len(whole)))
@@ -84,6 +85,12 @@ def reaches(
     if name in ("interpolate", "upsample"):
         return _resized(args, kwargs, whole, after)
     return set()
+
+
+def _positions(name: str, dims: int) -> int:
+    """Return how many of so many dims are positions: the last ones, as rows may have no dim."""
+    count = next((int(one) for one in name if one.isdigit()), 0)
+    return count or (max(2, dims - FIRST) if name in IMAGES else dims - FIRST)
 
 
 def _resized(

@@ -23,7 +23,7 @@ from schedlang.ir import pytree
 from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, Placement, Uneven
 from schedlang.runtime.comm.collectives import Group
-from schedlang.runtime.propagation import call_rules
+from schedlang.runtime.propagation import by_parts, call_rules
 from schedlang.runtime.propagation.call_rules import check_meeting, reaches
 from schedlang.runtime.propagation.trace import (
     Call,
@@ -176,6 +176,7 @@ class Follower(Lattice):
         sizes: Mapping[str, int],
         splits: Mapping[str, Sequence[str]],
         draws: bool = True,
+        tried: by_parts.Tried | None = None,
     ) -> None:
         self.frames, self.stack, self.sizes, self.draws = frames, stack, sizes, draws
         self.splits = splits  # sharded module -> the axes that split it
@@ -197,6 +198,7 @@ class Follower(Lattice):
         self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
         self._expects: Call | None = None  # the original's call beside the one that runs
         self.arrivals = _Watched()
+        self.tried: by_parts.Tried = {} if tried is None else tried
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:
@@ -316,8 +318,10 @@ class Compared(Running):
                 check_meeting(self, axis)
         if factors_of(self.name, self.args) != self.expected.factors:
             raise self._otherwise(next(iter(axes), None))
-        for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
-            tags = self._tags(tensor, shape, axes, place)
+        pairs = enumerate(zip(outputs, self.expected.outputs))
+        found = [self._tags(tensor, shape, axes, place) for place, (tensor, shape) in pairs]
+        self._check_by_parts(axes, found)
+        for tensor, tags in zip(outputs, found):
             own = frozenset() if tags or data else roots
             mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
@@ -428,7 +432,8 @@ class Compared(Running):
             return self._reshaped(axis, tag, dim, whole, shape)
         if self.name in PARTS and shape[dim] != whole[tag.dim]:
             return self._parted(axis, tag, shape[dim], place)
-        if self.name == "__getitem__" and shape[dim] != whole[tag.dim] and len(shape) == len(whole):
+        narrowed = self.name == "narrow" or self.name == "__getitem__" and len(shape) == len(whole)
+        if narrowed and shape[dim] != whole[tag.dim]:
             return self._sliced(axis, tag, dim)
         if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
             return tuple(
@@ -480,7 +485,11 @@ class Compared(Running):
         raise failure
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
-        cut = index_at(self.args[1], dim, self.inputs[0].ndim)
+        if self.name == "narrow":
+            start, length = self.argument(2, "start"), self.argument(3, "length")
+            cut: Any = slice(int(start), int(start) + int(length))
+        else:
+            cut = index_at(self.args[1], dim, self.inputs[0].ndim)
         size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
         if size is None:
             raise self.fail(f"a slice cuts across the shards of the ranks of `{axis}`", axis)
@@ -498,6 +507,20 @@ class Compared(Running):
             raise self.follower.refuse(
                 reason, axis, "gather it first: `output=R` on the row before"
             )
+
+    def _check_by_parts(self, axes: set[str], found: Sequence[Mapping[str, Tag]]) -> None:
+        """Refuse a call that no rule is about, and that does not give parts for parts."""
+        given = self.args, self.kwargs
+        if by_parts.known(self.name, *given) or masks(self.func, *given):
+            return
+        notes = [self.follower.of(tensor).tags for tensor in self.inputs]
+        for axis in sorted(axes):
+            own, made = ([tags.get(axis) for tags in some] for some in (notes, found))
+            wrong = by_parts.mixing(self, axis, own, made, self.follower.tried)
+            if wrong:
+                raise self.follower.refuse(
+                    wrong, axis, "gather it first: `output=R` on the row before"
+                )
 
     # -- gradients -------------------------------------------------------------------------------
 

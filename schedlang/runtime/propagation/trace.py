@@ -6,17 +6,14 @@
 * The forward of the original, recorded: each call by module and turn, its labels and draws.
 * A forward with a number of rows that divides no other size, to know rows by their number.
 * What is known of a tensor while a sharded forward is followed, and how following it can end.
-* What modules save for backward in a forward on the meta device: where, and of what shape. Of the
-  original and of its sharded copy, one beside the other, this tells how the ranks split what each
-  module saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +26,6 @@ from schedlang.runtime.batch import named_tensors, rows_of
 from schedlang.runtime.propagation.lending import Lending, not_running
 from schedlang.runtime.rng.draws import masks, shapes_of
 from schedlang.runtime.sharding.sizes import factors_of
-from schedlang.runtime.storage.saved import (
-    given_whole,
-    is_candidate,
-    places,
-    policies,
-    slot,
-    within,
-)
 from schedlang.runtime.tracing.meta import (
     OnMeta,
     meta_model,
@@ -147,6 +136,8 @@ class Trace(TorchFunctionMode):
                 lattice.failed(call, error)
             raise
         call.outputs = tensors_in(call.out)
+        if func is Tensor.__setitem__:  # gives nothing, and leaves another tensor behind
+            call.outputs = given[:1]
         for lattice in self.lattices:
             lattice.after(call)
         return call.out
@@ -309,8 +300,7 @@ class Recorded(Lattice):
 
     def after(self, call: Running) -> None:
         """Write the call down."""
-        written = call.inputs[:1] if call.func is Tensor.__setitem__ else []
-        for tensor in (*call.outputs, *written) if self._batched else ():
+        for tensor in call.outputs if self._batched else ():
             self.put(tensor, True)
         if call.outputs and not self.stack.muted:
             given, made = (
@@ -549,44 +539,3 @@ class Mismatch(Exception):
         # parameters of which whole tensors that met a split one are made, and how many it has
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
-
-
-class Saved(NamedTuple):
-    """One tensor: the innermost module that saved it, and its shape."""
-
-    site: str
-    shape: tuple[int, ...]
-
-
-SavedBy = dict[str, list[Saved]]  # by module, in order
-
-
-def watch_saved(model: nn.Module, modules: Iterable[str], stack: Stack) -> SavedBy:
-    """Wrap the forwards of some modules of a throwaway copy, so that what they save is noted.
-
-    Only what may be coded counts: floats that are neither weights nor given without a gradient.
-    """
-    found: SavedBy = {}
-    for fqn in modules:
-        module = model.get_submodule(fqn)
-        module.forward = _watched(module, stack, found.setdefault(fqn, []))
-    return found
-
-
-def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..., Any]:
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            whole = given_whole((args, kwargs)) | set(places(module))
-
-        def pack(tensor: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                if not policies.uncoded and is_candidate(tensor, whole):
-                    found.append(Saved(stack.frames[-1][0], tuple(tensor.shape)))
-            return tensor
-
-        with within(code=pack), slot(pack):
-            return inner(*args, **kwargs)
-
-    return forward

@@ -123,7 +123,7 @@ def _attention(
 ) -> Tensor:
     """Scaled dot-product attention, written out if it drops; rows that see nothing give 0."""
     if dropout_p == 0:
-        plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+        plain: Callable[..., Tensor] = func  # not by its name, which a user may have given another
         return plain(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import P
 from schedlang.runtime.forward import below, layer_of
 from schedlang.runtime.sharding import grid, norms
@@ -31,12 +33,13 @@ class Sharded:
     inner: Forward | None = None  # what `run` was made around
     run: Forward | None = None
     coded: bool = False  # whether a module around it is
+    name: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         # groups are not copied
         edges = (replace(e, arrivals=copy.deepcopy(e.arrivals, memo)) for e in self.edges)
         module = copy.deepcopy(self.module, memo)
-        return Sharded(module, self.kind, tuple(edges), coded=self.coded)
+        return Sharded(module, self.kind, tuple(edges), coded=self.coded, name=self.name)
 
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation, in which `inner` is the module's own."""
@@ -59,7 +62,9 @@ class Sharded:
 
 
 def without_graph(model: nn.Module) -> str:
-    """Return why sharded modules inside cannot be a part of a graph, or "" if they can."""
+    """Return why modules inside cannot be a part of a graph, or "" if they can."""
+    if any(layer_of(module, "decode") is not None for module in model.modules()):
+        return "a weight in it lies in codes, and dynamo has no graph for what is kept as a note"
     every = (layer_of(module, "sharded") for module in model.modules())
     if any(one is not None and one.kind.startswith("summa") for one in every):
         return "its weights lie on a grid, and dynamo has no graph for broadcasts along a line"
@@ -93,6 +98,22 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     **dict.fromkeys((f"BatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
     "GroupNorm": group_norm,
 }
+UNCALLED = "uncalled"  # in the forward by which it was told how tensors arrive
+
+
+def _uncalled(sharded: Sharded, *_: Any, **__: Any) -> Any:
+    """Refuse the call of a module of which nobody has seen what it is given (S664)."""
+    raise Refusal.of(
+        "S664",
+        f"`{sharded.name}` is sharded, and the batch of the build did not reach it",
+        notes=("how tensors arrive at a sharded module is read from a forward of that batch",),
+        helps=(
+            f"build with a batch that reaches `{sharded.name}`: its first microbatch counts",
+            "or leave its `shard` row out",
+        ),
+    )
+
+
 # kinds that rows choose: they may run the module's own forward
 CHOSEN: Mapping[str, Callable[[Sharded, Forward], Forward]] = {
     "summa Linear": grid.projection,
@@ -102,6 +123,7 @@ CHOSEN: Mapping[str, Callable[[Sharded, Forward], Forward]] = {
     "cube Conv1D": grid.cube_projection,
     "cube Embedding": grid.cube_embedding,
     "norm": norms.norm,
+    UNCALLED: lambda sharded, inner: partial(_uncalled, sharded),
     "experts": lambda sharded, inner: sharded.edges[0].told.forward_of(sharded, inner),  # Routing
 }
 

@@ -54,7 +54,8 @@ _ALONG: Mapping[str, tuple[str, int, Any]] = {
     **dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), ("dim", 2, None)),
     **dict.fromkeys(("tril", "triu"), ("", 0, (-2, -1))),
     **dict.fromkeys(("index_fill", "index_copy", "index_add", "scatter", "gather"), ("dim", 1, -1)),
-    **dict.fromkeys(("channel_shuffle", "pixel_shuffle", "local_response_norm"), ("", 0, 1)),
+    **dict.fromkeys(("channel_shuffle", "local_response_norm"), ("", 0, 1)),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), ("", 0, -3)),
     "normalize": ("dim", 2, 1),
     "gumbel_softmax": ("dim", 4, -1),
     "flip": ("dims", 1, None),
@@ -220,10 +221,14 @@ class _Reading(TorchFunctionMode):
         return torch.Size(sizes) if at is None else sizes[at]
 
 
+def _ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("schedlang.runtime.")
+
+
 def _runs(module: nn.Module, frame: FrameType | None) -> bool:
     """Return whether a frame runs the module's own code: a method of it, or what stands inside of
-    one."""
-    while frame is not None and frame.f_code.co_name.startswith("<"):
+    one; modes that lie above are none of it."""
+    while frame is not None and (frame.f_code.co_name.startswith("<") or _ours(frame)):
         frame = frame.f_back
     names = frame.f_code.co_varnames[:1] if frame is not None else ()
     return bool(names) and frame is not None and frame.f_locals.get(names[0]) is module

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.coded import coded_of
 from schedlang.runtime.storage.tiers import CPU, Scratch, mark
 
 _SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
@@ -220,7 +221,10 @@ def restore_gradient(parameter: nn.Parameter) -> None:
 
 
 def local(value: Tensor) -> Tensor:
-    """A tensor's part on this rank, as a plain tensor."""
+    """A tensor's part on this rank, as a plain tensor; of one that lies in codes its values."""
+    held = coded_of(value)
+    if held is not None:
+        return held.value()
     part: Tensor = value.to_local() if hasattr(value, "to_local") else value.detach()
     return part
 

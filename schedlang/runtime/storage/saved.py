@@ -218,6 +218,17 @@ def place(tensor: Tensor) -> int:
     return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
+def elements(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for views of one storage that have the same elements in the same order."""
+    dims: list[tuple[int, int]] = []  # sizes and strides, with dims that follow on as one
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size > 1:
+            dims.append((size, stride))
+    return tensor.storage_offset(), *dims
+
+
 def is_copy(tensor: Tensor, weight: Tensor) -> bool:
     """Return whether a tensor of 16 bits is a weight of 32 bits, cast, perhaps transposed."""
     if tensor.dtype not in HALVES or weight.dtype != torch.float32:

@@ -33,6 +33,7 @@ from schedlang.runtime.comm.agreement import checksum
 from schedlang.runtime.program import Program
 from schedlang.runtime.redistribution.carry import Traffic, bucket_size, move, wire
 from schedlang.runtime.redistribution.route import Route, TensorLayout, Uncovered, route
+from schedlang.runtime.storage.coded import all_opened
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.storage.offloaded_gradients import local
 from schedlang.runtime.transfer.ends import (
@@ -108,7 +109,8 @@ def transfer(
     less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
     be an end) on all ranks, before anything is changed.
     """
-    with comm.within(()):  # whatever part of the job the ends are on
+    written = all_opened(b.assembly.parameters.values() if isinstance(b, Program) else ())
+    with written, comm.within(()):  # whatever part of the job the ends are on
         if any(comm.distinct_objects(isinstance(a, str | os.PathLike))):
             return _read(a, b, optimizer, bucket_bytes)
         ends = _Ends.met(a, b, optimizer, changed_only, bucket_bytes)

@@ -1,0 +1,472 @@
+"""Run a `LightningModule` under a schedule: the same program, and one argument more.
+
+    from schedlang.lightning import ScheduleStrategy
+
+    Trainer(devices=2, strategy=ScheduleStrategy("dp.sched")).fit(module, loader)
+
+Data, epochs, callbacks, logs and checkpoints are Lightning's; the forward, the backward and the
+update of a step are those of the schedule's program.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.source import python_span
+from schedlang.ir.copied import deeply_copied
+from schedlang.language.syntax import given, parse
+from schedlang.passes.elaborate.state import Settings
+from schedlang.runtime.checkpointing.position import generators, put_back
+from schedlang.schedule import Schedule
+
+# Lightning is published under two names, with classes of their own
+_ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_PACKAGES = tuple(_ROOTS)
+_Logs = dict[str, dict[str, Any] | None]
+_LOG = ("prog_bar", "logger", "on_step", "on_epoch")  # what `log` takes after the value, in order
+# arguments of `build` that are not options here, and what says them
+_GIVEN = {
+    "batch": "the loader's first batch is taken",
+    "clip": "`Trainer(gradient_clip_val=1.0)`",
+    "optimizer": "`configure_optimizers` makes it",
+}
+# methods that Lightning calls beside the step
+_NOT_OF_STEPS = ("on_", "configure_", "validation_", "test_", "predict_", "setup", "__init__")
+_PLAIN = (bool, int, float, str, type(None))
+BESIDE = ".schedlang"  # ends the name of the folder with the program's state, beside a checkpoint
+# hooks that ask for gradients or make the update, which only the program does
+_HOOKS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+class _Scheduled:
+    """The methods of a strategy of Lightning that trains under a schedule.
+
+    schedule  a path or a text, whose selectors name modules inside of the `LightningModule`
+    options   further arguments of `Schedule.build`: `weight=`, `dropout=`, `compare=`, ...
+
+    `training_step` is the forward of the program, and its loss what is trained.  Between two steps
+    the module has no values: they are gathered for evaluations, checkpoints, and at the end.
+    """
+
+    accelerator: Any
+    lightning_module: Any
+    lr_scheduler_configs: Any
+    optimizers: Any
+    root_device: torch.device
+    world_size: int
+    batch_to_device: Any
+    broadcast: Any
+    connect: Any
+    checkpoint_io: Any
+    is_global_zero: bool
+    precision_plugin: Any
+    setup_optimizers: Any
+
+    def __init__(self, schedule: Any, **options: Any) -> None:
+        super().__init__()
+        for name in sorted(_GIVEN.keys() & options.keys()):
+            raise _refused(f"`{name}` is Lightning's to give", f"leave it out: {_GIVEN[name]}")
+        self.schedule, self.options = schedule, options
+        self.program: Any = None
+        self._step: Any = None  # the module with its `training_step` as the forward
+        self._logs: _Logs = {}  # how it logs the loss
+        self._known: dict[str, Any] = {}  # its plain attributes when the program was built
+        self._given: list[Any] | None = None  # `_signs` of the values that the module has, if any
+        self._from = ""  # the checkpoint that the run goes on from
+
+    # -- before the first step -------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The parts that the rows of a step are shared in, and which is this rank's."""
+        if self.program is None:
+            return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
+        return {"num_replicas": self.program.dp_size, "rank": self.program.dp_rank}
+
+    def setup(self, trainer: Any) -> None:
+        """Build the program of the schedule, if the module is to be fitted; all ranks together.
+
+        Raises Refusal S691 for what cannot be followed, and what `Schedule.build` raises.
+        """
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if trainer.state.fn != "fit":
+            module.to(self.root_device)
+            return
+        if found := _not_followed(trainer, module):
+            raise _refused(*found)
+        self._step = _with_step_as_forward(module, self._logs)
+        settings = Settings(world=self.world_size)
+        self.program = Schedule(self._step, parse(given(self.schedule)), settings).build(
+            optimizer=lambda named: self._optimizer(trainer, module, dict(named)),
+            clip=trainer.gradient_clip_val,
+            **self.options,
+        )
+        trainer.fit_loop.setup_data()  # now that it is known which rows are this rank's
+        first = self._first(trainer, module)
+        type(self._step).form = _Form.of(first)
+        self.program._built(type(self._step).form.keywords(first), True)
+        self.program = self.program._program
+        self._known = {name: vars(module).get(name) for name in _named(type(module))}
+        self._given = _signs(module)
+
+    def _first(self, trainer: Any, module: Any) -> Any:
+        """The first batch, as `training_step` will be given it; loaders stay where they are."""
+        loaders = trainer.train_dataloader
+        now = generators(loaders)
+        batch = _pytree.tree_map(lambda one: next(iter(one)), loaders)
+        put_back(loaders, now)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch)
+
+    def _optimizer(self, trainer: Any, module: Any, own: dict[str, Any]) -> Any:
+        """The optimizer that `configure_optimizers` makes, over parameters by their names.
+
+        Names of no part of the module are those of a probe, which asks how parameters move: they
+        stand for parameters of the module, its matrices first.
+        """
+        known = dict(module.named_parameters())
+        parts = {name.partition(".")[0] for name in own}
+        if probe := not parts & {name.partition(".")[0] for name in known}:
+            trained = [name for name, p in known.items() if p.requires_grad]
+            names = sorted(trained, key=lambda name: known[name].dim() < 2)
+            own = dict(zip(names, own.values(), strict=False))
+        elsewhere = nn.Parameter(torch.empty(0), requires_grad=False)
+        mine = deeply_copied(module, {id(p): own.pop(n, elsewhere) for n, p in known.items()})
+        for one in mine.modules():
+            for name in [name for name, p in one._parameters.items() if p is elsewhere]:
+                del one._parameters[name]
+        for name, p in own.items():  # which rows have made, as those of adapters
+            _at(mine, name.split(".")[:-1]).register_parameter(name.rpartition(".")[2], p)
+        mine.trainer = trainer
+        before = self.optimizers, self.lr_scheduler_configs
+        self.connect(mine)
+        try:
+            self.setup_optimizers(trainer)
+            return self.optimizers[0]
+        finally:
+            self.connect(module)
+            if probe:
+                self.optimizers, self.lr_scheduler_configs = before
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        """Train on this rank's rows: forward, backward and update; the loss of all ranks' rows."""
+        module = self.lightning_module
+        self._take_back()
+        for name, was in self._known.items():
+            now = vars(module).get(name)
+            if now is not was and not (type(now) in _PLAIN and now == was):
+                raise _refused(
+                    f"a hook has changed `{name}`, which the program has as it was",
+                    "compute it in `training_step`, from `self.global_step` for example",
+                )
+        type(self._step).batch_idx = batch_idx
+        loss = self.program.train_step(self._step.form.keywords(batch), local=True)
+        for name, how in self._logs.items():
+            if how is not None:
+                module.log(name, loss, **how)
+        return loss
+
+    def backward(self, closure_loss: Any, *_: Any, **__: Any) -> Any:
+        """Nothing: the step of the program has done it."""
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *_: Any, **__: Any) -> Any:
+        """Nothing but the step of the program, which updates."""
+        return closure()
+
+    # -- the values of the module ----------------------------------------------------------------
+
+    def _give(self) -> None:
+        """Give the module the program's values; all ranks together."""
+        module = self.lightning_module
+        if self.program is None or self._given is not None:
+            return
+        state = self.program.state_dict() | self.program.buffers()
+        device = self.root_device
+        for name, p in module.named_parameters():
+            _swap(p, state[name].to(device))
+        for name, buffer in module.named_buffers():
+            buffer.copy_(state[name])
+        self._given = _signs(module)
+
+    def _take_back(self) -> None:
+        """Leave the module no values, and the program what hooks have written into them."""
+        module = self.lightning_module
+        if self._given is None:
+            return
+        if self._given != _signs(module):
+            self.program.load_state_dict(module.state_dict())
+        for p in module.parameters():
+            _swap(p, torch.empty_like(p, device="meta"))
+        self._given = None
+
+    def on_validation_start(self) -> None:
+        """Evaluate the module as Lightning does, with the values of the program."""
+        self._give()
+
+    def on_train_end(self) -> None:
+        """Leave the trained values in the module."""
+        self._give()
+
+    def teardown(self) -> None:
+        """End; the program stays as it is, and so does a module without values after an error."""
+        if self.program is None or self._given is not None:
+            self.lightning_module.cpu()
+        for one in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+            one.teardown()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's own state dict, with the values of the program; all ranks together."""
+        self._give()
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: it lies in the folder beside the checkpoint, as each rank has it."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Save Lightning's file, and before it the program's state into a folder beside it."""
+        filepath = self.broadcast(filepath)
+        if "optimizer_states" in checkpoint:
+            self.program.save(f"{filepath}{BESIDE}", 1)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and the folder beside it."""
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        if self.is_global_zero:
+            shutil.rmtree(f"{filepath}{BESIDE}", ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **more: Any) -> Any:
+        """Read Lightning's file; the program's state is read when the program is built."""
+        self._from = str(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **more)  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Take over the program's state, of whatever schedule and number of ranks.
+
+        Raises Refusal S691 where another strategy has written the checkpoint.
+        """
+        folder = Path(f"{self._from}{BESIDE}")
+        if not folder.is_dir():
+            raise _refused(
+                f"there is no `{folder}`: this checkpoint has no state of a schedule's program",
+                'begin with its weights: `module.load_state_dict(torch.load(path)["state_dict"])`',
+            )
+        self.program.load(folder)
+
+
+# -- the module and its batches ------------------------------------------------------------------
+
+
+def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
+    """The module, with the same parts, whose forward is its `training_step`.
+
+    logs  is filled with what the step logs: how, if it is the loss
+    """
+    kind = type(module)
+    inner, takes = kind.forward, inspect.signature(kind.training_step).parameters
+
+    class Step(kind):  # type: ignore[misc,valid-type]
+        form, batch_idx = _Form(None), 0
+        # trainer, epoch and step are those of the module
+        _trainer = property(lambda self: module._trainer, lambda self, value: None)
+        _device = property(lambda self: _place(self, module), lambda self, value: None)
+
+        def __call__(self, *args: Any, **batch: Any) -> Any:
+            if "_told" in vars(self):  # `self(x)` inside of its `training_step`
+                return inner(self, *args, **batch)
+            return super().__call__(*args, **batch)
+
+        def forward(self, **batch: Any) -> dict[str, Any]:
+            told: dict[str, Any] = {}
+            self.__dict__["_told"] = told
+            try:
+                index = (self.batch_idx,) if len(takes) > 2 else ()
+                output = self.training_step(self.form.batch(batch), *index)
+            finally:
+                del self.__dict__["_told"]
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            for name, (value, how) in told.items():
+                if name not in logs:
+                    logs[name] = how if value is loss else None
+                    if value is not loss:
+                        _untold(name)
+            return {"loss": loss}
+
+        def log(self, name: str, value: Any, *args: Any, **how: Any) -> None:
+            self.__dict__["_told"][name] = value, dict(zip(_LOG, args, strict=False)) | how
+
+        def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **how: Any) -> None:
+            for name, value in dictionary.items():
+                self.log(name, value, *args, **how)
+
+    Step.__name__, Step.__qualname__, Step.__module__ = (
+        kind.__name__,
+        kind.__qualname__,
+        kind.__module__,
+    )
+    step = copy.copy(module)
+    step.__class__ = Step
+    return step
+
+
+def _swap(p: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter a value that may lie elsewhere; it stays the same object."""
+    torch.utils.swap_tensors(p, nn.Parameter(value, p.requires_grad))  # type: ignore[no-untyped-call]
+
+
+def _at(module: nn.Module, path: Sequence[str]) -> nn.Module:
+    """The module at a path, made where there is none."""
+    for name in path:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
+
+
+def _place(step: nn.Module, module: Any) -> torch.device:
+    own: torch.device = module.device
+    p = next(step.parameters(), None)
+    return own if p is None else p.device
+
+
+def _untold(name: str) -> None:
+    what = f"`{name}` is not logged: under a schedule only the loss leaves `training_step`"
+    warnings.warn(what, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of the batches of a loader, and the keyword arguments that they are given as.
+
+    kind    type of the batches that consist of parts, else None
+    """
+
+    kind: type[Any] | None
+
+    @classmethod
+    def of(cls, batch: Any) -> _Form:
+        """Return the form of a batch."""
+        return cls(type(batch) if isinstance(batch, (Mapping, tuple, list)) else None)
+
+    def keywords(self, batch: Any) -> Mapping[str, Any]:
+        """Return a batch as keyword arguments."""
+        if isinstance(batch, Mapping):
+            return batch
+        if self.kind is None:
+            return {"batch": batch}
+        return {f"batch_{i}": part for i, part in enumerate(batch)}
+
+    def batch(self, keywords: Mapping[str, Any]) -> Any:
+        """Return the batch that `keywords` has taken apart."""
+        if self.kind is None:
+            return keywords["batch"]
+        if issubclass(self.kind, Mapping):
+            return self.kind(keywords)  # type: ignore[call-arg]
+        parts = keywords.values()
+        return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
+
+
+def _signs(module: nn.Module) -> list[Any]:
+    """Return numbers that change when somebody writes into a parameter or a buffer."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return [(one._version, one.data_ptr()) for one in tensors]
+
+
+def _named(kind: type[Any]) -> set[str]:
+    """Return what methods name that `training_step` may call: plain attributes are among it."""
+    own = kind.__mro__[: kind.__mro__.index(_base(kind))]
+    return {
+        name
+        for one in own
+        for method, value in vars(one).items()
+        if inspect.isfunction(value) and not method.startswith(_NOT_OF_STEPS)
+        for name in value.__code__.co_names
+    } - {"training"}
+
+
+def _base(kind: type[Any]) -> type[Any]:
+    """Return Lightning's own class of those of which a module's or a callback's is made."""
+    return next(one for one in kind.__mro__ if one.__module__.split(".")[0] in _PACKAGES)
+
+
+# -- what is not followed ------------------------------------------------------------------------
+
+
+def _not_followed(trainer: Any, module: Any) -> tuple[str, str] | None:
+    """Return what a schedule cannot follow, and what to write instead."""
+    strategy = trainer.strategy
+    if not module.automatic_optimization:
+        return "`automatic_optimization` is off", "let Lightning's loop call `training_step`"
+    if trainer.accumulate_grad_batches != 1:
+        n = trainer.accumulate_grad_batches
+        help_ = f"larger batches, and a row: `pipeline(micro={n})`"
+        return f"`accumulate_grad_batches={n}` is not followed under a schedule", help_
+    if str(trainer.precision) != "32-true":
+        help_ = "leave it out: rows say it, as `cast(bf16)`"
+        return f"`precision={trainer.precision}` is not followed under a schedule", help_
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
+        return "gradients are clipped by value", "clip by their norm"
+    if strategy._layer_sync is not None:
+        return "`sync_batchnorm` is not followed under a schedule", "leave it out"
+    for one in (module, *trainer.callbacks):
+        base = _base(type(one))
+        for name in _HOOKS:
+            if getattr(type(one), name, None) is not getattr(base, name, None):
+                title = f"`{type(one).__name__}.{name}` is not called under a schedule"
+                return title, "leave it out: backward and update are the program's"
+    if not list(module.parameters()):
+        return f"`{type(module).__name__}` has no parameters", "make them before `fit`"
+    return None
+
+
+def _refused(title: str, help_: str) -> Refusal:
+    return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))
+
+
+@cache
+def scheduled(kind: type[Any]) -> type[Any]:
+    """A strategy like `DDPStrategy`, or one derived from it, that takes a schedule."""
+    return type("ScheduleStrategy", (_Scheduled, kind), {"__doc__": _Scheduled.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """`ScheduleStrategy`, made when it is asked for: importing this module imports no Lightning."""
+    if name != "ScheduleStrategy":
+        raise AttributeError(f"module `schedlang.lightning` has no `{name}`")
+    at_hand = [one for one in _PACKAGES if one in sys.modules] or list(_PACKAGES)
+    found = next((one for one in at_hand if importlib.util.find_spec(one)), _PACKAGES[0])
+    strategies = importlib.import_module(f"{_ROOTS[found]}.strategies")
+    return scheduled(strategies.DDPStrategy)

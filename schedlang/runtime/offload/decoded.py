@@ -1,0 +1,67 @@
+"""Projections whose frozen weight lies in codes, and has values for each pass only.
+
+A module's weight is decoded for its forward.  What autograd would keep of it, it keeps as a note,
+and whoever asks in backward has it decoded once more: between the two nothing lies there but codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.mixed_precision import device_of, used_as
+from schedlang.runtime.storage.coded import Coded
+from schedlang.runtime.storage.saved import Pack, View, outside, place, slot
+
+
+class Decoding:
+    """The layer around the forward of a module; where it is cast, the weight is decoded cast."""
+
+    def __init__(self, module: nn.Module, held: Coded) -> None:
+        self.module, self.held = module, held
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `inner` with the weight's values."""
+        held = self.held
+        dtype = used_as(self.module, held.scales, device_of(args, kwargs))
+        weight = held.show(dtype)  # nothing else comes to lie in its place before this ends
+        try:
+            if not torch.is_grad_enabled() or not weight.numel():
+                return inner(*args, **kwargs)
+            with slot(_pack(held, dtype, place(weight))):
+                return inner(*args, **kwargs)
+        finally:
+            held.hide()
+
+
+def _pack(held: Coded, dtype: torch.dtype, lies: int) -> Pack:
+    """Keep a note of the weight, which lies there; anything else as the hooks around keep it."""
+    outer = outside()
+
+    def pack(tensor: Tensor) -> Any:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if plain and place(tensor) == lies:
+            return _Note(held, dtype, View.of(tensor))
+        return outer(tensor)
+
+    return pack
+
+
+class _Note:
+    """A note in the place of a weight, or of a view of one."""
+
+    def __init__(self, held: Coded, dtype: torch.dtype, view: View) -> None:
+        self.held, self.dtype, self.view = held, dtype, view
+
+    def tensor(self) -> Tensor:
+        """The weight as it was saved."""
+        return self.view.on(self.held.value(self.dtype))
+
+
+def decode(module: nn.Module, held: Coded) -> None:
+    """Give `module` its weight for its forwards and backwards only, in place."""
+    wrap(module, "decode", Decoding(module, held))
