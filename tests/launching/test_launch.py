@@ -117,6 +117,18 @@ def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> No
     assert told == ["here", "begun", "begun"]
 
 
+def test_what_is_done_with_progress_is_no_hang(pool: Pool) -> None:
+    """The ranks are not asked how long that takes, also where it is longer than they may hang."""
+
+    def work() -> None:
+        progress("begun")
+        time.sleep(0.2)
+        progress("more")
+        time.sleep(1.5)
+
+    pool.run(work, 2, hang_after=1.8, on_progress=lambda rank, what: time.sleep(1.0))
+
+
 def test_an_error_meanwhile_ends_the_ranks(pool: Pool) -> None:
     """It comes before one of theirs, does not wait for them, and the next job is served."""
 

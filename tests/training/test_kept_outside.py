@@ -69,6 +69,22 @@ def _closed() -> Callable[[], Tensor]:
 closed = _closed()
 
 
+class Making(dict[str, Any]):
+    """Makes a value whenever one is asked for, as transformers' table of activations does."""
+
+    made = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Making.made += 1
+        return nn.Linear(1, 1)
+
+    def __iter__(self) -> Any:  # by which `dict` takes it for no plain one
+        return iter([*self.keys()])
+
+
+MAKING = Making(one=nn.Linear, two=nn.ReLU)
+
+
 class Classed(nn.Module):
     """A table that the class keeps, and one constant that is there from the beginning."""
 
@@ -185,3 +201,11 @@ def test_what_is_no_table_stays() -> None:
         TABLES["count"], TABLES["more"] = 3, torch.zeros(1)
         TABLES["by length"][WIDTH] = first.double()
     assert table() is first and TABLES.pop("count") == 3 and "more" not in TABLES
+
+
+def test_nothing_is_asked_of_a_table_that_makes_what_it_is_asked_for() -> None:
+    """Its entries are looked at as they lie."""
+    before = Making.made
+    with kept_outside(Classed()):
+        pass
+    assert Making.made == before and dict.keys(MAKING) == {"one", "two"}
