@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.assembly import Assembly, Weight
+    from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.collectives import Ranks
+    from schedlang.runtime.grad_reduction.gradient import LocalParameters
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
@@ -261,7 +263,6 @@ def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
 
 def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
-    from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     if plan.completing:
         plan = completed(plan, batch, given.loss)
@@ -278,9 +279,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         exchange(plan, module, prepared.tokens, ranks)
     lower(builder, lambda: shard_modules(module, traced, builder.with_group))
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    found = LocalParameters({name: p for name, p in module.named_parameters() if name in held})
-    encode_weights(builder, found)
+    found = _held(builder, holdings)
     stores = plan.stores and not given.on_meta
     lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
@@ -321,6 +320,18 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
+
+
+def _held(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
+    """This rank's parameters by name; those that are to lie in codes lie there now."""
+    from schedlang.runtime.grad_reduction.gradient import LocalParameters
+
+    mesh, rank = builder.plan.mesh, builder.ranks.rank
+    held = {name for name, holding in holdings.items() if holding.held(mesh, rank)}
+    named = builder.module.named_parameters()
+    found = LocalParameters({name: p for name, p in named if name in held})
+    encode_weights(builder, found)
+    return found
 
 
 def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:

@@ -100,7 +100,7 @@ class Codebook:
         return self.decoded(*self.encoded(rows), rows.shape[1])
 
     def _blocks(self, inputs: int) -> tuple[int, int]:
-        """Return how many blocks a row has, and of how many elements."""
+        """The number of blocks of a row, and of elements of a block."""
         block = max(1, min(self.block, inputs))
         return -(-inputs // block), block
 

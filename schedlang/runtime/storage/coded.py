@@ -91,12 +91,12 @@ def _none(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def coded_of(parameter: Tensor) -> Coded | None:
-    """Return what a parameter lies in, if it lies in codes."""
+    """Return the codes of a parameter; None: it lies as it is."""
     return vars(parameter).get(_SLOT)
 
 
 def all_coded(parameters: Iterable[Tensor]) -> list[Coded]:
-    """Select those of some parameters that lie in codes."""
+    """List the codes of those of some parameters that lie in codes."""
     return [held for parameter in parameters if (held := coded_of(parameter)) is not None]
 
 
