@@ -330,7 +330,8 @@ def _held(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
     held = {name for name, holding in holdings.items() if holding.held(mesh, rank)}
     named = builder.module.named_parameters()
     found = LocalParameters({name: p for name, p in named if name in held})
-    encode_weights(builder, found)
+    if builder.plan.model.changes:
+        encode_weights(builder, found)
     return found
 
 

@@ -36,21 +36,28 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
     a class or by `functools.lru_cache`: the model itself would meet them afterwards.
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
-    spaces, cells = _spaces(frozenset(cls for cls in classes if _root(cls) not in OTHERS))
+    own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
+    spaces, cells = _spaces(own)
     undo: Undo = []
+    # a proof comes here a hundred times, and most functions have no names
+    without = [one for one in spaces if not one[0]]
+    held = [*map(_content, cells)]
     try:
-        # a proof comes here a hundred times, and most functions have no names
-        undo.append(partial(_empty, [one for one in spaces if not one[0]]))
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        held = [*map(_content, cells)]
-        undo.append(partial(_refill, cells, held))
         _look_into(dict(enumerate(held)), undo, 0)
         yield
     finally:
+        for names, put in without:
+            if names:
+                _put_back(names, {}, put)
         for back in undo:
             back()
+        for cell, value in zip(cells, held):
+            now = _content(cell)
+            if now is not value and value is not GONE and (_holds(now) or _holds(value)):
+                cell.cell_contents = value
 
 
 @functools.lru_cache(maxsize=16)  # one model is run many times
@@ -82,10 +89,6 @@ def _set_attribute(cls: type, name: str, value: Any) -> None:
         delattr(cls, name)
     else:
         setattr(cls, name, value)
-
-
-def _root(cls: type) -> str:
-    return cls.__module__.split(".")[0]
 
 
 def _home(value: Any) -> str:
@@ -137,19 +140,6 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return GONE
-
-
-def _empty(spaces: Iterable[tuple[Any, Put]]) -> None:
-    for names, put in spaces:
-        if names:
-            _put_back(names, {}, put)
-
-
-def _refill(cells: Iterable[CellType], before: Iterable[Any]) -> None:
-    for cell, value in zip(cells, before):
-        now = _content(cell)
-        if now is not value and value is not GONE and (_holds(now) or _holds(value)):
-            cell.cell_contents = value
 
 
 def _forget(cache: Any, misses: int) -> None:
