@@ -1,35 +1,21 @@
-"""Calls that give parts of their result for parts of their tensors: by name, else by trying.
+"""Calls that no rule is about: whether they give parts of their result for parts of their tensors.
 
 The shapes of a call tell along which dim its result is split, not whether each rank computes there
 what the whole has there: a sort, a sum from left to right or a write to one column keep every
-shape. torch marks its elementwise operators, and what reshapes, multiplies or normalises is held
-against rules of its own; any other call is made with numbers, of whole tensors and of the parts
-that ranks have of them, and both must agree.
+shape.  Such a call is made with numbers, of whole tensors and of the parts that ranks have of them,
+and both must agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import cache
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from schedlang.ir import pytree
-from schedlang.runtime.propagation.call_rules import (
-    ELEMENTWISE,
-    JOINS,
-    LINEAR,
-    MERGES,
-    NORMS,
-    PRODUCTS,
-    REACHING,
-    REPEATING,
-    SUMMING,
-)
 from schedlang.runtime.propagation.trace import Tag
-from schedlang.runtime.sharding.sizes import FILLS, PARTS
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follow import Compared
@@ -38,48 +24,8 @@ Shape = tuple[int, ...]
 Tags = Sequence[Tag | None]  # of some tensors, along one axis
 Tried = MutableMapping[object, str]  # what is wrong with calls that were tried; "": nothing
 
-ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
-MOVES = {
-    *("adjoint", "as_subclass", "broadcast_to", "copy_", "cpu", "cuda", "data", "detach", "H"),
-    *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
-    *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
-    *("swapdims", "type_as", "view_as", "unsafe_split", "int", "long", "bool"),
-}
-# sums and scores along a dim, of large tensors: by the dim that they name
-DIMS = {"softmax", "log_softmax", "softmin", "cross_entropy", "nll_loss"}
-# further rules of their own: of the dims that calls name, window or join
-BY_RULE = {
-    *(*ATTENTION, *DIMS, *FILLS, *JOINS, *LINEAR, *MERGES, *MOVES, *NORMS, *PARTS, *PRODUCTS),
-    *(*REACHING, *REPEATING, *SUMMING),
-}
 LARGE = 2**20  # elements above which dims that no call names are made shorter
 RANKS = 3  # that are tried: the first, its neighbour and the last
-
-
-def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the name of a call tells what it does along each dim."""
-    if name == "__getitem__":  # a list or a tensor of indices names places of the whole
-        return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
-    if name == "repeat_interleave":  # without a dim it takes all of them as one
-        dim = args[2] if len(args) > 2 else kwargs.get("dim")
-        return dim is not None
-    plain = name.strip("_")
-    names = {name, plain}
-    if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
-        names.add(plain[1:])
-    return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
-
-
-@cache
-def _elementwise(name: str) -> bool:
-    """Return whether torch itself says that all of its operators of this name are elementwise."""
-    packet = getattr(torch.ops.aten, name.partition(".")[0], None)
-    if packet is None or not hasattr(packet, "overloads"):
-        return False
-    some = [one for one in packet.overloads() if not one.endswith("out")]
-    every = [one for one in (getattr(packet, o) for o in some) if one._schema.arguments]
-    mine = [one for one in every if str(one._schema.arguments[0].type) == "Tensor"]
-    return bool(mine) and all(torch.Tag.pointwise in one.tags for one in mine)
 
 
 def mixing(step: Compared, axis: str, given: Tags, made: Tags, tried: Tried) -> str:

@@ -20,14 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven
 from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
+from schedlang.runtime.sharding.sizes import FILLS, PARTS
 
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.follow import Compared, Follower
@@ -487,3 +490,47 @@ def _grown(before: Shape, after: Shape) -> int | None:
     found = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
     fits = len(found) == 1 and before[found[0]] and after[found[0]] % before[found[0]] == 0
     return found[0] if fits else None
+
+
+# -- calls that a rule is about ------------------------------------------------------------------
+
+ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
+MOVES = {
+    *("adjoint", "as_subclass", "broadcast_to", "copy_", "cpu", "cuda", "data", "detach", "H"),
+    *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
+    *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
+    *("swapdims", "type_as", "view_as", "unsafe_split", "int", "long", "bool"),
+}
+# sums and scores along a dim, of large tensors: by the dim that they name
+DIMS = {"softmax", "log_softmax", "softmin", "cross_entropy", "nll_loss"}
+# further rules of their own: of the dims that calls name, window or join
+BY_RULE = {
+    *(*ATTENTION, *DIMS, *FILLS, *JOINS, *LINEAR, *MERGES, *MOVES, *NORMS, *PARTS, *PRODUCTS),
+    *(*REACHING, *REPEATING, *SUMMING),
+}
+
+
+def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the name of a call tells what it does along each dim."""
+    if name == "__getitem__":  # a list or a tensor of indices names places of the whole
+        return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
+    if name == "repeat_interleave":  # without a dim it takes all of them as one
+        dim = args[2] if len(args) > 2 else kwargs.get("dim")
+        return dim is not None
+    plain = name.strip("_")
+    names = {name, plain}
+    if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
+        names.add(plain[1:])
+    return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
+
+
+@cache
+def _elementwise(name: str) -> bool:
+    """Return whether torch itself says that all of its operators of this name are elementwise."""
+    packet = getattr(torch.ops.aten, name.partition(".")[0], None)
+    if packet is None or not hasattr(packet, "overloads"):
+        return False
+    some = [one for one in packet.overloads() if not one.endswith("out")]
+    every = [one for one in (getattr(packet, o) for o in some) if one._schema.arguments]
+    mine = [one for one in every if str(one._schema.arguments[0].type) == "Tensor"]
+    return bool(mine) and all(torch.Tag.pointwise in one.tags for one in mine)

@@ -512,7 +512,7 @@ class Compared(Running):
     def _check_by_parts(self, axes: set[str], found: Sequence[Mapping[str, Tag]]) -> None:
         """Refuse a call that no rule is about, and that does not give parts for parts."""
         given = self.args, self.kwargs
-        if by_parts.known(self.name, *given) or masks(self.func, *given):
+        if call_rules.known(self.name, *given) or masks(self.func, *given):
             return
         notes = [self.follower.of(tensor).tags for tensor in self.inputs]
         for axis in sorted(axes):
