@@ -96,7 +96,8 @@ def adapt(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                 "lora, rank=1, alpha=3, dropout=0.25",
                 "dora, rank=2, seed=3",
                 "lora, rank=2, base=int8, block=2",
-                "lora, rank=1, base=nf4",
+                "lora, rank=1, base=int4",
+                "dora, rank=2, base=nf4",
             ):
                 row = f"{at}.up, {at}.down  adapt({words})"
                 found.append(step("adapt", [row], [*claims, "tie", "freeze", *late]))

@@ -22,6 +22,7 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.simulate.account import account
 from schedlang.passes.verify.changed import KIND
 from schedlang.runtime import batch as parts
+from schedlang.runtime.left import left_in
 from schedlang.runtime.offload import decoded
 from schedlang.runtime.storage.codebook import NF4, Codebook
 from schedlang.runtime.storage.coded import Coded, all_coded, as_they_lie
@@ -414,3 +415,15 @@ def test_numbers_that_make_no_blocks() -> None:
     for words in ("base=int8, block=0", "block=32", "base=int3"):
         with pytest.raises(Refusal, match="S30[34]"):
             planned(models.llama(2), f"{BLOCK}.mlp.up_proj  adapt(lora, {words})", "", "model")
+
+
+def test_a_compiled_region_runs_eagerly_and_says_so() -> None:
+    """No graph holds what is kept as a note: the step is the same, and what is left out is told."""
+    losses = []
+    for rows in (f"{BLOCK}.mlp  fuse()\n", ""):
+        plan = planned(models.llama(2).float(), lora("int8", ", block=4") + rows, "", "model")
+        program = build(plan, BATCHES[0], optimizer=adamw)
+        losses.append([float(program.train_step(batch)) for batch in BATCHES])
+        said = [str(one) for one in left_in(program.assembly.module)]
+        assert bool(said) == bool(rows) and all("lies in codes" in one for one in said)
+    assert losses[0] == losses[1]
