@@ -496,7 +496,8 @@ def _grown(before: Shape, after: Shape) -> int | None:
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
 MOVES = {
-    *("adjoint", "as_subclass", "broadcast_to", "copy_", "cpu", "cuda", "data", "detach", "H"),
+    *(Tensor.cpu.__name__, Tensor.cuda.__name__),
+    *("adjoint", "as_subclass", "broadcast_to", "copy_", "data", "detach", "H"),
     *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
     *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
     *("swapdims", "type_as", "view_as", "unsafe_split", "int", "long", "bool"),
