@@ -101,13 +101,13 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    with kept_outside(case.plan.model.model):
+    check_world(case.plan)
+    with kept_outside(case.plan.model.model), threads_of_ranks(case.plan.mesh.world):
         return _proven(case, pool, title, command, progress)
 
 
 def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
-    check_world(case.plan)
     pool = pool or shared()
     wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
     held = bounds(meant, whole, case.loss, case.weight)
@@ -243,16 +243,18 @@ class _Beside:
         self.given, self.case, self.working, self.told = given, case, working, told
 
     def begin(self) -> None:
-        """Do all of it; what the model raises in the working dtype alone its ranks say."""
-        try:
-            check_own_parts(self.given)
-        except Refusal as refusal:
-            self.refused = refusal
-            raise
-        expected, _ = self.seen
-        if self.working is not None:
-            with suppress(Exception):
-                self.plain = as_it_stands(self.working, self.told, expected)
+        """Do all of it, with the threads that a rank has; what the model raises in the working
+        dtype alone its ranks say."""
+        with threads_of_ranks(self.case.plan.mesh.world):
+            try:
+                check_own_parts(self.given)
+            except Refusal as refusal:
+                self.refused = refusal
+                raise
+            expected, _ = self.seen
+            if self.working is not None:
+                with suppress(Exception):
+                    self.plain = as_it_stands(self.working, self.told, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
@@ -289,7 +291,8 @@ def _ranks(
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
-            with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
+            # what is wrong with it the ranks, which load it, say first
+            with suppress(Exception), threads_of_ranks(world):
                 archive.append(loaded(case, told, folder))
         elif rank == 0 and progress is not None:  # the first rank speaks for all
             progress(stage, min(next(done), steps), steps)

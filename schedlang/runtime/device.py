@@ -18,6 +18,7 @@ from torch import Tensor
 from schedlang.runtime.inside import Modules
 
 HOST = torch.device("cpu")
+MOVERS = ("cpu", "cuda")  # methods of tensors that give one on a device of that kind
 _HOST = HOST.type
 _NOT_THERE = "meta"  # shapes without bytes
 

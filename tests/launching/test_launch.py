@@ -411,6 +411,36 @@ def test_a_server_forked_from_a_command(tmp_path: Path, kind: str) -> None:
     assert last == "closed 0", done.stderr
 
 
+VERIFIES = """
+import sys
+from schedlang.cli import main
+from schedlang.runtime.launch.pool import Pool
+
+def know(self, files, *, here):
+    print(type(self._server).__name__, flush=True)
+    sys.exit(0)
+
+Pool.know = know
+sys.argv = ["schedlang", "verify", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server is an interpreter always")
+def test_the_server_of_verify_is_forked(tmp_path: Path) -> None:
+    """What the command imports before starts no thread, also where nobody bounds their number."""
+    (tmp_path / "script.py").write_text(VERIFIES)
+    schedule = Path(__file__).parents[2] / "examples/custom/2d.sched"
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", schedule],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=_with_threads(),
+    )
+    assert done.stdout == "Forked\n", (done.stdout, done.stderr)
+
+
 HERE = """
 import os, sys, threading, time
 from schedlang.runtime.launch.forkserver import load_files

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -380,23 +381,31 @@ def threads_each(world: int) -> int:
     """
     torch = sys.modules.get("torch")
     threads = int(torch.get_num_threads()) if torch else os.cpu_count() or 1
-    return max(1, threads // world)
+    return max(1, (_threads.get() or threads) // world)
 
 
 @contextmanager
 def threads_of_ranks(world: int) -> Iterator[None]:
-    """Compute with as many threads as each of so many ranks has.
+    """Compute with as many threads as each of so many ranks has; ranks that are started within have
+    as many as ever.
 
-    The more threads share a sum, the shorter its chains of roundings, and the less its error.
+    The more threads share a sum, the shorter its chains of roundings, and the less its error.  And
+    threads that wait for the next sum do so actively, on the processors of whoever runs beside.
     """
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads_each(world))
+    taken = _threads.set(_threads.get() or before)
     try:
         yield
     finally:
+        _threads.reset(taken)
         torch.set_num_threads(before)
+
+
+# what torch takes where nothing is shared out
+_threads: ContextVar[int | None] = ContextVar("_threads", default=None)
 
 
 def modules_of(blob: bytes) -> tuple[str, ...]:

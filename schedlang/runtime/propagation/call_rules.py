@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven
+from schedlang.runtime.device import MOVERS
 from schedlang.runtime.propagation.trace import Call, Note, Running, Tag
 from schedlang.runtime.sharding.sizes import FILLS, PARTS
 
@@ -496,7 +497,7 @@ def _grown(before: Shape, after: Shape) -> int | None:
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
 MOVES = {
-    *(Tensor.cpu.__name__, Tensor.cuda.__name__),
+    *MOVERS,
     *("adjoint", "as_subclass", "broadcast_to", "copy_", "data", "detach", "H"),
     *("matrix_H", "mH", "moveaxis", "permute_copy", "requires_grad_", "reshape_as"),
     *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
