@@ -176,7 +176,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         _write(target, data)
     except OSError as error:
-        title = f"cannot write `{path}`: {error.strerror}"
+        title = f"cannot write `{path}`: {error.strerror or error}"
         bad_option(title, "make room, or give a file in another folder")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,9 +75,9 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    # numpy's library starts threads when it is imported, and a process that has threads cannot be
-    # forked from: ranks would import everything again
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if "numpy" not in sys.modules:  # its library starts threads when it is imported, and a process
+        # that has threads cannot be forked from: ranks would import everything again
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with uncollected():  # imports leave next to no garbage, and it would look at all of them
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file
