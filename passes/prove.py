@@ -243,26 +243,22 @@ class _Beside:
         self.given, self.case, self.working, self.told = given, case, working, told
 
     def begin(self) -> None:
-        """Do all of it, with the threads that a rank has; what the model raises in the working
-        dtype alone its ranks say."""
-        with threads_of_ranks(self.case.plan.mesh.world):
-            try:
-                check_own_parts(self.given)
-            except Refusal as refusal:
-                self.refused = refusal
-                raise
-            expected, _ = self.seen
-            if self.working is not None:
-                with suppress(Exception):
-                    self.plain = as_it_stands(self.working, self.told, expected)
+        """Do all of it; what the model raises in the working dtype alone its ranks say."""
+        try:
+            check_own_parts(self.given)
+        except Refusal as refusal:
+            self.refused = refusal
+            raise
+        expected, _ = self.seen
+        if self.working is not None:
+            with suppress(Exception):
+                self.plain = as_it_stands(self.working, self.told, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and how many masks it drew."""
         try:
-            # more threads than a rank has would wait, actively, for the processors of ranks
-            with threads_of_ranks(self.case.plan.mesh.world):
-                expected, drawn = original(self.case, self.told)
+            expected, drawn = original(self.case, self.told)
             check_original(self.case, self.told, expected)
         except Refusal as refusal:
             self.refused = refusal
@@ -291,8 +287,7 @@ def _ranks(
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
-            # what is wrong with it the ranks, which load it, say first
-            with suppress(Exception), threads_of_ranks(world):
+            with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
                 archive.append(loaded(case, told, folder))
         elif rank == 0 and progress is not None:  # the first rank speaks for all
             progress(stage, min(next(done), steps), steps)

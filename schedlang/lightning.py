@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class _Scheduled:
     options   further arguments of `Schedule.build`: `weight=`, `dropout=`, `compare=`, ...
 
     `training_step` is the forward of the program, and its loss what is trained.  Between two steps
-    the module has no values: they are gathered for evaluations, checkpoints, and at the end.
+    the module has no values, and nobody may write into it: they are gathered for evaluations,
+    checkpoints, and at the end.
     """
 
     accelerator: Any
@@ -96,7 +98,8 @@ class _Scheduled:
         self._step: Any = None  # the module with its `training_step` as the forward
         self._logs: _Logs = {}  # how it logs the loss
         self._known: dict[str, Any] = {}  # its plain attributes when the program was built
-        self._given: list[Any] | None = None  # `_signs` of the values that the module has, if any
+        self._given = True  # whether the module has values
+        self._seen: dict[str, Any] = {}  # the signs of them, or of what is in their place
         self._from = ""  # the checkpoint that the run goes on from
 
     # -- before the first step -------------------------------------------------------------------
@@ -133,7 +136,7 @@ class _Scheduled:
         self.program._built(type(self._step).form.keywords(first), True)
         self.program = self.program._program
         self._known = {name: vars(module).get(name) for name in _named(type(module))}
-        self._given = _signs(module)
+        self._seen = _signs(module)
 
     def _first(self, trainer: Any, module: Any) -> Any:
         """The first batch, as `training_step` will be given it; loaders stay where they are."""
@@ -207,26 +210,35 @@ class _Scheduled:
     def _give(self) -> None:
         """Give the module the program's values; all ranks together."""
         module = self.lightning_module
-        if self.program is None or self._given is not None:
+        if self.program is None or self._given:
             return
+        self._check_unwritten()
         state = self.program.state_dict() | self.program.buffers()
-        device = self.root_device
-        for name, p in module.named_parameters():
-            _swap(p, state[name].to(device))
-        for name, buffer in module.named_buffers():
-            buffer.copy_(state[name])
-        self._given = _signs(module)
+        for name, tensor in _tensors(module).items():
+            _swap(tensor, state[name].to(self.root_device))
+        self._given, self._seen = True, _signs(module)
 
     def _take_back(self) -> None:
         """Leave the module no values, and the program what hooks have written into them."""
         module = self.lightning_module
-        if self._given is None:
+        if not self._given:
+            self._check_unwritten()
             return
-        if self._given != _signs(module):
+        if self._seen != _signs(module):
             self.program.load_state_dict(module.state_dict())
-        for p in module.parameters():
-            _swap(p, torch.empty_like(p, device="meta"))
-        self._given = None
+        for tensor in _tensors(module).values():
+            _swap(tensor, torch.empty_like(tensor, device="meta"))
+        self._given, self._seen = False, _signs(module)
+
+    def _check_unwritten(self) -> None:
+        """Refuse what hooks have written where there are no values: it would be lost."""
+        now = _signs(self.lightning_module)
+        written = [name for name, sign in self._seen.items() if now.get(name) != sign]
+        if written:
+            raise _refused(
+                f"a hook has written into `{written[0]}` between two steps, where it has no values",
+                "write at the end of an epoch or of an evaluation: that is taken over",
+            )
 
     def on_validation_start(self) -> None:
         """Evaluate the module as Lightning does, with the values of the program."""
@@ -238,7 +250,7 @@ class _Scheduled:
 
     def teardown(self) -> None:
         """End; the program stays as it is, and so does a module without values after an error."""
-        if self.program is None or self._given is not None:
+        if self._given:
             self.lightning_module.cpu()
         for one in (self.precision_plugin, self.accelerator, self.checkpoint_io):
             one.teardown()
@@ -342,9 +354,16 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
     return step
 
 
-def _swap(p: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter a value that may lie elsewhere; it stays the same object."""
-    torch.utils.swap_tensors(p, nn.Parameter(value, p.requires_grad))  # type: ignore[no-untyped-call]
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _swap(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor a value that may lie elsewhere; it stays the same object."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
 
 
 def _at(module: nn.Module, path: Sequence[str]) -> nn.Module:
@@ -399,22 +418,25 @@ class _Form:
         return self.kind(*parts) if hasattr(self.kind, "_fields") else self.kind(parts)
 
 
-def _signs(module: nn.Module) -> list[Any]:
+def _signs(module: nn.Module) -> dict[str, Any]:
     """Return numbers that change when somebody writes into a parameter or a buffer."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return [(one._version, one.data_ptr()) for one in tensors]
+    return {name: (one._version, one.data_ptr()) for name, one in _tensors(module).items()}
 
 
 def _named(kind: type[Any]) -> set[str]:
     """Return what methods name that `training_step` may call: plain attributes are among it."""
     own = kind.__mro__[: kind.__mro__.index(_base(kind))]
-    return {
-        name
+    codes = [
+        value.__code__
         for one in own
         for method, value in vars(one).items()
         if inspect.isfunction(value) and not method.startswith(_NOT_OF_STEPS)
-        for name in value.__code__.co_names
-    } - {"training"}
+    ]
+    found: set[str] = set()
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # what is inside
+        found |= {*code.co_names}
+    return found - {"training"}
 
 
 def _base(kind: type[Any]) -> type[Any]:

@@ -75,8 +75,9 @@ def verify(
     Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
-    if "numpy" not in sys.modules:  # its library starts threads when it is imported, and a process
-        # that has threads cannot be forked from: ranks would import everything again
+    # numpy's library starts threads when it is imported; where there are threads the ranks' server
+    # cannot be forked from here, and imports everything again
+    if "numpy" not in sys.modules:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with uncollected():  # imports leave next to no garbage, and it would look at all of them
         from schedlang.diagnostics.diagnostic import Refusal

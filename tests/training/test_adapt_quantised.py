@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,9 @@ from schedlang.runtime.transfer.transfer import transfer
 from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, proven, sequential, sgd, trained
+from tests.training.test_adapt import BLOCK, COL, ONE_F, ROW, SPLIT, begun
 
 BATCHES = [models.tokens(rows=8, seed=seed) for seed in range(4)]
-BLOCK = "model.layers.*"
-COL = [f"{BLOCK}.self_attn.{name}_proj" for name in "qkv"]
-COL += [f"{BLOCK}.mlp.gate_proj", f"{BLOCK}.mlp.up_proj"]
-ROW = [f"{BLOCK}.self_attn.o_proj", f"{BLOCK}.mlp.down_proj"]
-SPLIT = f"{', '.join(COL)}  shard(col, over=tp)\n{', '.join(ROW)}  shard(row, over=tp)\n"
-ONE_F = 'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
 
 
 def quantiles() -> list[float]:
@@ -94,12 +88,6 @@ def quantised_by_hand(plan: Plan, scale: float, kind: str, block: int) -> nn.Mod
             weight = by_hand(module.weight.detach(), kind, block)  # type: ignore[arg-type]
             setattr(twin.get_submodule(owner), name, Adapter(weight, module.bias, a, b, scale))
     return twin
-
-
-def begun(rows: str, mesh: str = "", model: nn.Module | None = None) -> Plan:
-    """A plan in float64 whose B is not zero."""
-    plan = planned((model or models.llama(2)).double(), rows, mesh, "model")
-    return replace(plan, model=plan.model.like(plan.model.base.model, True))
 
 
 def lora(base: str, more: str = "") -> str:

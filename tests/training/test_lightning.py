@@ -63,10 +63,11 @@ class Net(pl.LightningModule):
         super().__init__()
         self.enter, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.register_buffer("shift", torch.linspace(-1, 1, 8))
         self.heat = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.enter(x) + self.shift
         for block in self.blocks:
             x = block(x)
         out: torch.Tensor = self.head(x)
@@ -231,6 +232,34 @@ class Heats(Net):
         self.heat = self.heat + 1.0
 
 
+class Bounds(Net):
+    """Its weights are bounded after each step, as those of a critic."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+
+
+class Counts(Net):
+    """A hook counts steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counted += 1
+
+
+class Inside(Net):
+    """What a hook changes is read in a comprehension."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(self.heat * F.cross_entropy(self(x), y) for x, y in [batch])  # type: ignore[return-value]
+
+    on_train_batch_end = Heats.on_train_batch_end
+
+
 class Watches(pl.Callback):
     def on_after_backward(self, *_: Any) -> None:
         """Look at gradients."""
@@ -249,6 +278,9 @@ def _refused(rank: int, kind: type[Net], more: dict[str, Any]) -> str:
         (Pushes, {"gradient_clip_val": None}, "automatic_optimization"),
         (Clips, {}, "Clips.on_before_optimizer_step"),
         (Heats, {}, "heat"),
+        (Inside, {}, "heat"),
+        (Bounds, {}, "head.weight"),
+        (Counts, {}, "counted"),
         (Net, {"callbacks": (Watches(),)}, "Watches.on_after_backward"),
         (Net, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         (Net, {"precision": "bf16-mixed"}, "bf16-mixed"),
