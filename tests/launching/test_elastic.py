@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -12,7 +13,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,12 +104,11 @@ os._exit(0)
 """
 
 
-@contextmanager
-def meeting(how: str) -> Iterator[list[subprocess.Popen[str]]]:
+def meeting(how: str) -> list[subprocess.Popen[str]]:
     """Two ranks that meet, whatever number of restarts their nodes count."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    ranks = [
+    return [
         subprocess.Popen(
             [sys.executable, "-c", MEETS, how],
             stdout=subprocess.PIPE,
@@ -124,28 +123,37 @@ def meeting(how: str) -> Iterator[list[subprocess.Popen[str]]]:
         )
         for rank in range(2)
     ]
+
+
+HOW = ("plans", "rank 1 stands still", "rank 0 stands still")
+Meetings = dict[str, list[subprocess.Popen[str]]]
+
+
+@pytest.fixture(scope="module")
+def meetings() -> Iterator[Meetings]:
+    """A job of each kind: they wait for seconds, so they wait together."""
+    jobs = {how: meeting(how) for how in HOW}
     try:
-        yield ranks
+        yield jobs
     finally:
-        for rank in ranks:
+        for rank in itertools.chain(*jobs.values()):
             rank.kill()
             rank.communicate()
 
 
-@pytest.mark.parametrize("how", ["plans", "rank 1 stands still"])
-def test_ranks_meet_before_they_join(how: str) -> None:
+@pytest.mark.parametrize("how", HOW[:2])
+def test_ranks_meet_before_they_join(how: str, meetings: Meetings) -> None:
     """One that takes long is awaited, and one that stands still is named."""
-    with meeting(how) as (first, _):
-        told = first.communicate(timeout=120)[0].splitlines()
+    told = meetings[how][0].communicate(timeout=120)[0].splitlines()
     last = "[0, 10]" if how == "plans" else "S651 rank 1 has not called `build` within 6 s"
     assert told == ["[0, 1] 0", last]
 
 
-def test_the_first_rank_stands_still() -> None:
+def test_the_first_rank_stands_still(meetings: Meetings) -> None:
     """It keeps the store of the round, which answers nobody any more: the other ends, and says
     so, although it waits for that answer without an end."""
-    with meeting("rank 0 stands still") as (_, other):
-        told, said = other.communicate(timeout=120)
+    other = meetings["rank 0 stands still"][1]
+    told, said = other.communicate(timeout=120)
     assert told.splitlines() == ["[0, 1] 0"] and other.returncode == reach.ENDS, said
     assert "S651" in said and "has not answered for 4 s" in said, said
 
