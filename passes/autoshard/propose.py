@@ -250,17 +250,19 @@ def left_whole(plan: Plan, finder: Finder) -> Iterator[str]:
         common = blocks.common(owner)
         if split or common in known or len(fact.shape) < 2 or fact.numel * SMALL < total:
             continue
-        why = _why(blocks, owner, len(fact.shape), finder.trial.fed.read)
-        groups.setdefault(why, {})[common] = None
+        why = _why(blocks, owner, fact.shape, finder.trial.fed.read)
+        groups.setdefault(why, {})[common or name] = None
     for why, names in groups.items():
         yield f"replicated: {names_text(list(names))}: {why}"
 
 
-def _why(blocks: Blocks, owner: str, dims: int, read: Mapping[str, str]) -> str:
+def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], read: Mapping[str, str]) -> str:
     site = blocks.facts.sites[owner]
     if leaf_kind(site) in TABLES:
         return "a small table"
-    if dims == 3 and not site.dims:
+    if len(shape) == 3 and shape[0] == 1 and not site.dims:
+        return "one for all rows, as tables of positions are"
+    if len(shape) == 3 and not site.dims:
         return "weights of several experts or heads in one"
     if "Conv" in site.class_name and not splits(blocks.facts, owner):
         return "a convolution of several groups"

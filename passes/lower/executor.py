@@ -85,7 +85,8 @@ def slice_state(
         for fqn, names in sliced_names(plan, staged, holdings, stage).items():
             over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
             low = gathered_in(plan, names)
-            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier, low=low)
+            overwrites = fqn in prepared.traced.overwrites
+            unit = Unit(not fqn, _waits(plan, fqn), tier, low, overwrites)
             one.add(module.get_submodule(fqn), meshes[over], unit, met)
         one.prefetch(sliced.prefetch)
     if staged.axis is not None:

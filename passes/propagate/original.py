@@ -50,6 +50,7 @@ class Original:
     ungraded  modules that are called without a graph, in such a checkpoint or a teacher's -> the
               `autograd.Function` in whose forward they are called, if any
     outside   modules that are called while a module around them does not run, and that one
+    overwrites modules that write into a tensor that they are given
     lent      parameters that are read, or replaced, while a module around them does not run, and it
     rewritten parameters that the forward writes into: moving averages, weights that are clipped
     derives   modules whose own forward takes a gradient -> the line of the model that does
@@ -74,6 +75,7 @@ class Original:
     reenters: bool = False
     ungraded: Mapping[str, str] = field(default_factory=dict)
     outside: frozenset[tuple[str, str]] = frozenset()
+    overwrites: frozenset[str] = frozenset()
     lent: frozenset[tuple[str, str]] = frozenset()
     rewritten: frozenset[str] = frozenset()
     derives: Mapping[str, str] = field(default_factory=dict)
@@ -154,6 +156,7 @@ def record(
         reached=trained,
         reenters=reenters,
         outside=frozenset(stack.outside),
+        overwrites=frozenset(stack.overwrites),
         lossless=lossless,
         asked=values.asked,
         truths=truths,

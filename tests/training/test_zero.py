@@ -189,6 +189,44 @@ def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
     proven(threads, _plan(rows, mesh), [_batch(17), _batch()])
 
 
+class Writing(Blocks):
+    """Writes in place into what a block is given, into what it gives, and into its own output."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x.clone())
+            h.relu_()
+            x += h
+            x *= 2
+            return self.down(h)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(BLOCKS))
+        self.enter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x[:, None])  # with three dims the output of a linear layer is a view
+        h *= 2
+        for block in self.blocks:
+            y = block(h)
+            y += h.tanh()
+            h = y
+        return (h**2).mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_written_in_place_is_written(stage: int, threads: Threads) -> None:
+    """A unit's backward gathers although its output was written into, and what it writes into its
+    arguments its caller has; torch's fully_shard alone fails at both."""
+    plan = planned(Writing().double(), f"zero(stage={stage}, over=dp)", "dp=2")
+    proven(threads, plan, [_batch(17), _batch()])
+
+
 class Shared(Blocks):
     """The first block's weight is also the last's."""
 

@@ -172,6 +172,27 @@ class Normed(Layered):
         return {"loss": self.logits(x).square().mean()}
 
 
+class Adding(nn.Linear):
+    """Writes its result into what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+class Overwriting(Layered):
+    """Has blocks that write into their argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding(WIDTH, WIDTH) for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone()
+        return {"loss": self.head(self.blocks[1](self.blocks[0](x))).square().mean()}
+
+
 class Shuffled(Layered):
     """Draws an order, which has no form that other ranks could draw alike."""
 
@@ -325,6 +346,7 @@ WALKS = {
     "batch norm, microbatches, relaxed": Walk(Normed, _points, PP, relax=FREE),
     "batch norm, dp, relaxed": Walk(Normed, _points, DP, relax=FREE),
     "batch norm, whole": Walk(Normed, _points, "head  checkpoint()"),
+    "its argument overwritten, recomputed": Walk(Overwriting, _points, WHOLE, "S813", late=True),
     "batch norm, recomputed": Walk(Normed, _points, WHOLE, "S813", late=True),
     **{
         f"{kind}, {name}": Walk(partial(Dressing, kind), _labelled, rows)

@@ -236,7 +236,7 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
 )
 def writes_into_copies(patch: Patch, site: Site) -> None:
     """Layers are given copies of the dict into which they write keys for later ones."""
-    patch.setattr(zero, "keep_containers", lambda unit: None)
+    patch.setattr(zero, "keep_inputs", lambda unit, overwrites: None)
 
 
 @bug("D28", "zero", Operator.ARGUMENT, "dp", row="zero(", credit="anemoi-core#595")

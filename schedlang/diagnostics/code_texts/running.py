@@ -7,7 +7,10 @@ from collections.abc import Mapping
 CODES: Mapping[str, tuple[str, str]] = {
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S812": ("randomness of its own", "Other ranks cannot reproduce its numbers."),
-    "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
+    "S813": (
+        "a checkpointed module changes its buffers, or what it is given",
+        "Recomputation would change them twice, or begin with what they have become.",
+    ),
     "S821": ("the kernel does not fit the call", "Leave this module as it is."),
     "S831": ("inductor cannot compile here", "It needs a compiler; the message says which."),
     "S832": ("a module that has a kernel already", "Fuse or replace, not both."),

@@ -149,6 +149,24 @@ def written_twice(module: nn.Module, before: Versions, inside: Modules) -> None:
     )
 
 
+def counts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was written into."""
+    return [0 if one.is_inference() else one._version for one in tensors]
+
+
+def overwritten(module: nn.Module, before: list[int], tensors: Sequence[Tensor]) -> None:
+    """Refuse (S813) a module that has written into its arguments since `counts` was asked: a
+    second run would begin with what they have become."""
+    if not torch.is_grad_enabled() or counts(tensors) == before:
+        return
+    raise Refusal.of(
+        "S813",
+        f"`{site() or _own_class(module)}` writes into what it is given, and is checkpointed",
+        notes=("recomputation would begin with the values that its forward has left there",),
+        helps=("write `x = x + y` in it, not `x += y`", "or checkpoint other modules"),
+    )
+
+
 def _own_class(module: nn.Module) -> str:
     """The class of a module as its model has it: sharded storage puts one before it."""
     names = [kind.__name__ for kind in type(module).__mro__]
@@ -198,6 +216,7 @@ class Call:
     def run(self, around: tuple[Region, ...]) -> Any:
         """The first run, within these regions, the outermost first."""
         tensors, before = self.rerun.taken(), versions(modules_in(self.module))
+        entered = counts(tensors)
         with ExitStack() as stack:
             kept: list[tuple[int, ...]] = []
             for region in around:  # what an inner region keeps is saved to the outer one
@@ -207,6 +226,7 @@ class Call:
             stack.enter_context(self.forward)
             output = self.rerun(*tensors)
         written_twice(self.module, before, modules_in(self.module))
+        overwritten(self.module, entered, tensors)
         for region in around:
             region.made(output)
         return output
@@ -267,9 +287,11 @@ class Checkpoint(Policy):
         before = versions(inside)
         call = Call(self.module, Rerun(inner, args, kwargs), inside, self.save, self.chosen)
         tensors = call.rerun.taken()
+        entered = counts(tensors)
         with Again(call, hold(tensors)).dropping(), call.forward:
             out = call.rerun(*tensors)
         written_twice(self.module, before, self.inside.now())
+        overwritten(self.module, entered, tensors)
         return out
 
     def _in_graph(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_param_group,
+    _fsdp_state,
+)
 from torch.profiler import record_function
 
-from schedlang.ir.pytree import Undo, written_into
+from schedlang.ir.pytree import Undo, tree_flatten, tree_leaves, tree_map_only, written_into
 from schedlang.runtime.device import settled
 
 _UNMARKED = nullcontext()
@@ -81,34 +85,121 @@ def offloaded(
     return [(one.sharded_param, event) for one in held]
 
 
-def keep_containers(unit: FSDPModule) -> None:
+def keep_inputs(unit: FSDPModule, overwrites: bool = False) -> None:
     """Let a unit's module be given the containers that its caller holds, not copies of them.
 
     Before a forward fully_shard puts other tensors in the place of those that need a gradient, in
     copies of the dicts and lists around them: what a module writes into one (keys and values that
     later layers read) would be lost, and nobody would say so.  After the forward what the module
     did not write itself is as it was.
+
+    A module that `overwrites` tensors that it is given cannot write into those that fully_shard
+    puts there, which are views.  It writes into clones, whose values the caller's tensors then get.
     """
     for group in groups_of(unit):
-        _keep(group)
+        _keep(group, overwrites)
 
 
-def _keep(group: Any) -> None:
+def _keep(group: Any, overwrites: bool) -> None:
     before, after = group._register_post_backward_hook, group.post_forward
     undo: Undo = []
+    clones: list[tuple[Tensor, Tensor]] = []
 
     def registered(args: Any, kwargs: Any) -> tuple[Any, Any]:
         undo.clear()  # of a forward that has failed
         given = tuple(args), dict(kwargs)
-        found: tuple[Any, Any] = written_into(given, before(*given), undo)
+        changed = before(*given)
+        if overwrites:
+            changed = _cloned(given, changed, clones)
+        found: tuple[Any, Any] = written_into(given, changed, undo)
         return found
 
     def ended(*given: Any) -> Any:
         while undo:
             undo.pop()()
-        return after(*given)
+        output = after(*given)
+        return _given_back(output, clones) if clones else output
 
     group._register_post_backward_hook, group.post_forward = registered, ended
+
+
+def _cloned(given: Any, changed: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
+    """Clones in place of what was put in place of the caller's tensors; `clones`: both of each."""
+    clones.clear()  # of a forward that has failed
+    leaves, spec = tree_flatten(changed)
+    for place, (mine, new) in enumerate(zip(tree_leaves(given), leaves, strict=True)):
+        if new is not mine:
+            leaves[place] = new.clone()
+            clones.append((mine, leaves[place]))
+    return spec.unflatten(leaves)
+
+
+def _given_back(output: Any, clones: list[tuple[Tensor, Tensor]]) -> Any:
+    """Write into the caller's tensors what was written into their clones; an output that is such a
+    clone is the caller's tensor."""
+    mine = {}
+    while clones:
+        one, clone = clones.pop()
+        if clone._version:
+            one.copy_(clone)
+        mine[id(clone)] = one
+    if not any(id(leaf) in mine for leaf in tree_leaves(output)):
+        return output
+    return tree_map_only(Tensor, lambda leaf: mine.get(id(leaf), leaf), output)
+
+
+def gather_for_views(unit: FSDPModule) -> None:
+    """Let a unit gather for its backward where an output is a view that is later written into.
+
+    torch asks for the gather by a hook of each output.  A write in place into a view gives it
+    another node, without that hook: parameters are not there, and torch warns of every view.  The
+    node that made what is viewed stays; if the unit's own forward made it, the hook is there.
+    """
+    state: Any = unit._get_fsdp_state()
+    plain, first = state._register_pre_backward_hook, [0]
+    for group in groups_of(unit):
+        _count_from(group, first)
+
+    def gather(unused: Any) -> None:
+        state._pre_backward(None)
+
+    def hooked(output: Any) -> Any:
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return plain(output)
+        for one in _outputs(output):
+            node: Any = None if one._base is None else one._base.grad_fn
+            if node is not None and node._sequence_nr() >= first[0]:
+                node.register_prehook(gather)
+            else:
+                cast(Any, one).register_hook(state._pre_backward)
+        return output
+
+    state._register_pre_backward_hook = hooked
+
+
+def _count_from(group: Any, first: list[int]) -> None:
+    """Keep the number of the node that a group's forward will make first."""
+    before = group._register_post_backward_hook
+
+    def registered(args: Any, kwargs: Any) -> Any:
+        found = before(args, kwargs)
+        first[0] = torch._C._autograd._get_sequence_nr()
+        return found
+
+    group._register_post_backward_hook = registered
+
+
+def _outputs(output: Any) -> Iterable[Tensor]:
+    """The tensors of an output that need a gradient, as torch finds them."""
+    if collect is not None:
+        found: Iterable[Tensor] = collect(output)
+        return found
+    tensors = (one for one in tree_leaves(output) if isinstance(one, Tensor))
+    return (one for one in tensors if one.requires_grad)
+
+
+# torch 2.13; those before it look into what pytrees know
+collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 
 
 def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:

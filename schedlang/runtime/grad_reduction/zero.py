@@ -27,8 +27,9 @@ from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
     around_backward,
     end_gather,
+    gather_for_views,
     groups_of,
-    keep_containers,
+    keep_inputs,
     name_in,
     offloaded,
 )
@@ -62,6 +63,7 @@ class Unit:
     waits: bool = False
     tier: str = DEVICE
     low: str | None = None
+    overwrites: bool = False
 
 
 class Sliced:
@@ -125,7 +127,8 @@ class Sliced:
         )
         assert isinstance(module, FSDPModule)
         register(module)  # it has a class of torch's making now
-        keep_containers(module)
+        keep_inputs(module, unit.overwrites)
+        gather_for_views(module)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: a factor of one would go through an operator that gloo does not have

@@ -150,6 +150,7 @@ class Stack:
     mains    the main tensor that each frame was given
     turns    modules in the order of their first call, and how often each was called
     outside  modules that are called while a module around them does not run, and that one
+    overwrites  modules that write into a tensor that they are given
     lending  what is read, replaced and written beside the modules that hold it, if that is asked
     seen     told what each call is given, and what it gives
     """
@@ -158,6 +159,7 @@ class Stack:
     mains: list[Tensor | None] = field(default_factory=lambda: [None])
     turns: dict[str, int] = field(default_factory=dict)
     outside: set[tuple[str, str]] = field(default_factory=set)
+    overwrites: set[str] = field(default_factory=set)
     lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
@@ -184,8 +186,8 @@ class Stack:
             running = [name for name, _ in self.frames]
             self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
-        floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
-        self.mains.append(next(floats, None))
+        given = [(t, t._version) for t in tensors_in((args, kwargs))]
+        self.mains.append(next((t for t, _ in given if t.is_floating_point()), None))
         if self.seen is not None:
             self.seen(self.frames[-1], (args, kwargs))
         self.muted += opaque
@@ -195,6 +197,8 @@ class Stack:
             self.muted -= opaque
             frame = self.frames.pop()
             self.mains.pop()
+        if any(t._version != version for t, version in given):
+            self.overwrites.add(fqn)
         if self.seen is not None:
             self.seen(frame, out)
         return out
