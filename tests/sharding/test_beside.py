@@ -60,3 +60,43 @@ def test_the_second_matrix_of_an_adapter_is_named() -> None:
     offered = re.findall("what it is combined with, too: `(.*?)`", found.helps[0])
     assert len(offered) == 1 and offered[0].startswith("layers.*.up.lora_B.default  shard(")
     propagate(planned(MLP(), f"{BASE}\n{offered[0]}", "tp=2"), BATCH)
+
+
+class Gated(nn.Module):
+    """A layer that adds its gate to what it is given, in place or not."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x.clone())
+        if self.writes:
+            x += h
+            return self.down(h)
+        return self.down(x + h)
+
+
+class Gates(nn.Module):
+    """Layers, each of whose inputs is read again after it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(writes) for _ in range(2))
+        self.enter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x) + x
+        return x.square().mean()
+
+
+def test_a_part_that_is_written_into() -> None:
+    """A rank would write into its part of an argument, and whoever calls would read the whole as
+    it was: refused, and so is nothing that only reads it."""
+    rows = "layers.*.up  shard(col, over=tp)\nlayers.*.down  shard(row, over=tp)"
+    propagate(planned(Gates(False), rows, "tp=2"), BATCH)
+    with pytest.raises(Refusal, match=r"S405(.|\n)*`x` is written into"):
+        propagate(planned(Gates(True), rows, "tp=2"), BATCH)

@@ -110,9 +110,25 @@ def dry_parts(
         return local
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        made: list[tuple[Narrowed, Tensor, int]] = []
+
+        def kept(part: Narrowed, x: Tensor) -> Tensor:
+            local = cut(part, x)
+            if local is not x:
+                made.append((part, local, local._version))
+            return local
+
         for part in parts:
-            args, kwargs = changed(module, part.name, partial(cut, part), args, kwargs)
-        return inner(*args, **kwargs)
+            args, kwargs = changed(module, part.name, partial(kept, part), args, kwargs)
+        output = inner(*args, **kwargs)
+        for part, local, version in made:
+            if local._version != version:  # whoever calls it has the whole tensor, as it was
+                raise follower.refuse(
+                    f"`{part.name}` is written into, of which a rank takes its part",
+                    part.edge.group.axes[0],
+                    "write `x = x + y` in the model, not `x += y`",
+                )
+        return output
 
     return forward
 
