@@ -203,9 +203,10 @@ def _values(
         if not isinstance(value, Tensor):
             return value
         new = change(value.detach())
-        if new.is_floating_point():
-            leaves[f"input {name}"] = new.requires_grad_()
-        return new
+        if not new.is_floating_point():
+            return new
+        leaves[f"input {name}"] = new.requires_grad_()
+        return new.clone()  # an activation: a module may write into it
 
     given = [prepared(value, str(place)) for place, value in enumerate(args)]
     with undrawn():
