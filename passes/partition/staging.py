@@ -159,6 +159,7 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
+    from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.tracing.graph import UNCUT, cut
     from schedlang.runtime.training import Training
 
@@ -178,9 +179,10 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
-        graph = _graph(plan, traced, skeleton, batch, loss)
-        counting = Counting(plan, traced, None, batch, loss)
-        numbers = _stage_numbers(counting, graph, timeline)
+        with kept_outside(plan.model.model):
+            graph = _graph(plan, traced, skeleton, batch, loss)
+            counting = Counting(plan, traced, None, batch, loss)
+            numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
         made = cut(graph, numbers)
         _check_derived(traced, graph)

@@ -252,14 +252,15 @@ class TokenParts:
         """A whole tensor with each rank's part of it changed."""
         known = self.splits.get((at.fqn, at.site), (Split(),))
         split = known[(at.turn - 1) % len(known)]
-        alone = tensor[:, :: split.copies] if split.copies > 1 else tensor
+        copies = split.copies if _copied(tensor, split.copies) else 1
+        alone = tensor[:, ::copies] if copies > 1 else tensor
         if split.heads:
             made = _heads(alone, self.ranks, change)
         elif split.tokens is None:
             made = change(alone)
         else:
             made = self._tokens(alone, split.tokens, at.samples, change)
-        return made.repeat_interleave(split.copies, 1) if split.copies > 1 else made
+        return made.repeat_interleave(copies, 1) if copies > 1 else made
 
     def _tokens(
         self, tensor: Tensor, dim: int, samples: int, change: Callable[[Tensor], Tensor]
@@ -291,6 +292,14 @@ class WeightsAndTokens:
 
 
 Parts = SavedParts | TokenParts | WeightsAndTokens
+
+
+def _copied(tensor: Tensor, copies: int) -> bool:
+    """Return whether heads are there so often: a batch without padding has no mask, and attention
+    without a mask takes keys of several queries as they are."""
+    import torch
+
+    return copies > 1 and torch.equal(tensor, tensor[:, ::copies].repeat_interleave(copies, 1))
 
 
 def _heads(tensor: Tensor, ranks: int, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -52,6 +52,28 @@ MEETING = """
   bert.encoder.layer.*.attention.output.LayerNorm  shard(input=S(seq), output=S(seq), over=tp)
   bert.encoder.layer.0  shard(input=S(seq), over=tp)
 """
+# a region that a later stage replays: what it keeps is not made again there
+REPLAYED = """
+  vit.layers.0  checkpoint()
+  vit.layers.*.attention.v_proj  unroll(1)
+  vit.layers  pipeline_split(over=pp)
+"""
+# as many keys on a rank as queries, but those of other queries: keys are not sharded
+KEYS = """
+  model.layers.*.self_attn.{q,v}_proj  shard(col, over=tp)
+  model.layers.*.self_attn.o_proj  shard(row, output=S(seq), over=tp)
+  model.layers.*.input_layernorm  shard(input=S(seq), output=S(seq), over=tp)
+  model.layers.*.post_attention_layernorm  shard(input=S(seq), output=S(seq), over=tp)
+  model.layers.0  shard(input=S(seq), over=tp)
+  model.layers.1  shard(output=R, over=tp)
+"""
+# a part of the batch without padding: its attention takes keys that it repeats elsewhere
+UNPADDED = """
+  model.layers.*.self_attn  context_parallel(gather, over=cp)
+  model.layers.1.self_attn  compress(activations, int8, block=8)
+  zero(stage=0, over=cp)
+  pipeline(order="GPipe", micro=8)
+"""
 
 
 @pytest.mark.parametrize(
@@ -67,6 +89,9 @@ MEETING = """
         ("taught", "dp=2", "batch_stats, lossy", ROUTER, ""),
         ("bert", "tp=2", "", MEETING, "S405"),
         ("mixtral", "cp=2", "batch_stats, lossy", CHOSEN, "S858"),
+        ("vit", "pp=2", "", REPLAYED, ""),
+        ("qwen3", "tp=2", "", KEYS, "S405"),
+        ("qwen3", "cp=2", "batch_stats, lossy", UNPADDED, ""),
     ],
 )
 def test_what_was_found(

@@ -16,6 +16,7 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.launch.pool import Pool
+from schedlang.runtime.tracing.units import startable
 from schedlang.schedule import create_schedule
 from tests.proofs import planned
 
@@ -189,6 +190,8 @@ def test_whoever_proposes_or_proves_statically_leaves_none() -> None:
         propose(Tabled("a dict"), batch, {"tp": 2})
     assert not TABLES["by length"]
     static(planned(Tabled("a dict"), "zero(stage=0, over=dp)", "dp=2"), batch)
+    assert not TABLES["by length"]
+    startable(Tabled("a dict"), batch)
     assert not TABLES["by length"]
 
 

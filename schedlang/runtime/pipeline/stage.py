@@ -24,6 +24,7 @@ from schedlang.runtime.mixed_precision import imitated
 from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
+from schedlang.runtime.storage.saved import policies, within
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
 from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta, tensors_in
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
@@ -397,6 +398,7 @@ class Stage:
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             order.next(unit)
             if unit < self.units.start:
+                policies.replayed = order.due < self.units.start
                 module = self.switch.modules[unit]
                 return self.stub(unit, args, kwargs, received, device, module)
             if unit >= self.units.stop:
@@ -408,7 +410,7 @@ class Stage:
             self._capture(unit, output, made, edges)
             return output
 
-        with self.switch.using(handle):
+        with self.switch.using(handle), within(replayed=self.units.start > 0):
             try:
                 output = called(self.model, batch)
             except StageEnd:

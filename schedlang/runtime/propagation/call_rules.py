@@ -450,6 +450,13 @@ def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list
     for tensor, whole in zip(inputs, expected.inputs):
         before = follower.of(tensor)
         note = _repeated(tensor, before, whole, follower)
+        if note is before and _alone_whole(tensor, note, whole, follower):
+            axis = next((a for other in inputs for a in follower.of(other).tags), None)
+            raise follower.refuse(
+                f"`{expected.name}` gets a tensor that is whole beside some that are sharded",
+                axis,
+                "shard the projection that makes it like those beside it: `shard(col, ...)`",
+            )
         found.append(tensor if note is before else _stand_in(tensor))
         if note is not before:
             follower.put(found[-1], note)
@@ -472,6 +479,22 @@ def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> N
                 tags = {**note.tags, axis: made}
                 return replace(note, tags=tags, entered=note.entered - {axis})
     return note
+
+
+def _alone_whole(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> bool:
+    """Return whether a tensor is the original's as it was before a repeat that ranks leave out.
+
+    A rank has all of its indices then, and each would meet another one than in the original: of as
+    many as a rank has of the others, their number does not show it.
+    """
+    dims = {tag.dim for tag in note.tags.values()}
+    return any(
+        repeat.after == whole
+        and tensor.ndim == len(whole)
+        and tensor.shape[repeat.dim] == repeat.before[repeat.dim] > 1
+        and repeat.dim not in dims
+        for repeat in follower.left_out
+    )
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

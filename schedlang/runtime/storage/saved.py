@@ -37,8 +37,8 @@ class Policy(ABC):
     """The layer around a module's forward by which what it saves is kept in a way of its own."""
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` under the policy; plainly where no gradient is recorded."""
-        if not torch.is_grad_enabled():
+        """Run `inner` under the policy; plainly where no gradient is recorded, or in a replay."""
+        if policies.replayed or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return self.saving(inner, args, kwargs)
 
@@ -145,6 +145,8 @@ class _Policies(threading.local):
 
     uncoded  what coded modules save is kept as it is, and not counted
     summed   results are parts of sums over ranks: a recomputation that spares them keeps them whole
+    replayed  the units that are called next are those of an earlier stage, of which only the
+             results are here: a second run could not call them
     """
 
     code: Pack | None = None
@@ -152,6 +154,7 @@ class _Policies(threading.local):
     park: Pack | None = None
     uncoded = False
     summed = False
+    replayed = False
 
 
 policies = _Policies()
