@@ -67,13 +67,6 @@ KEYS = """
   model.layers.0  shard(input=S(seq), over=tp)
   model.layers.1  shard(output=R, over=tp)
 """
-# a part of the batch without padding: its attention takes keys that it repeats elsewhere
-UNPADDED = """
-  model.layers.*.self_attn  context_parallel(gather, over=cp)
-  model.layers.1.self_attn  compress(activations, int8, block=8)
-  zero(stage=0, over=cp)
-  pipeline(order="GPipe", micro=8)
-"""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,6 @@ UNPADDED = """
         ("mixtral", "cp=2", "batch_stats, lossy", CHOSEN, "S858"),
         ("vit", "pp=2", "", REPLAYED, ""),
         ("qwen3", "tp=2", "", KEYS, "S405"),
-        ("qwen3", "cp=2", "batch_stats, lossy", UNPADDED, ""),
     ],
 )
 def test_what_was_found(

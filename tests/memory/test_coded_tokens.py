@@ -60,7 +60,8 @@ def test_parts_come_back_in_their_places(kind: str, total: int) -> None:
 
 
 def test_heads_and_copies_of_them() -> None:
-    """Runs of heads, and heads that are there several times: one of each is changed."""
+    """Runs of heads, and heads that are there several times: one of each is changed; all of them,
+    where attention without a mask takes the heads as they are."""
     x = drawn(2, 2, 6, 4)
     copied = x.repeat_interleave(3, 1)
     for split, count in ((Split(2, copies=3), 2), (Split(heads=True, copies=3), 1)):
@@ -72,7 +73,8 @@ def test_heads_and_copies_of_them() -> None:
 
         made = TokenParts(2, "zigzag", {("m", "m"): (split,)})
         assert torch.equal(made.each(Saving("m", "m", 1, 2), copied, change), copied * 2)
-        assert len(seen) == 2 and all(part.shape[1] == count for part in seen)
+        assert torch.equal(made.each(Saving("m", "m", 1, 2), x, change), x * 2)
+        assert len(seen) == 4 and all(part.shape[1] == count for part in seen)
 
 
 @pytest.mark.parametrize(
