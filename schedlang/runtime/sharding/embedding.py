@@ -84,7 +84,7 @@ def _own_rows(ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tenso
 
 
 def _places(ids: Tensor, first: int, height: int) -> tuple[Tensor, Tensor]:
-    """Where rows stand in a part of so many from `first`, and which ones are in it [..., 1]."""
+    """Places of rows in a part of so many from `first`, and which ones are in it [..., 1]."""
     local = ids - first
     return local.clamp(0, height - 1), ((local >= 0) & (local < height))[..., None]
 
