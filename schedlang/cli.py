@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -32,8 +33,11 @@ def main() -> None:
         code = plain(words[1:])
         if code is not None:
             sys.exit(code)
-    # a verb that is named needs none of the others; a word that is no verb is told all of them
-    made(words[:1] if words and words[0] in VERBS else VERBS)()
+    try:
+        # a verb that is named needs none of the others; a word that is no verb is told all of them
+        made(words[:1] if words and words[0] in VERBS else VERBS)()
+    finally:
+        gc.freeze()  # the interpreter's end would walk torch and all else, for most of a second
 
 
 def made(verbs: Sequence[str]) -> typer.Typer:

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Pool
-from schedlang.uncollected import uncollected
+from schedlang.uncollected import seldom, uncollected
 from tests import forks
 from tests.properties.profiles import register
 from tests.tiers import in_part, part, spread
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """`-m deep` takes the profile of that name, unless another was asked for."""
-    gc.set_threshold(*forks.SELDOM)
+    seldom()  # behind each file of tests, and each job of ranks, all of it is looked for
     asked = config.getoption("--hypothesis-profile", None)
     if config.option.markexpr == "deep" and not asked:
         settings.load_profile("deep")

@@ -37,6 +37,7 @@ from typing import Any, TextIO
 from schedlang import primitives
 from schedlang.runtime.launch import forkserver
 from schedlang.runtime.launch.pool import Pool
+from schedlang.uncollected import seldom
 
 EXECUTED = Pool._executed  # a server in a new interpreter
 IMPORTED = (
@@ -61,9 +62,6 @@ FREE = {
     "SCHEDLANG_RECORD",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # of torchrun, for process groups that are made later
 }
-# a twentieth of the time goes to looking for circles among what is about to be dropped anyway;
-# behind each file of tests, and each job of ranks, all of them are looked for
-SELDOM = (10_000, 10, 10)
 FREE_PREFIXES = ("GITHUB_", "PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _MOST = 1 << 20  # bytes of a message
 
@@ -231,7 +229,7 @@ def serve(plain: Sequence[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    seldom()
     gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads"
     alive: dict[int, socket.socket] = {}

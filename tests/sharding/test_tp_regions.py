@@ -10,6 +10,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.analyze.holdings import holdings_of, reductions
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.propagate import propagate
+from schedlang.runtime.sharding.embedding import OwnRows
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -138,6 +139,32 @@ def test_dims_by_name_are_the_split_by_style(threads: Threads) -> None:
     )
     assert first == second
     proven(threads, plans[0], BATCHES)
+
+
+def test_a_part_of_a_table_keeps_the_numbers_alone() -> None:
+    """Parts add up to the table's rows, their gradients are the table's, to second order; a row of
+    padding has none.  Until backward nothing but the given numbers is kept."""
+    torch.manual_seed(0)
+    ids, kept = torch.tensor([[5, 0, 3], [1, 5, 2]]), list[Tensor]()
+    whole = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    want = nn.functional.embedding(ids, whole, 5)
+    parts = [part.detach().requires_grad_() for part in whole.split(3)]
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        rows = torch.stack(
+            [OwnRows.apply(ids, p, 3 * k, (None, 2)[k]) for k, p in enumerate(parts)]
+        ).sum(0)
+    assert [t.data_ptr() for t in kept] == [ids.data_ptr()] * 2
+    assert torch.equal(rows, want)
+    (grad,) = torch.autograd.grad(want.pow(3).sum(), whole)
+    mine = torch.cat(torch.autograd.grad(rows.pow(3).sum(), parts, create_graph=True))
+    assert torch.equal(mine, grad) and not grad[5].any() and grad[3].any()
+    (second,) = torch.autograd.grad(mine.sum(), parts[0])
+    assert torch.equal(second[1], 6 * whole[1].detach())
 
 
 def test_embeddings_that_scale(threads: Threads) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from schedlang.ir.modelfile import module_of
 from schedlang.runtime.launch import pickled
 from schedlang.runtime.launch.frames import in_one_piece
+from schedlang.uncollected import seldom
 
 # ---- What ranks would import one by one while they run a program, imported once before the
 # forks.
@@ -177,6 +178,7 @@ class Serving:
 def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent is gone."""
     Serving.here = True
+    seldom()  # ranks do, and behind each job they look for all of it
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     imported(preload, files)

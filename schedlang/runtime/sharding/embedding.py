@@ -7,7 +7,7 @@ a bag is that sum over the number of all entries of the bag, which every rank kn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,41 @@ def around(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[
     return forward
 
 
+class OwnRows(torch.autograd.Function):
+    """The rows of a part of a table, zeros for numbers outside of it: ids[...] -> [..., width].
+
+    Until backward it keeps the numbers alone, which the batch has anyway: their places in the part
+    and whether they are in it would be nine bytes of each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tensor:
+        """Look up what is here; `first` is the number of its first row, `pad` a row untrained."""
+        ctx.save_for_backward(ids)
+        ctx.first, ctx.height, ctx.pad = first, weight.shape[0], pad
+        places, mine = _places(ids, first, ctx.height)
+        return F.embedding(places, weight) * mine  # as proofs without ranks know a mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+        """Add up what came for each row."""
+        (ids,) = ctx.saved_tensors
+        places, mine = _places(ids, ctx.first, ctx.height)
+        pad, own = -1 if ctx.pad is None else ctx.pad, grads[0] * mine
+        added = torch.ops.aten.embedding_dense_backward(own, places, ctx.height, pad, False)
+        return None, added, None, None
+
+
+def _own_rows(ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tensor:
+    return cast(Tensor, OwnRows.apply(ids, weight, first, pad))  # type: ignore[no-untyped-call]
+
+
+def _places(ids: Tensor, first: int, height: int) -> tuple[Tensor, Tensor]:
+    """Places of rows in a part of so many from `first`, and which ones are in it [..., 1]."""
+    local = ids - first
+    return local.clamp(0, height - 1), ((local >= 0) & (local < height))[..., None]
+
+
 def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """An embedding that looks up only the rows, or the part of each, that this rank holds.
 
@@ -73,10 +108,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             rows = F.embedding(ids, module.weight, local_pad)
         else:
             check_index(ids, module)
-            local = ids - first
-            mine = (local >= 0) & (local < width)
-            rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
-            rows = edge.exit(rows * mine[..., None])
+            rows = edge.exit(_own_rows(ids, module.weight, first, local_pad))
         for one in others:  # split along what each row holds
             rows = one.exit(without_padding(rows, one.computes, one.group))
         return rows
