@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from schedlang.ir.placement import R, S
 from schedlang.runtime.comm.collectives import own_part
 from schedlang.runtime.propagation.follow import Follower
-from schedlang.runtime.propagation.trace import Note, Tag
+from schedlang.runtime.propagation.trace import Note, Tag, versions
 from schedlang.runtime.sharding.shard import Edge, block_sizes, laid, redistribute
 
 
@@ -110,19 +110,21 @@ def dry_parts(
         return local
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        made: list[tuple[Narrowed, Tensor, int]] = []
+        made: list[tuple[Narrowed, Tensor]] = []
 
         def kept(part: Narrowed, x: Tensor) -> Tensor:
             local = cut(part, x)
             if local is not x:
-                made.append((part, local, local._version))
+                made.append((part, local))
             return local
 
         for part in parts:
             args, kwargs = changed(module, part.name, partial(kept, part), args, kwargs)
+        before = versions(local for _, local in made)
         output = inner(*args, **kwargs)
-        for part, local, version in made:
-            if local._version != version:  # whoever calls it has the whole tensor, as it was
+        now = versions(local for _, local in made)
+        for (part, _), *counted in zip(made, before, now):
+            if len({*counted}) > 1:  # whoever calls it has the whole tensor, as it was
                 raise follower.refuse(
                     f"`{part.name}` is written into, of which a rank takes its part",
                     part.edge.group.axes[0],

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -186,8 +186,9 @@ class Stack:
             running = [name for name, _ in self.frames]
             self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
-        given = [(t, t._version) for t in tensors_in((args, kwargs))]
-        self.mains.append(next((t for t, _ in given if t.is_floating_point()), None))
+        given = list(tensors_in((args, kwargs)))
+        before = versions(given)
+        self.mains.append(next((t for t in given if t.is_floating_point()), None))
         if self.seen is not None:
             self.seen(self.frames[-1], (args, kwargs))
         self.muted += opaque
@@ -197,11 +198,17 @@ class Stack:
             self.muted -= opaque
             frame = self.frames.pop()
             self.mains.pop()
-        if any(t._version != version for t, version in given):
+        if versions(given) != before:
             self.overwrites.add(fqn)
         if self.seen is not None:
             self.seen(frame, out)
         return out
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each was written into; no mode hears that it is asked."""
+    with torch._C.DisableTorchFunction():
+        return [one._version for one in tensors]
 
 
 @dataclass(frozen=True)
