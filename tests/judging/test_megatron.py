@@ -10,6 +10,8 @@ from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.versions.megatron_gpt import RIGHT, WRONG, Way, batch, loss, model
 
+pytestmark = [pytest.mark.others, pytest.mark.deep]
+
 
 def judged(way: Way) -> Report:
     """The verdict on a way."""

@@ -13,6 +13,8 @@ from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.versions.torchtitan import FAMILIES, Family, Way, batch, loss, made
 
+pytestmark = [pytest.mark.others, pytest.mark.deep]
+
 WAYS: dict[str, Way] = {
     "words split between layers": Way(tp=2),
     "FSDP2 inside of replicas": Way(fsdp=2, replicas=2),

@@ -36,6 +36,7 @@ THREADS = (
     "zero_accumulated",
     "zero_boundary",
 )
+ORDINARY = ("megatron_sinks", "zero_accumulated")  # one of each library that is installed apart
 ALONE = ("megatron_gated_norm", "megatron_gathered", "megatron_sinks", "megatron_smoothing")
 
 
@@ -64,7 +65,14 @@ def verdict(thread: Any, program: Any, ranks: Pool) -> Report:
     )
 
 
-@pytest.mark.parametrize("name", THREADS)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Where a thread's library is installed apart, it is run with those of `others`."""
+    if not name.startswith(("megatron_", "zero_")):
+        return []
+    return [pytest.mark.others, *([] if name in ORDINARY else [pytest.mark.deep])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in THREADS])
 def test_a_version_is_judged_by_whether_it_has_the_bug(name, pool) -> None:
     """The library's own code differs in a version with the bug, and is equal in one without."""
     thread = known(name)
@@ -82,6 +90,8 @@ MENDED = [name for name in THREADS if name.startswith("megatron_") and name not 
 MENDED += ["zero_boundary"]
 
 
+@pytest.mark.others
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MENDED)
 def test_the_code_without_the_cause_passes(name) -> None:
     """The same program is right where the line that is to blame is another."""
@@ -90,6 +100,8 @@ def test_the_code_without_the_cause_passes(name) -> None:
         assert verdict(thread, thread.mended, ranks).ok
 
 
+@pytest.mark.others
+@pytest.mark.deep
 def test_a_count_that_is_overwritten() -> None:
     """What 7452 (10) calls doubled is what the original has: with a mask of padding it is right."""
     thread = known("megatron_tokens")

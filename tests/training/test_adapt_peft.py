@@ -17,7 +17,8 @@ from tests import models
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, sequential, trained
 
-peft = pytest.importorskip("peft", reason="PEFT is not installed")
+peft = pytest.importorskip("peft", reason="PEFT: see tests/judging/requirements.txt")
+pytestmark = pytest.mark.others
 
 BATCHES = [models.tokens(rows=8, seed=seed) for seed in range(3)]
 COL = [f"model.layers.*.self_attn.{name}_proj" for name in "qkv"]
