@@ -290,13 +290,19 @@ class Program:
         batch: Batch,
         beside: Callable[[int], Mapping[str, Any]] | None = None,
         local: bool = False,
+        visits: Callable[[int], Any] | None = None,
     ) -> Any:
-        """The output of a batch; `beside(k)` has more arguments for microbatch `k`."""
+        """The output of a batch; `beside(k)` has more arguments for microbatch `k`.
+
+        visits  where all ranks of a sequence have its tokens whole: what microbatch `k` runs in
+        """
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
-        parts, weights, _ = self._parts(batch, local)
+        parts, weights, _ = self._parts(batch, local, whole=visits is not None)
+        if visits is not None:
+            parts = [replace(part, shard=visits(k)) for k, part in enumerate(parts)]
         if beside is not None:
             parts = [
                 replace(part, inputs={**part.inputs, **beside(k)}) for k, part in enumerate(parts)
@@ -338,9 +344,11 @@ class Program:
     def _zero(self) -> None:
         self.assembly.held.zero()
 
-    def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[Number], Number]:
+    def _parts(
+        self, batch: Batch, local: bool, whole: bool = False
+    ) -> tuple[list[Part], list[Number], Number]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
-        mine = dealt(self.assembly, batch, local)
+        mine = dealt(self.assembly, batch, local, whole)
         self._everyone, self._even = mine.everyone, mine.even
         device, parts = self.assembly.ranks.device, list(mine.parts)
         if on_accelerator(device):
