@@ -277,7 +277,7 @@ class Program:
 
         inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
         options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
-        Keys and values are kept where they are made: by layers, by heads, and by rows.  Raises
+        Keys and values are kept where they are made: by layers, heads, rows and tokens.  Raises
         Refusal S627 for models and settings that it cannot follow.
         """
         from schedlang.runtime.generation import generate

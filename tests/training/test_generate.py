@@ -298,7 +298,7 @@ def test_sequences_that_rows_split(
 def test_keys_and_values_are_kept_by_tokens(
     threads: Threads, model: Any, text: str, world: int
 ) -> None:
-    """Attentions meet what other ranks have kept: windows, chunks, padded prompts, and one token."""
+    """Attentions meet what other ranks have kept: windows, chunks, padding, one token."""
     given: Any = ((3, 7), (1, 1)), {"max_new_tokens": 9, "eos_token_id": None}, _long
     wanted = alone(model, *given)
     found = generated(threads, of_text(original(model), text), MASKED, *given)
