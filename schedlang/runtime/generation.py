@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from schedlang.runtime.sharding.shard import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.batch import Part
     from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.device import States
 
@@ -47,10 +49,10 @@ REFUSED = {  # settings under which ranks would go different ways, or that move 
 def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, Any]) -> Any:
     """Return what the model's own `generate` returns, alike on every rank.
 
-    `run(batch, beside)` is a forward of the program without gradients; `beside(k)` has more
-    arguments for microbatch `k`, and `visits(k)`, where it is given, what that one runs in: with
-    all tokens on each rank of a sequence.  Raises Refusal S627 for models and settings that it
-    cannot follow, and S650 where ranks are given different prompts.
+    `run(batch, each)` is a forward of the program without gradients, of what `each` makes of a
+    microbatch and its number; `whole`: with all tokens on each rank of a sequence.  Raises
+    Refusal S627 for models and settings that it cannot follow, and S650 where ranks are given
+    different prompts.
     """
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
@@ -152,8 +154,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
         batch, rows = _enough_rows(_enough_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
-        more = {"visits": cache.visits(tokens)} if new else {}
-        output = run(given, lambda k: {} if name is None else {name: cache.part(k)}, **more)
+        output = run(given, _beside(name, cache, tokens if new else 0), whole=new)
         if rows < least or multiple > 1:
             output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
@@ -183,6 +184,17 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     facade: Any = object.__new__(type(kind.__name__, (kind,), more))
     facade.__dict__.update({name: v for name, v in vars(model).items() if name != "forward"})
     return facade
+
+
+def _beside(name: str | None, cache: Any, new: int) -> Callable[[int, Part], Part]:
+    """Return what puts its cache beside a microbatch; `new`: tokens for ranks to deal."""
+    visit = cache.visits(new) if new else None
+
+    def each(k: int, part: Part) -> Part:
+        inputs = part.inputs if name is None else {**part.inputs, name: cache.part(k)}
+        return replace(part, inputs=inputs, shard=visit(k) if visit else part.shard)
+
+    return each
 
 
 def turns(a: Assembly) -> Turns | None:

@@ -277,8 +277,7 @@ class Program:
 
         inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
         options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
-        Keys and values are kept where they are made: by layers, heads, rows and tokens.  Raises
-        Refusal S627 for models and settings that it cannot follow.
+        Keys and values stay where they are made.  Refusal S627 for what it cannot follow.
         """
         from schedlang.runtime.generation import generate
 
@@ -288,25 +287,18 @@ class Program:
     def _evaluate(
         self,
         batch: Batch,
-        beside: Callable[[int], Mapping[str, Any]] | None = None,
+        each: Callable[[int, Part], Part] | None = None,
         local: bool = False,
-        visits: Callable[[int], Any] | None = None,
+        whole: bool = False,
     ) -> Any:
-        """The output of a batch; `beside(k)` has more arguments for microbatch `k`.
-
-        visits  where all ranks of a sequence have its tokens whole: what microbatch `k` runs in
-        """
+        """The output of a batch, of what `each` makes of microbatch `k`; `whole`: of all tokens."""
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
-        parts, weights, _ = self._parts(batch, local, whole=visits is not None)
-        if visits is not None:
-            parts = [replace(part, shard=visits(k)) for k, part in enumerate(parts)]
-        if beside is not None:
-            parts = [
-                replace(part, inputs={**part.inputs, **beside(k)}) for k, part in enumerate(parts)
-            ]
+        parts, weights, _ = self._parts(batch, local, whole)
+        if each is not None:
+            parts = [each(k, part) for k, part in enumerate(parts)]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)

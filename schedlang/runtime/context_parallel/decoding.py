@@ -114,7 +114,7 @@ class Decoding:
     def _own(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """What the keys here give, by their place in memory: the mask knows their positions."""
+        """The part of the keys here, by their place in memory: the mask knows their positions."""
         new, kept = query.shape[2], key.shape[2]
         rows = None if mask is None else mask.index_select(-1, self.held)
         rules = Rules(Reach(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // new))
