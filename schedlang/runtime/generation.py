@@ -2,10 +2,10 @@
 
 The loop runs on every rank, on the same tokens; only the model's forward is the program's.  Prompts
 are shared among replicas and microbatches as the rows of a batch are.  Keys and values stay where
-they are made: a rank has those of its layers, of its heads, and of its rows.  An encoder runs with
-each token again, as stages that the program has in one chain: what it gives is kept nowhere.  Where
-rows split sequences, tokens that nothing looks at stand behind those of a forward, until they can
-be split evenly.
+they are made: a rank has those of its layers, of its heads, of its rows, and of its tokens.  An
+encoder runs with each token again, as stages that the program has in one chain: what it gives is
+kept nowhere.  Where rows split sequences, tokens that nothing looks at stand behind those of a
+forward, until they can be split evenly.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +22,17 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.placement import S
 from schedlang.runtime.comm.agreement import Item, agree, checksum
+from schedlang.runtime.context_parallel.decoding import Decoding, Turns, decoding
 from schedlang.runtime.device import default_generators
 from schedlang.runtime.sharding.shard import dim_of
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.batch import Part
+    from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.device import States
 
-Run = Callable[[Mapping[str, Any], Callable[[int], Mapping[str, Any]]], Any]
+Run = Callable[..., Any]
 
 CACHES = ("cache", "past_key_values")  # the argument in newer transformers 5, and in older ones
 MORE = "this model keeps more than keys and values between tokens, or moves their rows"
@@ -45,9 +49,10 @@ REFUSED = {  # settings under which ranks would go different ways, or that move 
 def generate(a: Assembly, run: Run, inputs: Tensor | None, options: dict[str, Any]) -> Any:
     """Return what the model's own `generate` returns, alike on every rank.
 
-    `run(batch, beside)` is a forward of the program without gradients; `beside(k)` has more
-    arguments for microbatch `k`.  Raises Refusal S627 for models and settings that it cannot
-    follow, and S650 where ranks are given different prompts.
+    `run(batch, each)` is a forward of the program without gradients, of what `each` makes of a
+    microbatch and its number; `whole`: with all tokens on each rank of a sequence.  Raises
+    Refusal S627 for models and settings that it cannot follow, and S650 where ranks are given
+    different prompts.
     """
     model: Any = a.module
     config = options.get("generation_config") or getattr(model, "generation_config", None)
@@ -125,7 +130,8 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
 
     kind: Any = type(model)
     _, replicas, _ = a.parts
-    least, multiple = replicas * a.micro, _multiple(a)
+    least = replicas * a.micro
+    multiples = {split: _multiple(a, split) for split in (True, False)}
     fed = 0  # tokens of the last forward without a cache of ours
 
     @functools.wraps(kind.forward)
@@ -140,17 +146,20 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
         if (tokens < fed) if name is None else not isinstance(cache, KeyValueCache):
             raise _refused(MORE, WITHOUT)
         fed = tokens if name is None else 0
-        if a.tokens is not None:
-            if name is not None:
-                raise _refused(f"`{a.context[0]}` splits the sequences of attention", WITHOUT)
+        # tokens behind a prompt run whole on every rank of its sequence, over what each has kept
+        new = a.tokens is not None and name is not None and cache.seen > 0
+        multiple = multiples[not new]
+        if a.tokens is not None and not new:
             inputs = _known(inputs, a.inputs)
         kept = inputs.pop("logits_to_keep", 0) if multiple > 1 else 0
         batch, rows = _enough_rows(_enough_tokens(inputs, tokens, multiple), least)
         given = {"return_dict": True, **{key: v for key, v in batch.items() if v is not None}}
-        output = run(given, lambda k: {} if name is None else {name: cache.part(k)})
+        output = run(given, _beside(name, cache, tokens if new else 0), whole=new)
         if rows < least or multiple > 1:
             output.logits = output.logits[:rows, tokens - kept if kept else 0 : tokens]
         if name is not None:
+            if a.tokens is not None and not new:
+                cache.begin(a.tokens.layout(given), tokens)
             cache.advance(tokens, -tokens % multiple)
             output[name] = cache
         return output
@@ -164,6 +173,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
             for one in (made.self_attention_cache, made.cross_attention_cache) if two else (made,):
                 _check_cache(one)
             given[name] = _cache_class(two)()
+            given[name].turns = turns(a)
 
     more = {
         "forward": forward,
@@ -174,6 +184,24 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     facade: Any = object.__new__(type(kind.__name__, (kind,), more))
     facade.__dict__.update({name: v for name, v in vars(model).items() if name != "forward"})
     return facade
+
+
+def _beside(name: str | None, cache: Any, new: int) -> Callable[[int, Part], Part]:
+    """Return what puts its cache beside a microbatch; `new`: tokens for ranks to deal."""
+    visit = cache.visits(new) if new else None
+
+    def each(k: int, part: Part) -> Part:
+        inputs = part.inputs if name is None else {**part.inputs, name: cache.part(k)}
+        return replace(part, inputs=inputs, shard=visit(k) if visit else part.shard)
+
+    return each
+
+
+def turns(a: Assembly) -> Turns | None:
+    """Return the tokens that this rank will keep, of none yet; None where sequences stay whole."""
+    if a.tokens is None:
+        return None
+    return Turns(a.ranks.mesh.index(a.ranks.rank, a.context), a.tokens.ranks, a.ranks.device)
 
 
 def _check_cache(made: Any) -> None:
@@ -218,8 +246,11 @@ def _known(inputs: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     return found
 
 
-def _multiple(a: Assembly) -> int:
-    """Return the number that divides the tokens of a sequence that all rows can split evenly."""
+def _multiple(a: Assembly, split: bool) -> int:
+    """Return the number that divides the tokens of a sequence that all rows can split evenly.
+
+    split  those of attention as well
+    """
     mesh = a.ranks.mesh
     axes = {
         one.axis
@@ -229,7 +260,7 @@ def _multiple(a: Assembly) -> int:
         if isinstance(placement, S) and dim_of(placement) == 1
     }
     # of tokens that are split for attention a rank has two runs, at most
-    runs = 1 if a.tokens is None else 2 * mesh.size(a.context)
+    runs = 2 * mesh.size(a.context) if split and a.tokens is not None else 1
     return runs * math.lcm(*(mesh.size(axis) for axis in axes))
 
 
@@ -278,8 +309,11 @@ def _enough_rows(inputs: Mapping[str, Any], least: int) -> tuple[dict[str, Any],
 class KeyValueCache:
     """Keys and values of a microbatch, of the layers that run here; lengths are told for all.
 
-    seen  tokens that all layers have had
+    seen   tokens that all layers have had
+    turns  which of them this rank keeps, where rows split sequences; None: all
     """
+
+    turns: Turns | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +321,7 @@ class KeyValueCache:
         self._whole = self
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._parts: dict[int, KeyValueCache] = {}
+        self._running: dict[int, Decoding] = {}
 
     def part(self, microbatch: int) -> KeyValueCache:
         """The cache of a microbatch."""
@@ -295,13 +330,36 @@ class KeyValueCache:
             made._whole = self
         return self._parts[microbatch]
 
+    def begin(self, layout: Layout, tokens: int) -> None:
+        """Keep this rank's tokens of a prompt; what stood behind it is dropped."""
+        assert self.turns is not None
+        own = self.turns.prompt(layout, tokens)
+        for part in self._parts.values():
+            for layer, (keys, values) in part._held.items():
+                if keys.shape[-2] != layout.counts[self.turns.place]:
+                    raise _refused(MORE, WITHOUT)
+                part._held[layer] = keys.index_select(-2, own), values.index_select(-2, own)
+
+    def visits(self, tokens: int) -> Callable[[int], Decoding]:
+        """Deal new tokens to ranks; returns what each microbatch of their forward runs in."""
+        assert self.turns is not None
+        own = self.turns.new(tokens)
+        held = self.turns.held
+        self._running = running = dict[int, Decoding]()
+        return lambda k: running.setdefault(k, Decoding(held, own))
+
     def advance(self, tokens: int, behind: int = 0) -> None:
         """Count the tokens of a forward, and drop those behind them; refuse a model that keeps
         others."""
         self.seen += tokens
+        wanted = self.seen + behind
+        if self.turns is not None:  # of which `begin` has dropped some already
+            wanted, behind = len(self.turns.held), 0
+            if any(one.given for one in self._running.values()):
+                raise _refused(MORE, WITHOUT)
         for part in self._parts.values():
             for layer, (keys, values) in part._held.items():
-                if keys.shape[-2] != self.seen + behind:
+                if keys.shape[-2] != wanted:
                     raise _refused(MORE, WITHOUT)
                 if behind:
                     part._held[layer] = keys[..., : self.seen, :], values[..., : self.seen, :]
@@ -310,6 +368,9 @@ class KeyValueCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values behind those before; a run for shapes leaves no trace."""
+        new = decoding()
+        if new is not None:
+            return self._dealt(new, key_states, value_states, layer_idx)
         if key_states.is_meta:
             before = [
                 new.new_empty((*new.shape[:-2], self._whole.seen, new.shape[-1]))
@@ -322,6 +383,19 @@ class KeyValueCache:
             keys, values = torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
         if not key_states.is_meta:
             self._held[layer_idx] = keys, values
+        return keys, values
+
+    def _dealt(
+        self, new: Decoding, keys: Tensor, values: Tensor, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's keys and values, with those of the new ones that it keeps."""
+        if not new.shapes:
+            own, held = new.own, self._held[layer]
+            if len(own):  # else nothing is copied
+                more = keys.index_select(-2, own), values.index_select(-2, own)
+                held = torch.cat([held[0], more[0]], -2), torch.cat([held[1], more[1]], -2)
+            self._held[layer] = keys, values = held
+        new.given.append((keys, values))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

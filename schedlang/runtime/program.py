@@ -277,8 +277,7 @@ class Program:
 
         inputs   prompts (rows, tokens), the same on every rank; they are shared among ranks
         options  those of `model.generate`: `attention_mask=`, `max_new_tokens=`, `do_sample=`, ...
-        Keys and values are kept where they are made: by layers, by heads, and by rows.  Raises
-        Refusal S627 for models and settings that it cannot follow.
+        Keys and values stay where they are made.  Refusal S627 for what it cannot follow.
         """
         from schedlang.runtime.generation import generate
 
@@ -288,19 +287,18 @@ class Program:
     def _evaluate(
         self,
         batch: Batch,
-        beside: Callable[[int], Mapping[str, Any]] | None = None,
+        each: Callable[[int, Part], Part] | None = None,
         local: bool = False,
+        whole: bool = False,
     ) -> Any:
-        """The output of a batch; `beside(k)` has more arguments for microbatch `k`."""
+        """The output of a batch, of what `each` makes of microbatch `k`; `whole`: of all tokens."""
         check_mapping(batch)
         self._training.off()
         step, count = self.evaluated
         self.evaluated = self.step, count + 1 if step == self.step else 1
-        parts, weights, _ = self._parts(batch, local)
-        if beside is not None:
-            parts = [
-                replace(part, inputs={**part.inputs, **beside(k)}) for k, part in enumerate(parts)
-            ]
+        parts, weights, _ = self._parts(batch, local, whole)
+        if each is not None:
+            parts = [each(k, part) for k, part in enumerate(parts)]
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)
@@ -338,9 +336,11 @@ class Program:
     def _zero(self) -> None:
         self.assembly.held.zero()
 
-    def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[Number], Number]:
+    def _parts(
+        self, batch: Batch, local: bool, whole: bool = False
+    ) -> tuple[list[Part], list[Number], Number]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
-        mine = dealt(self.assembly, batch, local)
+        mine = dealt(self.assembly, batch, local, whole)
         self._everyone, self._even = mine.everyone, mine.even
         device, parts = self.assembly.ranks.device, list(mine.parts)
         if on_accelerator(device):

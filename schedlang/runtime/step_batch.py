@@ -48,9 +48,10 @@ class Dealt:
         return instead(self.all, float(sum(map(len, self.everyone))))
 
 
-def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
+def dealt(a: Assembly, batch: Batch, local: bool, whole: bool = False) -> Dealt:
     """Return this rank's part of a batch: of the whole batch, or (`local`) of its own rows.
 
+    `whole`: all ranks of a sequence get all its tokens.
     Raises Refusal S618 where `local` is neither true nor false: a word of a configuration is not.
     """
     if not isinstance(local, bool):
@@ -59,22 +60,27 @@ def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
             f"`local` is {local!r}",
             helps=("give True where each rank has rows of its own, else False",),
         )
-    mine = _of_rows(a, batch) if local else _of_all(a, batch)
+    mine = _of_rows(a, batch) if local else _of_all(a, batch, whole)
     # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
-    whole = mine.all
-    if not isinstance(whole, Tensor) and whole > 0:
+    weight = mine.all
+    if not isinstance(weight, Tensor) and weight > 0:
         return mine
-    return replace(mine, weights=[instead(one, 1.0, whole) for one in mine.weights])
+    return replace(mine, weights=[instead(one, 1.0, weight) for one in mine.weights])
 
 
-def _of_all(a: Assembly, batch: Batch) -> Dealt:
+def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
     shares, replicas, place = a.parts
     alone = replicas * a.micro == 1 and a.tokens is None and pytree.flat(batch)
     if alone and (count := rows_of(batch)):  # as it is, and weighed against nothing
         return Dealt([Part({**batch}, tuple(range(count)))], [1.0], [[1.0]], _alike)
     everyone = split(batch, shares, a.micro)
     if a.tokens is not None:
-        everyone = [parts for share in everyone for parts in a.by_tokens(share)]
+        copies = a.tokens.ranks
+        everyone = [
+            parts
+            for share in everyone
+            for parts in ([share] * copies if whole else a.by_tokens(share))
+        ]
     if replicas * a.micro == 1:
         weigh: list[list[Number]] = [[1.0]]
     else:

@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MiniMaxConfig,
@@ -51,6 +57,7 @@ model.layers.*.self_attn.o_proj  shard(row, over=tp)
 model.layers  pipeline_split(over=pp)
 pipeline(order="1F1B", micro=2)
 """
+STAGES = "".join(f"{line}\n" for line in SPLIT.splitlines()[-2:])
 SEQUENCES = """
 model.embed_tokens  shard(vocab, over=tp)
 model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
@@ -61,6 +68,7 @@ model.layers.*.{input,post_attention}_layernorm  shard(input=S(seq), output=S(se
 model.norm  shard(input=S(seq), output=S(seq), over=tp)
 lm_head  shard(vocab, over=tp)
 """
+OWN = "transformer.h.*  context_parallel(ring, over=cp)\n"
 RING = "model.layers.*.self_attn  context_parallel(ring, layout=zigzag, over=cp)\n"
 
 
@@ -72,6 +80,25 @@ def mistral() -> nn.Module:
 def gemma2() -> nn.Module:
     """Every other layer sees the last four tokens."""
     return Gemma2ForCausalLM(Gemma2Config(**SMALL, sliding_window=4))
+
+
+def gpt2() -> nn.Module:
+    """Positions that are looked up in a table."""
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    return GPT2LMHeadModel(config)
+
+
+def llama4() -> nn.Module:
+    """A layer that sees runs of four tokens, counted behind the padding."""
+    two = SMALL | {"num_hidden_layers": 2, "num_local_experts": 2, "moe_layers": []}
+    return Llama4ForCausalLM(
+        Llama4TextConfig(**two, intermediate_size_mlp=48, attention_chunk_size=4)
+    )
+
+
+def bloom() -> nn.Module:
+    """Scores in lines of its own."""
+    return BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
 
 
 def mamba() -> nn.Module:
@@ -238,10 +265,11 @@ def test_settings_are_followed(threads: Threads, options: dict[str, Any]) -> Non
         (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": True, "do_sample": True}),
         (f"mesh(tp=2)\n{SEQUENCES}", 2, {"use_cache": False}),
         (f"mesh(cp=2)\n{RING}", 2, {"use_cache": False}),
-        (f"mesh(cp=2, tp=2)\n{RING}{SEQUENCES}", 4, {"use_cache": False}),
-        (f"mesh(cp=2)\n{RING.replace('ring, layout=zigzag', 'ulysses')}", 2, {"use_cache": False}),
+        (f"mesh(cp=2)\n{RING}", 2, {"use_cache": True}),
+        (f"mesh(cp=2, tp=2)\n{RING}{SEQUENCES}", 4, {"use_cache": True}),
+        (f"mesh(cp=2)\n{RING.replace('ring, layout=zigzag', 'ulysses')}", 2, {"use_cache": True}),
     ],
-    ids=["tensor", "sampled", "without a cache", "ring", "ring and tensor", "ulysses"],
+    ids=["tensor", "sampled", "without a cache", "ring alone", "ring", "ring, tensor", "ulysses"],
 )
 def test_sequences_that_rows_split(
     threads: Threads, text: str, world: int, options: dict[str, Any]
@@ -254,6 +282,53 @@ def test_sequences_that_rows_split(
     assert schedule.plan().mesh.world == world
     for ours in generated(threads, schedule, MASKED, *given):
         assert all(map(torch.equal, wanted, ours)) and len(ours) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "world"),
+    [
+        (gpt2, f"mesh(cp=4)\n{OWN}", 4),
+        (gpt2, f"mesh(pp=2, cp=2)\n{OWN}{STAGES.replace('model.layers', 'transformer.h')}", 4),
+        (mistral, f"mesh(pp=2, cp=2)\n{RING}{STAGES}", 4),
+        (mistral, f"mesh(a=2, b=2)\n{RING.replace('ring', 'usp').replace('cp', '(a, b)')}", 4),
+        (llama4, f"mesh(cp=4)\n{RING}", 4),
+    ],
+    ids=["gpt2", "gpt2, stages", "mistral, stages", "mistral, usp", "llama4"],
+)
+def test_keys_and_values_are_kept_by_tokens(
+    threads: Threads, model: Any, text: str, world: int
+) -> None:
+    """Attentions meet what other ranks have kept: windows, chunks, padding, one token."""
+    given: Any = ((3, 7), (1, 1)), {"max_new_tokens": 9, "eos_token_id": None}, _long
+    wanted = alone(model, *given)
+    found = generated(threads, of_text(original(model), text), MASKED, *given)
+    assert len(found) == world and all(all(map(torch.equal, wanted, ours)) for ours in found)
+
+
+def test_ranks_keep_as_many_tokens(threads: Threads) -> None:
+    """Of 17 tokens, 6 of them a prompt's, four ranks have four each, and one has a fifth."""
+    schedule = of_text(original(of("llama")), f"mesh(cp=4)\n{RING}")
+    case = prepared(Case(schedule.plan(), (MASKED,)))
+    found = threads.run(_kept, 4, case.plan, case.prepared)
+    positions = [position for held, _, _ in found for position in held]
+    assert sorted(positions) == list(range(17))
+    assert sorted(len(held) for held, _, _ in found) == [4, 4, 4, 5]
+    for held, shapes, size in found:
+        assert {shape[2] for shape in shapes} == {len(held)}
+        assert abs(size / sum(one for *_, one in found) - 0.25) < 0.05
+
+
+KEPT = {"max_new_tokens": 12, "use_cache": True, "return_dict_in_generate": True}
+
+
+def _kept(plan: Plan, ready: Any) -> tuple[list[int], list[tuple[int, ...]], int]:
+    """Positions of the tokens that a rank has kept, shapes and bytes of their keys and values."""
+    program = build(plan, MASKED, prepared=ready)
+    made = program.generate(**prompts(4), **KEPT)
+    cache = made.get("cache", made.get("past_key_values"))
+    lines = [one for pair in cache.part(0)._held.values() for one in pair]
+    size = sum(one.untyped_storage().nbytes() for one in lines)
+    return cache.turns.held.tolist(), [tuple(one.shape) for one in lines], size
 
 
 def _long(size: tuple[int, int]) -> dict[str, Tensor]:
@@ -346,19 +421,23 @@ def _refused(model: Any, text: str, options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     with pytest.raises(Refusal) as caught:
         given = {"use_cache": True, "max_new_tokens": 3, **options}
-        made(model(), text).generate(**prompts(4), **given)
+        made(model(), text).generate(**prompts(4) | given)
     return caught.value.diagnostic
 
 
 @pytest.mark.parametrize(
-    ("cached", "said"),
-    [(True, "`cp` splits the sequences"), (False, "was not in the batch of `build`")],
+    ("model", "text", "options", "said"),
+    [
+        (of("llama"), RING, {}, "was not in the batch of `build`"),
+        (bloom, OWN, {"attention_mask": None}, "by tokens"),
+    ],
+    ids=["a mask", "products of its own"],
 )
-def test_what_split_attention_cannot_follow(threads: Threads, cached: bool, said: str) -> None:
-    """Keys and values of parts of sequences, and masks that the program was not built with."""
-    for refusal in threads.run(
-        _refused, 2, of("llama"), f"mesh(cp=2)\n{RING}", {"use_cache": cached}
-    ):
+def test_what_split_attention_cannot_follow(
+    threads: Threads, model: Any, text: str, options: dict[str, Any], said: str
+) -> None:
+    """Masks that building has not seen, and keys that no function of attention is given."""
+    for refusal in threads.run(_refused, 2, model, f"mesh(cp=2)\n{text}", options):
         assert refusal.code == "S627" and said in refusal.title and refusal.helps
 
 

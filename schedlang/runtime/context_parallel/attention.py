@@ -188,10 +188,10 @@ def _run(
     call = Call(replace(rules, slopes=None, rows=None), rounds, at.runs)
     made = Attention.apply(q, k, v, rules.slopes, rules.rows, call, *at.tags)  # type: ignore[no-untyped-call]
     out, lse = cast(tuple[Tensor, Tensor], made)
-    return _beside(out, lse, sinks), lse
+    return beside_sinks(out, lse, sinks), lse
 
 
-def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """The result where sinks take a part of the softmax."""
     if sinks is None:
         return out

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.context_parallel.decoding import Decoding, decoding
+from schedlang.runtime.context_parallel.local_attention import Rules
 from schedlang.runtime.context_parallel.local_tokens import (
     UNSPLIT,
     AttentionMethod,
@@ -24,7 +26,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
     over_all_keys,
     plain,
 )
-from schedlang.runtime.context_parallel.token_layout import Mask
+from schedlang.runtime.context_parallel.token_layout import Mask, Reach
 from schedlang.runtime.kernel_injection.attention import implementation, switch
 from schedlang.runtime.scope import site
 from schedlang.runtime.tracing.meta import model_line
@@ -85,6 +87,8 @@ def _register() -> None:
         return sdpa_mask(*args, **kwargs) if current_shard() is None else _mask(*args, **kwargs)
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
+        if (new := decoding()) is not None:
+            return _attend_kept(new, module, q, k, v, mask, **more)
         if current_shard() is None:
             return sdpa(module, q, k, v, mask, **more)
         return _attend(module, q, k, v, mask, **more)
@@ -111,8 +115,11 @@ def _mask(
     assert shard is not None
     if q_length != shard.length or kv_length != shard.length or q_offset or kv_offset:
         raise unknown("its masks have more keys than queries")
-    found = described(mask_function)
-    return MaskRule(replace(found, documents=shard.documents, present=plain(attention_mask)))
+    found, documents = described(mask_function), shard.documents
+    if found.chunk is not None and (chunks := shard.chunks(found.chunk)) is not None:
+        found = replace(found, chunk=None)
+        documents = chunks if attention_mask is None else chunks.to(attention_mask.device)
+    return MaskRule(replace(found, documents=documents, present=plain(attention_mask)))
 
 
 def described(function: Any) -> Mask:
@@ -199,6 +206,59 @@ def _attend(
     blind: Any = "scores" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return shard.attend(how, call).transpose(1, 2).contiguous(), None
+
+
+def _attend_kept(
+    new: Decoding,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend to keys that ranks have kept; the mask is the model's own, over all of them."""
+    how, sinks = vars(module).get(SLOT), more.pop("s_aux", None)
+    if how is None:
+        raise unnamed(type(module).__name__)
+    other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
+    if other or (dropout and not new.shapes):  # stand-ins for other stages are not in eval
+        raise not_kept(f"its attention gets `{other[0] if other else 'dropout'}`")
+    out = attend_kept(new, how, (query, key, value), mask, scaling, more.get("softcap"), sinks)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def attend_kept(
+    new: Decoding,
+    how: AttentionMethod,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    scale: float | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The attention of new tokens to what the cache has given; raises Refusal S627 for keys that
+    were changed since, and for masks of other kinds."""
+    query, key, value = tensors
+    if not new.knows(key, value):
+        raise not_kept("it attends to other keys than those that its cache keeps")
+    if not (isinstance(mask, Tensor) or (mask is None and query.shape[2] == 1)):
+        raise not_kept("its masks are no tensors of [queries, keys]")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rules = Rules(Reach(), scale, None if cap is None else float(cap))
+    return new.attend(how, tensors, mask, rules, sinks)
+
+
+def not_kept(why: str) -> Refusal:
+    """Return the refusal S627 of an attention whose keys cannot be kept by parts of sequences."""
+    return Refusal.of(
+        "S627",
+        f"`{site() or 'an attention'}` cannot keep keys and values by tokens",
+        notes=(why,),
+        helps=("`use_cache=False` makes every token from the whole sequence",),
+    )
 
 
 def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:

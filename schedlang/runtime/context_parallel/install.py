@@ -23,8 +23,11 @@ from schedlang.runtime.context_parallel.attention_products import (
     begin,
     follow,
 )
+from schedlang.runtime.context_parallel.decoding import Decoding, decoding
 from schedlang.runtime.context_parallel.described_attention import (
+    attend_kept,
     is_causal,
+    not_kept,
     of_few_tokens,
     unknown,
 )
@@ -68,6 +71,12 @@ class Attention(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if (new := decoding()) is not None:
+            if func is F.scaled_dot_product_attention:
+                return _attend_kept(new, self.how, {**dict(zip(_ARGUMENTS, args)), **kwargs})
+            if new.given and func in PRODUCTS | ADDED and caller() in self.products:
+                raise not_kept("it multiplies queries and keys in lines of its own")
+            return self.run(func, types, args, kwargs)
         shard = current_shard()
         if shard is not None and func is F.scaled_dot_product_attention:
             given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
@@ -91,7 +100,7 @@ def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: Tokens
     """
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if current_shard() is None:
+        if current_shard() is None and decoding() is None:
             return inner(*args, **kwargs)
         try:
             with ambient(Attention(how, tokens.products)):
@@ -115,6 +124,16 @@ def _attend(shard: SequenceShard, how: AttentionMethod, given: dict[str, Any]) -
     call = Call(query, key, value, rule, given.get("scale"), given.get("dropout_p", 0.0))
     out = shard.attend(how, call)
     return out.squeeze(1) if flat else out
+
+
+def _attend_kept(new: Decoding, how: AttentionMethod, given: dict[str, Any]) -> Tensor:
+    tensors = given["query"], given["key"], given["value"]
+    if any(t.dim() != 4 for t in tensors) or given.get("is_causal"):
+        raise not_kept("it calls torch's attention in another way than is followed there")
+    mask = given.get("attn_mask")
+    if isinstance(mask, Tensor):
+        mask = mask[(None,) * (4 - mask.dim())]
+    return attend_kept(new, how, tensors, mask, given.get("scale"))
 
 
 def _rule(shard: SequenceShard, mask: Tensor | None, causal: bool) -> Mask:
@@ -356,10 +375,14 @@ class InShard:
         self._mode = Positions(tokens.places, tokens.follow) if tokens and counts else None
 
     @contextmanager
-    def within(self, shard: SequenceShard, around: AbstractContextManager[Any]) -> Iterator[None]:
+    def within(
+        self, shard: SequenceShard | Decoding, around: AbstractContextManager[Any]
+    ) -> Iterator[None]:
         """Run the forward or backward of a microbatch, inside `around`."""
         with ExitStack() as stack:
             stack.enter_context(around)
             stack.enter_context(scope.visiting(shard))
-            stack.enter_context(ambient(*([self._mode] if self._mode else [])))
+            # new tokens of a decoding are counted as the model itself does, behind those kept
+            counts = self._mode is not None and not isinstance(shard, Decoding)
+            stack.enter_context(ambient(*([self._mode] if self._mode and counts else [])))
             yield

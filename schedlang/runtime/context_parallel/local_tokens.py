@@ -86,6 +86,7 @@ class SequenceShard:
     """The place of a rank in a sequence: its tokens, in the order in which it has them.
 
     documents  integers [rows, own tokens]: which of several in a row a token is of; None: one
+    padding    the batch's mask of tokens that are no padding, [rows, tokens of the sequence]
     more       the output of the model's head gets one more row, for labels that are shifted
     exchange   None: for shapes only
     """
@@ -95,6 +96,7 @@ class SequenceShard:
     exchange: Exchange | None = None
     documents: Tensor | None = None
     more: bool = False
+    padding: Tensor | None = None
 
     @property
     def index(self) -> int:
@@ -119,9 +121,18 @@ class SequenceShard:
         """Return the positions of these tokens in the sequence."""
         return self.layout.positions(self.place, device)
 
+    def chunks(self, size: int) -> Tensor | None:
+        """Return the run of `size` that each token here is of, [rows, own tokens], counted from the
+        first that is no padding; None: from the first of the sequence."""
+        if self.padding is None:
+            return None
+        left = (self.padding.cumsum(-1) == 0).sum(-1, keepdim=True)
+        return (self.positions(left.device) - left).div(size, rounding_mode="floor")
+
     def on_meta(self) -> SequenceShard:
         """The same for shapes only: nothing is exchanged."""
-        return replace(self, exchange=None)
+        padding = None if self.padding is None else self.padding.to("meta")
+        return replace(self, exchange=None, padding=padding)
 
     def attend(self, how: AttentionMethod, call: Call) -> Tensor:
         """Attention of the tokens here to those of the whole sequence."""
@@ -454,7 +465,9 @@ class Tokens(SequenceParts):
         """The tokens of a microbatch that the rank at a place has."""
         batch = part.inputs
         layout = layout or self.layout(batch)
-        shard = SequenceShard(layout, place, exchange, more=self.shift == "head")
+        mask = batch.get("attention_mask")
+        padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        shard = SequenceShard(layout, place, exchange, None, self.shift == "head", padding)
         inputs = self._cut(batch, shard)
         if self.positions and "position_ids" not in batch:
             inputs["position_ids"] = shard.positions(_device(batch)).unsqueeze(0)
