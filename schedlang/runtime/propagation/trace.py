@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -187,7 +187,8 @@ class Stack:
             self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
         given = list(tensors_in((args, kwargs)))
-        before = versions(given)
+        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            before = [one._version for one in given]
         self.mains.append(next((t for t in given if t.is_floating_point()), None))
         if self.seen is not None:
             self.seen(self.frames[-1], (args, kwargs))
@@ -198,17 +199,12 @@ class Stack:
             self.muted -= opaque
             frame = self.frames.pop()
             self.mains.pop()
-        if versions(given) != before:
-            self.overwrites.add(fqn)
+        with torch._C.DisableTorchFunction():
+            if [one._version for one in given] != before:
+                self.overwrites.add(fqn)
         if self.seen is not None:
             self.seen(frame, out)
         return out
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often each was written into; no mode hears that it is asked."""
-    with torch._C.DisableTorchFunction():
-        return [one._version for one in tensors]
 
 
 @dataclass(frozen=True)
