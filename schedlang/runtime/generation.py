@@ -129,8 +129,8 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
     from transformers.cache_utils import EncoderDecoderCache
 
     kind: Any = type(model)
-    _, replicas, _ = a.parts
-    least = replicas * a.micro
+    shares, _, _ = a.parts
+    least = shares * a.micro
     multiples = {split: _multiple(a, split) for split in (True, False)}
     fed = 0  # tokens of the last forward without a cache of ours
 
