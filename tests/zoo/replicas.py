@@ -244,9 +244,9 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
     """All replicas are given the rows of the first."""
     plain = Program._parts
 
-    def parts(self: Any, batch: Any, local: bool) -> Any:
+    def parts(self: Any, batch: Any, *how: bool) -> Any:
         a = self.assembly
-        mine, weights, total = plain(self, batch, local)
+        mine, weights, total = plain(self, batch, *how)
         if a.ranks.mesh.size(a.replicas) == 1:
             return mine, weights, total
         everyone = split(batch, a.ranks.mesh.size(a.replicas), a.micro)

@@ -128,6 +128,7 @@ class _Told:
 
 # by unit, default dtype, training flag, signature of the arguments: leaves of the output, their
 # structure, draws by site, what hooks are told, the leaves that are arguments it has written into
+_NOTHING = nullcontext()
 _Made = tuple[list[Any], Any, Mapping[str, int], list[_Told], frozenset[int]]
 Outputs = Mapping[Any, _Made]
 
@@ -410,7 +411,8 @@ class Stage:
             self._capture(unit, output, made, edges)
             return output
 
-        with self.switch.using(handle), within(replayed=self.units.start > 0):
+        replayed = within(replayed=True) if self.units.start else _NOTHING
+        with self.switch.using(handle), replayed:
             try:
                 output = called(self.model, batch)
             except StageEnd:
