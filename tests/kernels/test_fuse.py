@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -240,6 +241,23 @@ def test_refuses_a_graph_break():
     with pytest.raises(Refusal, match="cannot be compiled as one graph") as caught:
         module(torch.ones(2))
     assert "print" in str(caught.value)
+
+
+class Adds(Numbered):
+    def forward(self, x):
+        x += super().forward(x.clone())
+        return x
+
+
+def test_refuses_what_writes_into_its_argument(monkeypatch):
+    """Inductor keeps an argument for backward although the graph writes into it: torch alone ends
+    in an error there, and a layer of ours would give another gradient."""
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, rounding: inner)
+    for module, refused in ((Numbered(3), False), (Adds(3), True)):
+        fuse(module)
+        x = torch.ones(2, requires_grad=True) * 2
+        with pytest.raises(Refusal, match="S833.*writes into") if refused else nullcontext():
+            module(x)
 
 
 def test_refuses_endless_recompilation(monkeypatch):

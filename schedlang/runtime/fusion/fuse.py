@@ -11,7 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
@@ -32,6 +32,7 @@ from schedlang.runtime.fusion.rewrite import (
 from schedlang.runtime.left import leave
 from schedlang.runtime.modes import on_stack
 from schedlang.runtime.sharding.leaf import make_ready, without_graph
+from schedlang.runtime.tracing.meta import tensors_in
 
 # -- whole modules ---------------------------------------------------------------------------------
 # The compiled function takes the place of the forward of one instance; equal modules share graphs.
@@ -122,13 +123,23 @@ class Fuse:
             leave(self.module, "fuse", whys[0])
         if self.eager or any(not mode.compiles for mode in under):
             return inner(*args, **kwargs)
+        given: list[tuple[Tensor, int]] = []
         if self.compiled is None:
             if self.module is not None:
                 make_ready(self.module)
             self.compiled = _compile(inner, self.rounding)
+            taken = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
+            given = [(one, one._version) for one in taken]
         alone = plain_torch() if under else nullcontext()
         with alone, _counting(self), _refusing(self.name):
-            return self.compiled(*args, **kwargs)
+            out = self.compiled(*args, **kwargs)
+        if any(one._version != version for one, version in given):
+            raise _refusal(
+                "S833",
+                f"`{self.name}` writes into what it is given",
+                "a compiled graph would compute gradients with what is left there",
+            )
+        return out
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
