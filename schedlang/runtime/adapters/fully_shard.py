@@ -189,17 +189,17 @@ def _count_from(group: Any, first: list[int]) -> None:
     group._register_post_backward_hook = registered
 
 
+# of torch 2.13; versions before it look into what pytrees know
+_collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
+
+
 def _outputs(output: Any) -> Iterable[Tensor]:
     """The tensors of an output that need a gradient, as torch finds them."""
-    if collect is not None:
-        found: Iterable[Tensor] = collect(output)
+    if _collect is not None:
+        found: Iterable[Tensor] = _collect(output)
         return found
     tensors = (one for one in tree_leaves(output) if isinstance(one, Tensor))
     return (one for one in tensors if one.requires_grad)
-
-
-# torch 2.13; those before it look into what pytrees know
-collect: Any = getattr(_fsdp_state, "collect_grad_tensors", None)
 
 
 def around_backward(group: Any, make: Callable[[Callable[..., None]], Callable[..., None]]) -> None:

@@ -171,6 +171,14 @@ def _both(a: Mask, b: Mask) -> Mask:
 # -- attention -----------------------------------------------------------------------------------
 
 
+def _method(module: nn.Module) -> AttentionMethod:
+    """The method of a module's row; raises Refusal for a module that no row names."""
+    how: AttentionMethod | None = vars(module).get(SLOT)
+    if how is None:
+        raise unnamed(type(module).__name__)
+    return how
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -183,10 +191,8 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend, in place of an attention function of transformers."""
-    shard, how = current_shard(), vars(module).get(SLOT)
+    shard, how = current_shard(), _method(module)
     assert shard is not None
-    if how is None:
-        raise unnamed(type(module).__name__)
     sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
     bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
@@ -220,9 +226,7 @@ def _attend_kept(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend to keys that ranks have kept; the mask is the model's own, over all of them."""
-    how, sinks = vars(module).get(SLOT), more.pop("s_aux", None)
-    if how is None:
-        raise unnamed(type(module).__name__)
+    how, sinks = _method(module), more.pop("s_aux", None)
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other or (dropout and not new.shapes):  # stand-ins for other stages are not in eval
         raise not_kept(f"its attention gets `{other[0] if other else 'dropout'}`")
