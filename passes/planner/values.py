@@ -1,0 +1,170 @@
+"""Values of the planner: what units of a model cost one rank, a setting, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["product", "attention", "other"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Operators that cost alike.
+
+    kind   a product of matrices (convolutions too), fused attention, or anything else
+    flops  floating-point operations of one, as 16-bit ones
+    moved  bytes that one reads and writes
+    count  how often it runs
+    """
+
+    kind: Kind
+    flops: float
+    moved: float
+    count: float = 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives, or messages, that cost alike.
+
+    op     all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
+    axis   of the mesh, whose ranks meet
+    bytes  of the whole tensor, of one
+    count  how often it is sent
+    """
+
+    op: str
+    axis: str
+    bytes: float
+    count: float = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes and sends in a stretch of a step."""
+
+    operators: tuple[Operator, ...] = ()
+    sent: tuple[Sent, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What decides how much one unit costs one rank: the axes that split tensors, and the rows.
+
+    rows      of a microbatch on one rank
+    sequence  activations between the layers of `tp` are split along the sequence as well
+    """
+
+    rows: int = 1
+    tp: int = 1
+    sequence: bool = False
+    cp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit that stages are made of (a layer, an embedding, a head with its loss), on one rank.
+
+    All of one microbatch of `Placement.rows` rows.  `numbers` are parameters that the rank holds
+    with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
+    already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
+    backward; `input`, which is kept instead where the unit is computed again; `most` that forward
+    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit.
+    """
+
+    name: str
+    numbers: int
+    forward: Work
+    backward: Work
+    kept: float
+    input: float
+    most: float
+    handed: float
+    spread: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """So many equal units in a row."""
+
+    unit: Unit
+    count: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model under one placement: its units from first to last, by runs of equal ones.
+
+    tied  pairs of places of runs that share their parameters (an embedding and its head)
+    """
+
+    placement: Placement
+    runs: tuple[Run, ...]
+    tied: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def length(self) -> int:
+        """The number of units."""
+        return sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How numbers are held: bytes of a parameter, of a gradient, of an optimizer's state.
+
+    master  bytes of a copy in 32 bits that the optimizer keeps, and ZeRO splits with its state
+    """
+
+    parameter: int = 2
+    gradient: int = 2
+    moments: int = 8
+    master: int = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train: axes, order, cuts, and what is given up for memory.
+
+    order   of the pipeline, by its name in the catalogue; `chunks` stages on each rank of pp
+    micro   microbatches of a step on one replica
+    zero    stage over the replicas
+    cuts    units of each stage, in order; () are as even as can be by the planner's own rule
+    again   units of each stage that are computed again, the first ones; () none
+    """
+
+    placement: Placement
+    dp: int = 1
+    pp: int = 1
+    micro: int = 1
+    order: str = "1F1B"
+    chunks: int = 1
+    zero: int = 1
+    cuts: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the mesh; experts lie on ranks that are replicas for all else."""
+        return self.dp * self.pp * self.placement.tp * self.placement.cp
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a setting costs.
+
+    seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending of
+             axes, idle in the pipeline, gradients, optimizer
+    peaks    bytes of a rank of each place along `pp`, at its fullest moment
+    """
+
+    seconds: float
+    peaks: tuple[float, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(self.peaks)
