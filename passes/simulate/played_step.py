@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.facets import Order
+from schedlang.ir.facets import Order, Replicas
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.holdings import slicing
 from schedlang.passes.analyze.prepare import Prepared
@@ -114,6 +114,11 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
     return modules, routes, stage == cut.stages - 1
 
 
+def _evenly(one: Replicas) -> Replicas:
+    """The same with as many rows for each rank: all play the sample, which is the largest part."""
+    return replace(one, rows=()) if one.rows else one
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -131,7 +136,7 @@ def alone(
     from schedlang.runtime.offload.saved_tensors import watched
     from schedlang.runtime.storage.footprint import Message
 
-    plan = step.plan
+    plan = replace(step.plan, replicas=tuple(map(_evenly, step.plan.replicas)))
     row, _ = slicing(plan)
     state = () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
 

@@ -163,7 +163,7 @@ def rehearse(
     """
     from schedlang.runtime.batch import sample_of
 
-    sample = sample_of(batch, plan.shares, plan.micro)
+    sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepared, sample, loss)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
