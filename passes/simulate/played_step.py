@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.facets import Order, Replicas
+from schedlang.ir.facets import Order
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.holdings import slicing
 from schedlang.passes.analyze.prepare import Prepared
@@ -39,6 +39,13 @@ class Step:
     sample: Mapping[str, Any]
     loss: Loss | None = None
     weight: Any = None
+
+    @cached_property
+    def even(self) -> Plan:
+        """The plan that deals as many rows to each rank: all play the sample, the largest part."""
+        if not any(one.rows for one in self.plan.replicas):
+            return self.plan
+        return replace(self.plan, replicas=tuple(replace(r, rows=()) for r in self.plan.replicas))
 
     @cached_property
     def batch(self) -> dict[str, Any]:
@@ -114,11 +121,6 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
     return modules, routes, stage == cut.stages - 1
 
 
-def _evenly(one: Replicas) -> Replicas:
-    """The same with as many rows for each rank: all play the sample, which is the largest part."""
-    return replace(one, rows=()) if one.rows else one
-
-
 # -- one rank --------------------------------------------------------------------------------------
 
 
@@ -136,7 +138,7 @@ def alone(
     from schedlang.runtime.offload.saved_tensors import watched
     from schedlang.runtime.storage.footprint import Message
 
-    plan = replace(step.plan, replicas=tuple(map(_evenly, step.plan.replicas)))
+    plan = step.even
     row, _ = slicing(plan)
     state = () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
 

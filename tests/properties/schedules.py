@@ -196,7 +196,7 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found = []
     for place, block in enumerate(config.blocks):
         at, claim = _at(place), [f"kernel {_at(place)}"]
-        if block.kind in ("mlp", "chain", "twice"):
+        if block.kind in ("mlp", "chain", "twice", "writing"):
             for how in ("", "backend=inductor", "rounding=eager"):
                 found.append(step("fuse", [f"{at}  fuse({how})"], claim))
         if block.kind == "mlp":
