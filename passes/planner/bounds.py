@@ -96,8 +96,8 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
 def span_floor(clock: Clock, setting: Setting) -> float:
     """Seconds that the pipeline of a setting with cuts takes at least, whatever its order.
 
-    Each rank waits for the first microbatch to reach its first stage, computes, and, where backwards
-    are whole, waits until the last one has gone back to the first stage of all.
+    Each rank waits for the first microbatch to reach its first stage, computes, and, where
+    backwards are whole, waits until the last one has gone back to the first stage of all.
     """
     ahead, back, once_more = clock.times(setting.pp)
     made, again = composition(clock.chain, setting.cuts, setting.again)

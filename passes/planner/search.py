@@ -22,6 +22,7 @@ from schedlang.passes.planner.values import Chain, Placement
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
 Progress = Callable[[int, int], None]  # ways done, of all that are known
+ANY = Limits()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Found:
 
 
 def search(
-    profiles: Profiles, job: Job, limits: Limits = Limits(), progress: Progress | None = None
+    profiles: Profiles, job: Job, limits: Limits = ANY, progress: Progress | None = None
 ) -> Iterator[Found]:
     """Look for the quickest setting that fits, each found better than the one before.
 
@@ -187,15 +188,11 @@ class _Search:
 # -- other limits ----------------------------------------------------------------------------------
 
 
-def why(
-    profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits = Limits()
-) -> Rejected:
+def why(profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits = ANY) -> Rejected:
     """The best under other limits, and why it is not the best of all.
 
     `asked` binds beside the `limits` under which `best` was found.
     """
-    from schedlang.passes.planner.reasons import against
-
     *_, last = search(profiles, job, asked.within(limits))
     return against(best.best, last.best or _nearest(last), job.cluster.memory, asked.text())
 
