@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from schedlang.passes.planner.price import VEE, composition, unit_times
+from schedlang.passes.planner.price import composition, unit_times
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
+from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
@@ -45,10 +46,8 @@ class Clock:
 def seconds_floor(ways: Ways, clock: Clock) -> Floats:
     """Seconds that a step of each way takes at least, however it is cut.
 
-    A rank computes its share of a step, the fullest at least the mean of them.  Where one stage is
-    on each rank and its backward whole, the first microbatch goes through all of them besides, and
-    back.  Where backwards are halved, the last rank waits for the first forward: it is the fullest,
-    or the others have more than the mean.
+    A rank computes its share of a step, the fullest at least the mean of them.  With one stage on
+    each rank more can be said: how long some rank waits before and after, for any cut.
     """
     counts = np.array([run.count for run in ways.chain.runs])
     ahead, back, longest = (np.zeros(len(ways)) for _ in "fbm")
@@ -56,15 +55,37 @@ def seconds_floor(ways: Ways, clock: Clock) -> Floats:
         times, mine = clock.times(int(pp)), ways.pp == pp
         ahead[mine], back[mine] = times[:2] @ counts
         longest[mine] = times[:2].sum(0).max()
-    both, ranks, micro = ahead + back, ways.pp, ways.micro
-    slowest = np.maximum(both / ranks, longest)
-    busy = micro * slowest
-    alone = (ways.chunks == 1) & (ranks > 1)
-    flushed = alone & np.isin(ways.order, [ways.names.index(n) for n in FLUSHED if n in ways.names])
-    last = np.maximum(0.0, (micro * both - ahead * (ranks - 1)) / (micro * ranks - ranks + 1))
-    waiting = ahead + (micro - 1) * last
-    found = np.where(alone, np.maximum(busy, waiting), busy)
-    return np.where(flushed, both + (micro - 1) * slowest, found)
+    busy = ways.micro * np.maximum((ahead + back) / ways.pp, longest)
+    alone = (ways.chunks == 1) & (ways.pp > 1)
+    names = [at for at, name in enumerate(ways.names) if name in FLUSHED]
+    waits = _waiting(ahead + back, ways.pp, ways.micro)
+    waits = np.where(np.isin(ways.order, names), waits, _last(ahead, back, ways.pp, ways.micro))
+    return np.where(alone, np.maximum(busy, waits), busy)
+
+
+def _waiting(both: Floats, ranks: Ints, micro: Ints) -> Floats:
+    """Seconds of a pipeline whose backwards are whole, whatever its cuts.
+
+    The first microbatch goes down to a rank, this computes, the last one goes back up: the rank of
+    place s needs sum(t[:s]) + m t[s].  Of all cuts that one is the least for which all are alike.
+    With more microbatches than ranks 1F1B needs more: all of the first microbatch, then what is on
+    its way below s, then s alone, T + sum(t[s:]) + (m - 1 - p + s) t[s]; and all are alike for
+    even stages.
+    """
+    down = both / (1 - (1 - 1 / micro) ** ranks)
+    return np.where(micro > ranks, np.maximum(down, both * (1 + (micro - 1) / ranks)), down)
+
+
+def _last(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
+    """Seconds of any pipeline with one stage on each rank, whatever its cuts.
+
+    The last rank waits for the first forward, F + (m - 1) t; if it has little itself, the others
+    have more than the mean, m (T - t) / (p - 1).  Both are alike for the t that is the least.
+    """
+    both = ahead + back
+    least = np.maximum(0.0, (micro * both - ahead * (ranks - 1)) / (micro * ranks - ranks + 1))
+    found: Floats = ahead + (micro - 1) * least
+    return found
 
 
 def bytes_floor(ways: Ways, job: Job) -> Floats:
@@ -102,17 +123,9 @@ def span_floor(clock: Clock, setting: Setting) -> float:
     ahead, back, once_more = clock.times(setting.pp)
     made, again = composition(clock.chain, setting.cuts, setting.again)
     forward, backward = made @ ahead, made @ back + again @ once_more
-    rank = places(setting)
+    rank = homes(setting.order, setting.pp, setting.chunks)
     busy = np.bincount(rank, forward + backward, setting.pp) * setting.micro
     whole = setting.order in (*FLUSHED, "Interleaved1F1B", "BFS")
     before = forward[: setting.pp] + (backward[: setting.pp] if whole else 0.0)
     waits = np.concatenate([[0.0], np.cumsum(before)[:-1]])
     return float((busy + waits).max())
-
-
-def places(setting: Setting) -> Ints:
-    """The place along pp of each stage."""
-    stage = np.arange(setting.pp * setting.chunks)
-    there = stage % setting.pp
-    back = np.where(stage < setting.pp, stage, 2 * setting.pp - 1 - stage)
-    return back if setting.order in VEE and setting.chunks == 2 else there

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from schedlang.passes.planner.bounds import Clock, places, span_floor
+from schedlang.passes.planner.bounds import Clock, span_floor
 from schedlang.passes.planner.limits import Limits
 from schedlang.passes.planner.price import composition, even, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
+from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Priced, Setting
 
 
@@ -77,7 +78,7 @@ class Held:
         ranks at once.  Of several stages on a rank the first is filled first, whose activations are
         held for longest.
         """
-        cuts, rank = np.array(self.cut.cuts), places(self.cut)
+        cuts, rank = np.array(self.cut.cuts), homes(self.cut.order, self.cut.pp, self.cut.chunks)
         units = np.bincount(rank, cuts, self.cut.pp).astype(np.int64)
         nothing = np.zeros_like(units)
         free = self.bytes(self._spread(nothing, rank, cuts))

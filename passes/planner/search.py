@@ -93,6 +93,7 @@ class _Opened:
     clock: Clock
     at: Ints
     floors: Floats
+    tried: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -105,6 +106,7 @@ class _Search:
     progress: Progress | None
     opened: list[_Opened] = field(default_factory=list)
     best: Filled | None = None
+    nearest: Filled | None = None
     seen: Seen = field(default_factory=Seen)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
@@ -133,12 +135,20 @@ class _Search:
             if found is None:
                 continue
             self.counts["all"] += len(found)
-            fits = np.flatnonzero(bytes_floor(found, self.job) <= self.job.cluster.memory)
+            needed = bytes_floor(found, self.job)
+            fits = np.flatnonzero(needed <= self.job.cluster.memory)
             self.counts["large"] += len(found) - len(fits)
             if not fits.size:
+                self._note(found, needed)
                 break
             clock = Clock(chain, self.job)
             self.opened.append(_Opened(found, clock, fits, seconds_floor(found, clock)[fits]))
+
+    def _note(self, found: Ways, needed: Floats) -> None:
+        """Keep of ways that are all too large the one that needs least, if all are."""
+        at = int(needed.argmin())
+        if self.nearest is None or needed[at] < self.nearest.needs:
+            self.nearest = Filled(found.setting(at), 0.0, float(needed[at]))
 
     def _glance(self, filler: Filler, some: list[_Opened]) -> Found | None:
         if not some:
@@ -160,8 +170,10 @@ class _Search:
                 break
             if self.progress is not None:
                 self.progress(done, int(np.searchsorted(floors, self._worst, sorter=order)))
-            one = self.opened[whose[at]]
-            if news := self._try(filler, one, at - int(begins[whose[at]]), float(floors[at])):
+            one, place = self.opened[whose[at]], at - int(begins[whose[at]])
+            if place in one.tried:
+                continue
+            if news := self._try(filler, one, place, float(floors[at])):
                 yield news
         yield self._found(self._worst, True)
 
@@ -171,6 +183,7 @@ class _Search:
 
     def _try(self, filler: Filler, one: _Opened, at: int, floor: float) -> Found | None:
         """Fill one way in; what was found, if it is better."""
+        one.tried.add(at)
         filled = filler.filled(one.clock, one.ways.setting(int(one.at[at])), self._worst)
         self.counts["cut" if filled.priced is None else "priced"] += 1
         if filled.priced is not None or filled.needs > self.job.cluster.memory:
@@ -181,7 +194,10 @@ class _Search:
         return self._found(floor, False)
 
     def _found(self, floor: float, done: bool) -> Found:
-        others = self.seen.rejected(self.best, self.job.cluster.memory)
+        memory = self.job.cluster.memory
+        others = self.seen.rejected(self.best, memory)
+        if self.best is None and self.nearest is not None and not others:
+            others = (against(None, self.nearest, memory, "what needs least"),)
         return Found(self.best, floor, Counts(**self.counts), others, done)
 
 
