@@ -1,0 +1,219 @@
+"""The search for the quickest setting that fits: best first by bounds from below, at any time.
+
+* What was found so far, and what was rejected.
+* The search: groups of placements opened, then all ways in the order of their bounds.
+* What other limits would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor
+from schedlang.passes.planner.fill import Filled, Filler
+from schedlang.passes.planner.limits import Limits
+from schedlang.passes.planner.reasons import Rejected, Seen, against
+from schedlang.passes.planner.space import Floats, Ints, Job, Ways, groups, rows_of, ways
+from schedlang.passes.planner.values import Chain, Placement
+
+Profiles = Callable[[Placement], Chain | Refusal | None]
+Progress = Callable[[int, int], None]  # ways done, of all that are known
+ANY = Limits()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many ways there were, and what became of them.
+
+    all      that keep the hard rules
+    large    too large by their bound already
+    cut      looked at with their cuts, and no further
+    priced   with a price
+    refused  placements that the model does not have
+    """
+
+    all: int = 0
+    large: int = 0
+    cut: int = 0
+    priced: int = 0
+    refused: int = 0
+
+    @property
+    def pruned(self) -> int:
+        """Ways that were never looked at."""
+        return self.all - self.large - self.cut - self.priced
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best setting so far.
+
+    best      None where nothing fits yet
+    floor     seconds below which no setting can be, as far as is known
+    done      whether the search has come to its end: `best` is the optimum
+    rejected  the best of other kinds, with why they are not it
+    """
+
+    best: Filled | None
+    floor: float
+    counts: Counts
+    rejected: tuple[Rejected, ...] = ()
+    done: bool = False
+
+    @property
+    def gap(self) -> float:
+        """Share by which the best may still be too slow."""
+        if self.best is None:
+            return np.inf
+        return max(0.0, self.best.least / self.floor - 1) if self.floor > 0 else np.inf
+
+
+def search(
+    profiles: Profiles, job: Job, limits: Limits = ANY, progress: Progress | None = None
+) -> Iterator[Found]:
+    """Look for the quickest setting that fits, each found better than the one before.
+
+    `profiles` gives the chain of a placement, or None or a refusal where the model cannot be placed
+    so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
+    all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
+    computed again.  It has no best where nothing fits.
+    """
+    return _Search(profiles, job, limits, progress).run()
+
+
+@dataclass
+class _Opened:
+    """The ways of one placement that may fit, with their bounds."""
+
+    ways: Ways
+    clock: Clock
+    at: Ints
+    floors: Floats
+    tried: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Search:
+    """The state of one search."""
+
+    profiles: Profiles
+    job: Job
+    limits: Limits
+    progress: Progress | None
+    opened: list[_Opened] = field(default_factory=list)
+    best: Filled | None = None
+    nearest: Filled | None = None
+    seen: Seen = field(default_factory=Seen)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
+
+    def run(self) -> Iterator[Found]:
+        """Open all placements, with one look at the most promising way of each group; then best
+        first."""
+        filler = Filler(self.job, self.limits)
+        for group in groups(self.job, self.limits):
+            first = len(self.opened)
+            self._open(group)
+            if news := self._glance(filler, self.opened[first:]):
+                yield news
+        yield from self._descend(filler)
+
+    # -- placements ------------------------------------------------------------------------------
+
+    def _open(self, group: Placement) -> None:
+        """All ways of a group; more rows need more bytes, so those after the first without any way
+        that fits have none either."""
+        for rows in rows_of(self.job, group, self.limits):
+            chain = self.profiles(replace(group, rows=rows))
+            if not isinstance(chain, Chain):
+                self.counts["refused"] += 1
+                continue
+            found = ways(self.job, chain, self.limits)
+            if found is None:
+                continue
+            self.counts["all"] += len(found)
+            needed = bytes_floor(found, self.job)
+            fits = np.flatnonzero(needed <= self.job.cluster.memory)
+            self.counts["large"] += len(found) - len(fits)
+            if not fits.size:
+                self._note(found, needed)
+                break
+            clock = Clock(chain, self.job)
+            self.opened.append(_Opened(found, clock, fits, seconds_floor(found, clock)[fits]))
+
+    def _note(self, found: Ways, needed: Floats) -> None:
+        """Keep of ways that are all too large the one that needs least, if all are."""
+        at = int(needed.argmin())
+        if self.nearest is None or needed[at] < self.nearest.needs:
+            self.nearest = Filled(found.setting(at), 0.0, float(needed[at]))
+
+    def _glance(self, filler: Filler, some: list[_Opened]) -> Found | None:
+        if not some:
+            return None
+        one = min(some, key=lambda opened: opened.floors.min())
+        at = int(one.floors.argmin())
+        return self._try(filler, one, at, 0.0) if one.floors[at] < self._worst else None
+
+    # -- ways --------------------------------------------------------------------------------------
+
+    def _descend(self, filler: Filler) -> Iterator[Found]:
+        """Try all ways in the order of their bounds, until none can be better than the best."""
+        floors = np.concatenate([one.floors for one in self.opened] or [np.zeros(0)])
+        whose = np.repeat(np.arange(len(self.opened)), [len(one.at) for one in self.opened])
+        begins = np.cumsum([0, *(len(one.at) for one in self.opened)])
+        order = np.argsort(floors, kind="stable")
+        for done, at in enumerate(order.tolist()):
+            if floors[at] >= self._worst:
+                break
+            if self.progress is not None:
+                self.progress(done, int(np.searchsorted(floors, self._worst, sorter=order)))
+            one, place = self.opened[whose[at]], at - int(begins[whose[at]])
+            if place in one.tried:
+                continue
+            if news := self._try(filler, one, place, float(floors[at])):
+                yield news
+        yield self._found(self._worst, True)
+
+    @property
+    def _worst(self) -> float:
+        return np.inf if self.best is None else self.best.least
+
+    def _try(self, filler: Filler, one: _Opened, at: int, floor: float) -> Found | None:
+        """Fill one way in; what was found, if it is better."""
+        one.tried.add(at)
+        filled = filler.filled(one.clock, one.ways.setting(int(one.at[at])), self._worst)
+        self.counts["cut" if filled.priced is None else "priced"] += 1
+        if filled.priced is not None or filled.needs > self.job.cluster.memory:
+            self.seen.note(filled)
+        if filled.priced is None or filled.least >= self._worst:
+            return None
+        self.best = filled
+        return self._found(floor, False)
+
+    def _found(self, floor: float, done: bool) -> Found:
+        memory = self.job.cluster.memory
+        others = self.seen.rejected(self.best, memory)
+        if self.best is None and self.nearest is not None and not others:
+            others = (against(None, self.nearest, memory, "what needs least"),)
+        return Found(self.best, floor, Counts(**self.counts), others, done)
+
+
+# -- other limits ----------------------------------------------------------------------------------
+
+
+def why(profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits = ANY) -> Rejected:
+    """The best under other limits, and why it is not the best of all.
+
+    `asked` binds beside the `limits` under which `best` was found.
+    """
+    *_, last = search(profiles, job, asked.within(limits))
+    return against(best.best, last.best or _nearest(last), job.cluster.memory, asked.text())
+
+
+def _nearest(found: Found) -> Filled | None:
+    """Of what does not fit, what needs least."""
+    large = [one.filled for one in found.rejected if one.filled is not None]
+    return min(large, key=lambda one: one.needs, default=None)
