@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from schedlang.passes.planner.price import composition, unit_times
+from schedlang.passes.planner.price import collective, composition, stride, unit_times
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting
+from schedlang.passes.simulate.step_time import Cluster
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
 
@@ -88,6 +90,58 @@ def _last(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
     return found
 
 
+def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
+    """Seconds in which each way's replicas send at least, however it is cut.
+
+    The first beside the computing, so that a step takes at least as long; the second after the last
+    backward.  The fullest rank has at least the mean of the numbers.
+    """
+    one = ways.chain.placement
+    beside, after = np.zeros(len(ways)), np.zeros(len(ways))
+    for pp in np.unique(ways.pp).tolist():
+        setting = Setting(one, job.ranks // (one.tp * one.cp * pp), pp)
+        took = {op: _summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)}
+        often = ways.micro * (took[SCATTER] + 2 * took[GATHER])
+        once = took[SCATTER] + took[GATHER]
+        more = [0.0, 0.0, (ways.micro - 1) * took[SCATTER], often]
+        mine = ways.pp == pp
+        for stage, last in enumerate((took[SUM], once, once, 0.0)):
+            at = mine & (ways.zero == stage)
+            after[at] = last
+            beside[at] = np.broadcast_to(more[stage], len(ways))[at]
+    return beside, after
+
+
+SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
+
+
+def _summed(op: str, chain: Chain, setting: Setting, job: Job) -> float:
+    """Seconds of one collective of replicas over the mean share of all numbers."""
+    one, recipe = setting.placement, job.recipe
+    far, ranks = stride(setting, "dp" if setting.dp > 1 else "cp"), setting.dp * one.cp
+    size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
+    numbers, spread = _numbers(chain)
+    plain = _sent(job.cluster, op, (numbers - spread) * size, ranks, far)
+    if not spread:
+        return plain
+    return plain + _sent(job.cluster, op, spread * size, ranks // one.ep, far * one.ep)
+
+
+@lru_cache(100_000)
+def _sent(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+    return collective(cluster, op, size, ranks, apart)
+
+
+def _numbers(chain: Chain) -> tuple[int, int]:
+    """Parameters of a chain, shared ones once, and those of experts among them."""
+    tied = {max(pair) for pair in chain.tied}
+    runs = [run for at, run in enumerate(chain.runs) if at not in tied]
+    return (
+        sum(run.unit.numbers * run.count for run in runs),
+        sum(run.unit.spread * run.count for run in runs),
+    )
+
+
 def bytes_floor(ways: Ways, job: Job) -> Floats:
     """Bytes that the fullest rank of each way holds at least, however it is cut.
 
@@ -95,9 +149,7 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     units are computed again.
     """
     runs, recipe, one = ways.chain.runs, job.recipe, ways.chain.placement
-    tied = {max(pair) for pair in ways.chain.tied}
-    numbers = sum(r.unit.numbers * r.count for at, r in enumerate(runs) if at not in tied)
-    spread = sum(r.unit.spread * r.count for at, r in enumerate(runs) if at not in tied)
+    numbers, spread = _numbers(ways.chain)
     held = np.zeros(len(ways))
     for stage, size in enumerate(
         (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)

@@ -36,12 +36,22 @@ class Filler:
     job: Job
     limits: Limits = Limits()
 
-    def filled(self, clock: Clock, way: Setting, worst: float = np.inf) -> Filled:
-        """Cut a way, find what must be computed again, and price it if it may beat `worst`."""
+    def filled(
+        self,
+        clock: Clock,
+        way: Setting,
+        worst: float = np.inf,
+        beside: float = 0.0,
+        after: float = 0.0,
+    ) -> Filled:
+        """Cut a way, find what must be computed again, and price it if it may beat `worst`.
+
+        Its replicas send at least so many seconds `beside` its pipeline and `after` it.
+        """
         chain, memory = clock.chain, self.job.cluster.memory
         times = clock.times(way.pp)[:2].sum(0)
         cut = replace(way, cuts=even(chain, way.pp * way.chunks, tuple(times)))
-        least = span_floor(clock, cut)
+        least = max(span_floor(clock, cut), beside) + after
         if least >= worst:
             return Filled(cut, least, 0.0)
         held = Held(chain, self.job, cut)
@@ -49,7 +59,7 @@ class Filler:
         if again is None:
             return Filled(cut, least, held.fullest)
         full = replace(cut, again=tuple(again.tolist()) if again.any() else ())
-        least = span_floor(clock, full) if full.again else least
+        least = max(span_floor(clock, full), beside) + after if full.again else least
         if least >= worst:
             return Filled(full, least, held.fullest)
         priced = price(chain, full, self.job.cluster, self.job.recipe)

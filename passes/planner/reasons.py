@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from schedlang.diagnostics.tables import size
 from schedlang.passes.planner.fill import Filled
 from schedlang.passes.planner.limits import Value, told
-from schedlang.passes.planner.values import Priced
+from schedlang.passes.planner.values import Priced, Setting
 
-MOST = 3  # rejected settings that are told
-PLAIN = {"computing": "computes", "idle": "waits in the pipeline"}  # parts as what a rank does
+# names in which a rejected setting differs from the best
+KINDS = ("tp", "pp", "cp", "ep", "order", "chunks", "zero", "rows", "sequence")
+DOES = {  # parts of a step as what a rank does
+    "computing": "computes",
+    "idle": "waits in the pipeline",
+    "gradients": "sums gradients",
+    "optimizer": "updates parameters",
+}
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,14 @@ class Seen:
                 known[kind] = one
 
     def rejected(self, best: Filled | None, memory: float) -> tuple[Rejected, ...]:
-        """The three best that are not the best, each of another kind, with the reason.
+        """The best of each other kind, the quickest first, with the reason.
 
-        The quickest that does not fit comes first, where it would be quicker; where nothing fits,
-        what needs least.
+        The quickest that does not fit comes before them, where it would be quicker; where nothing
+        fits, those that need least.
         """
         if best is None:
             nearest = sorted(self.large.items(), key=lambda item: item[1].needs)
-            return tuple(_kinds(best, nearest, memory, MOST))
+            return tuple(_kinds(best, nearest, memory))
         mine = told(best.setting)
         large, fit = (
             sorted(
@@ -60,21 +66,16 @@ class Seen:
             for known in (self.large, self.fit)
         )
         large = [(kind, one) for kind, one in large if one.least < best.least]
-        first = list(_kinds(best, large, memory, 1))
-        return (*first, *_kinds(best, fit, memory, MOST - len(first)))
+        fit = [(kind, one) for kind, one in fit if kind[0] in KINDS]
+        return (*_kinds(best, large[:1], memory), *_kinds(best, fit, memory))
 
 
 def _kinds(
-    best: Filled | None,
-    some: Iterable[tuple[tuple[str, Value], Filled]],
-    memory: float,
-    most: int,
+    best: Filled | None, some: Iterable[tuple[tuple[str, Value], Filled]], memory: float
 ) -> Iterable[Rejected]:
-    """So many of them, no name and no setting twice."""
-    names, settings = set[str](), set[object]()
+    """No name and no setting twice; what follows from other names is not one."""
+    names, settings = {"dp", "micro"}, set[Setting]()
     for (name, value), one in some:
-        if len(names) == most:
-            return
         if name not in names and one.setting not in settings:
             names.add(name)
             settings.add(one.setting)
@@ -107,11 +108,8 @@ def slower(best: Priced, one: Priced) -> str:
     cause = max(more, key=more.__getitem__, default="")
     if more.get(cause, 0.0) <= 0:
         return said
-    does = PLAIN.get(cause, f"{cause} sends" if cause in AXES else f"its {cause} takes")
+    does = DOES.get(cause, f"{cause} sends")
     return f"{said}: {does} {more[cause]:.3g} s {'more' if share > 0 else 'less'}"
-
-
-AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 def _shown(value: Value) -> str:

@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor
+from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor, sums_floor
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits
-from schedlang.passes.planner.reasons import Rejected, Seen, against
+from schedlang.passes.planner.limits import Limits, told
+from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways, groups, rows_of, ways
-from schedlang.passes.planner.values import Chain, Placement
+from schedlang.passes.planner.values import Chain, Placement, Setting
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
 Progress = Callable[[int, int], None]  # ways done, of all that are known
 ANY = Limits()
+LOOKS = 60  # at ways, for the best of another kind
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,27 @@ def search(
 
 @dataclass
 class _Opened:
-    """The ways of one placement that may fit, with their bounds."""
+    """The ways of one placement that may fit, with their bounds; those known that need no other
+    look, since they have a price or do not fit."""
 
     ways: Ways
     clock: Clock
     at: Ints
     floors: Floats
-    tried: set[int] = field(default_factory=set)
+    beside: Floats  # seconds that replicas send while the pipeline runs
+    after: Floats  # and after it
+    known: set[int] = field(default_factory=set)
+
+    def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
+        """Which of them have another value of a name than a setting."""
+        mine = told(setting)[name]
+        if name == "order":
+            values = np.array(self.ways.names)[self.ways.order]
+            found: NDArray[np.bool_] = (values != mine)[self.at]
+            return found
+        if hasattr(self.ways, name):
+            return np.not_equal(getattr(self.ways, name)[self.at], mine)
+        return np.full(len(self.at), getattr(self.ways.chain.placement, name) != mine)
 
 
 @dataclass
@@ -111,15 +127,15 @@ class _Search:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
     def run(self) -> Iterator[Found]:
-        """Open all placements, with one look at the most promising way of each group; then best
-        first."""
-        filler = Filler(self.job, self.limits)
+        """Open all placements, with one look at the most promising way of each group; then all ways
+        by their bounds; then the best of other kinds."""
         for group in groups(self.job, self.limits):
             first = len(self.opened)
             self._open(group)
-            if news := self._glance(filler, self.opened[first:]):
-                yield news
-        yield from self._descend(filler)
+            yield from self._glance(self.opened[first:])
+        yield from self._descend()
+        self._others()
+        yield self._found(self._worst, True)
 
     # -- placements ------------------------------------------------------------------------------
 
@@ -141,8 +157,10 @@ class _Search:
             if not fits.size:
                 self._note(found, needed)
                 break
-            clock = Clock(chain, self.job)
-            self.opened.append(_Opened(found, clock, fits, seconds_floor(found, clock)[fits]))
+            clock, (beside, after) = Clock(chain, self.job), sums_floor(found, self.job)
+            floors = np.maximum(seconds_floor(found, clock), beside) + after
+            beside, after, floors = beside[fits], after[fits], floors[fits]
+            self.opened.append(_Opened(found, clock, fits, floors, beside, after))
 
     def _note(self, found: Ways, needed: Floats) -> None:
         """Keep of ways that are all too large the one that needs least, if all are."""
@@ -150,48 +168,79 @@ class _Search:
         if self.nearest is None or needed[at] < self.nearest.needs:
             self.nearest = Filled(found.setting(at), 0.0, float(needed[at]))
 
-    def _glance(self, filler: Filler, some: list[_Opened]) -> Found | None:
-        if not some:
-            return None
-        one = min(some, key=lambda opened: opened.floors.min())
-        at = int(one.floors.argmin())
-        return self._try(filler, one, at, 0.0) if one.floors[at] < self._worst else None
+    def _glance(self, some: list[_Opened]) -> Iterator[Found]:
+        """Look at the most promising way of some placements."""
+        one = min(some, key=lambda opened: opened.floors.min(), default=None)
+        if one is not None and one.floors.min() < self._worst:
+            at = int(one.floors.argmin())
+            yield from self._better(self._try(one, at, self._worst), 0.0)
 
     # -- ways --------------------------------------------------------------------------------------
 
-    def _descend(self, filler: Filler) -> Iterator[Found]:
+    def _descend(self) -> Iterator[Found]:
         """Try all ways in the order of their bounds, until none can be better than the best."""
-        floors = np.concatenate([one.floors for one in self.opened] or [np.zeros(0)])
-        whose = np.repeat(np.arange(len(self.opened)), [len(one.at) for one in self.opened])
-        begins = np.cumsum([0, *(len(one.at) for one in self.opened)])
-        order = np.argsort(floors, kind="stable")
-        for done, at in enumerate(order.tolist()):
-            if floors[at] >= self._worst:
+        for done, (one, at, floor) in enumerate(self._by_floor(self.opened)):
+            if floor >= self._worst:
                 break
             if self.progress is not None:
-                self.progress(done, int(np.searchsorted(floors, self._worst, sorter=order)))
-            one, place = self.opened[whose[at]], at - int(begins[whose[at]])
-            if place in one.tried:
-                continue
-            if news := self._try(filler, one, place, float(floors[at])):
-                yield news
-        yield self._found(self._worst, True)
+                self.progress(done, sum(int((o.floors < self._worst).sum()) for o in self.opened))
+            if at not in one.known:
+                yield from self._better(self._try(one, at, self._worst), floor)
+
+    def _by_floor(
+        self, some: list[_Opened], masks: list[NDArray[np.bool_]] | None = None
+    ) -> Iterator[tuple[_Opened, int, float]]:
+        """Ways, or those of a mask, with their bounds in order."""
+        floors = np.concatenate([one.floors for one in some] or [np.zeros(0)])
+        whose = np.repeat(np.arange(len(some)), [len(one.at) for one in some])
+        begins = np.cumsum([0, *(len(one.at) for one in some)])
+        order = np.argsort(floors, kind="stable")
+        if masks is not None:
+            order = order[np.concatenate([*masks, np.zeros(0, dtype=bool)])[order]]
+        for at in order.tolist():
+            yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
+
+    def _others(self) -> None:
+        """Look for the best that differ from the best in one name each, a little while."""
+        if self.best is None:
+            return
+        mine, counts = told(self.best.setting), dict(self.counts)
+        for name in KINDS:
+            known = [
+                one.least
+                for (kind, value), one in self.seen.fit.items()
+                if kind == name and value != mine[name]
+            ]
+            worst, left = min(known, default=np.inf), LOOKS
+            masks = [one.unlike(self.best.setting, name) for one in self.opened]
+            for one, at, floor in self._by_floor(self.opened, masks):
+                if floor >= worst or not left:
+                    break
+                if at not in one.known:
+                    filled = self._try(one, at, worst)
+                    worst = min(worst, filled.least) if filled.priced is not None else worst
+                    left -= 1
+        self.counts = counts
 
     @property
     def _worst(self) -> float:
         return np.inf if self.best is None else self.best.least
 
-    def _try(self, filler: Filler, one: _Opened, at: int, floor: float) -> Found | None:
-        """Fill one way in; what was found, if it is better."""
-        one.tried.add(at)
-        filled = filler.filled(one.clock, one.ways.setting(int(one.at[at])), self._worst)
+    def _try(self, one: _Opened, at: int, worst: float) -> Filled:
+        """Fill one way in, if it may beat the worst."""
+        way, sums = one.ways.setting(int(one.at[at])), (float(one.beside[at]), float(one.after[at]))
+        filled = Filler(self.job, self.limits).filled(one.clock, way, worst, *sums)
         self.counts["cut" if filled.priced is None else "priced"] += 1
         if filled.priced is not None or filled.needs > self.job.cluster.memory:
+            one.known.add(at)
             self.seen.note(filled)
-        if filled.priced is None or filled.least >= self._worst:
-            return None
-        self.best = filled
-        return self._found(floor, False)
+        return filled
+
+    def _better(self, filled: Filled, floor: float) -> Iterator[Found]:
+        """Keep what was found, and tell of it, where it is better."""
+        if filled.priced is not None and filled.least < self._worst:
+            self.best = filled
+            yield self._found(floor, False)
 
     def _found(self, floor: float, done: bool) -> Found:
         memory = self.job.cluster.memory
