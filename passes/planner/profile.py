@@ -58,6 +58,7 @@ class Profiles:
     _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units, known once one was played: where stages may start
+    relax: str = ""  # what the step of the data gives up
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """The chain of a placement, or why there is none."""
@@ -155,9 +156,7 @@ class Profiles:
         return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
 
 
-def _unit(
-    one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], blocks: Blocks
-) -> Unit:
+def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], blocks: Blocks) -> Unit:
     name = {HEAD: "first", TAIL: "last"}.get(one.name) or blocks.common(one.name)
     numbers, spread = held
     return Unit(
