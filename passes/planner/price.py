@@ -1,7 +1,8 @@
 """The price of a setting: seconds of a step by cause, bytes of the rank of each place.
 
 * Seconds of one unit of a model, by what takes them.
-* Stages: what units they have, what each of their operations takes.
+* A step: the longest way through its stages, then what replicas send, and the update.
+* Stages: what units they have.
 * Data axes: what replicas send, and the update.
 * Bytes: state, microbatches in flight, the fullest moment of a unit.
 """
@@ -9,18 +10,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import Cluster
 
 Array = NDArray[np.float64]
+Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
+Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
+NONE: Causes = {}
+RECIPE = Recipe()
+COMPUTING = "computing"
 
 # -- one unit --------------------------------------------------------------------------------------
 
@@ -32,110 +40,240 @@ def stride(setting: Setting, axis: str) -> int:
     return inner.get(axis, at.tp * at.cp * setting.pp)
 
 
-def extent(setting: Setting, axis: str) -> int:
-    """How many ranks an axis has."""
-    at = setting.placement
-    return {"tp": at.tp, "cp": at.cp, "ep": at.ep, "pp": setting.pp, "dp": setting.dp}[axis]
-
-
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and the forward computed once more."""
-    strides = tuple((axis, stride(setting, axis), extent(setting, axis)) for axis in AXES)
-    forward, backward = _causes(unit, strides, cluster)
-    ahead = sum(forward.values())
-    return ahead, sum(backward.values()), ahead
+    ahead, back, _ = _of_unit(unit, _where(setting), cluster)
+    forward = sum(ahead.values())
+    return forward, sum(back.values()), forward
 
 
-AXES = ("tp", "cp", "ep")
-Causes = Mapping[str, float]  # seconds by what takes them: "computing", or an axis
+def _where(setting: Setting) -> Where:
+    """The axes along which units send."""
+    at = setting.placement
+    sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
+    return tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
 
 
 @lru_cache(4096)
-def _causes(
-    unit: Unit, strides: tuple[tuple[str, int, int], ...], cluster: Cluster
-) -> tuple[Causes, Causes]:
-    """Seconds of a unit's forward and backward, by cause."""
-    where = {axis: (extent, stride) for axis, stride, extent in strides}
+def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
+    """Seconds of a unit's forward, of its backward, and of its backward's gradients of weights.
 
-    def of(work: Work) -> Causes:
-        found = {"computing": 0.0}
-        for op in work.operators:
-            found["computing"] += op.count * _operator(cluster, op.kind, op.flops, op.moved)
-        for sent in work.sent:
-            took = sent.count * _collective(cluster, sent.op, sent.bytes, *where[sent.axis])
-            found[sent.axis] = found.get(sent.axis, 0.0) + took
-        return found
-
-    return of(unit.forward), of(unit.backward)
+    The last are half of a backward's products: one of both that each product of a forward has.
+    """
+    sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
+    ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
+    products = Work(tuple(op for op in unit.backward.operators if op.kind == "product"))
+    half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
+    return ahead, back, half
 
 
-def _operator(cluster: Cluster, kind: Kind, flops: float, moved: float) -> float:
+def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster) -> Causes:
+    found: dict[str, float] = {}
+
+    def add(cause: str, took: float) -> None:
+        if took:
+            found[cause] = found.get(cause, 0.0) + took
+
+    for op in work.operators:
+        start = operator(cluster, op.kind, 0.0, 0.0)
+        took = operator(cluster, op.kind, op.flops, op.moved)
+        add(op.cause or op.kind, op.count * (took - start))
+        add("start", op.count * start)
+    for sent in work.sent:
+        for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
+            add(cause, sent.count * took)
+    return found
+
+
+def _sending(
+    cluster: Cluster, axis: str, op: str, size: float, ranks: int, apart: int
+) -> tuple[tuple[str, float], tuple[str, float]]:
+    """Seconds of a collective by its bytes, and by the number of ranks alone."""
+    start = collective(cluster, op, 0.0, ranks, apart)
+    took = collective(cluster, op, size, ranks, apart)
+    return (axis, took - start), (f"{axis} start", start)
+
+
+def operator(cluster: Cluster, kind: Kind, flops: float, moved: float) -> float:
+    """Seconds of one operator."""
     if hasattr(cluster, "operator"):
         return float(cluster.operator(kind, flops, moved))
     return max(flops / cluster.speed, moved / cluster.stream)
 
 
-def _collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+    """Seconds of one collective, or of one message to a neighbour, along an axis."""
     if ranks < 2:
         return 0.0
     if hasattr(cluster, "collective"):
         return float(cluster.collective(op, size, ranks, apart))
-    share = {"all_reduce": 2.0, "send": ranks / (ranks - 1)}.get(op, 1.0) * (ranks - 1) / ranks
     if op == "send":
         return size / (cluster.link if apart < cluster.node else cluster.network)
+    share = (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
     inside = max(1, min(ranks, cluster.node // apart))
     if inside == ranks:
         return share * size / cluster.link
     return share * size / min(cluster.link, cluster.network * inside)
 
 
-# -- stages ----------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------
 
 
-def price(chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe | None = None) -> Priced:
+def price(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe = RECIPE,
+    weights: Causes = NONE,
+) -> Priced:
     """Price a setting: seconds of a step, and bytes of the rank of each place.
 
-    Raises ValueError for a chain that is cut into other stages than there are.
+    `weights` are those of a fit to measured runs, by cause; 1 of all others.  Raises ValueError for
+    a chain that is cut into other stages than there are, OrderError for sizes that the order does
+    not have.
     """
-    recipe = recipe or Recipe()
-    strides = tuple((axis, stride(setting, axis), extent(setting, axis)) for axis in AXES)
-    units = [run.unit for run in chain.runs]
-    causes = [_causes(unit, strides, cluster) for unit in units]
-    ahead = np.array([sum(f.values()) for f, _ in causes])
-    back = np.array([sum(b.values()) for _, b in causes])
+    step = _step(chain, setting, cluster, recipe, weights)
+    own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
+    sending = {axis: own.pop(axis, 0.0) + own.pop(f"{axis} start", 0.0) for axis in SENDING}
+    parts = {COMPUTING: sum(own.values())} | {axis: t for axis, t in sending.items() if t}
+    if setting.pp > 1:
+        parts["pp"] = step.way.sends * step.send
+        parts["idle"] = step.span - sum(parts.values())
+    parts["gradients"] = _total(step.data, weights)
+    parts["optimizer"] = _total(step.update, weights)
+    return Priced(sum(parts.values()), peaks(chain, setting, recipe, step.made, step.again), parts)
+
+
+def causes(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe = RECIPE,
+    weights: Causes = NONE,
+) -> dict[str, float]:
+    """Seconds of a step by cause, which weighted add up to its price; negative where two overlap.
+
+    They are those of the longest way, which is chosen under `weights`: so a price under other
+    weights is that sum only as long as these choose the same way.
+    """
+    step = _step(chain, setting, cluster, recipe, weights)
+    way, made = step.way, step.made
+    found = dict.fromkeys(step.names, 0.0)
+    again = way.inputs @ step.again
+    vector = (way.forward @ made + again) @ step.forward
+    vector = vector + (way.inputs @ made) @ (step.backward - step.half)
+    vector = vector + (way.weights @ made) @ step.half
+    found |= {cause: float(took) for cause, took in zip(step.names, vector)}
+    for cause, took in step.sent:
+        found[cause] = found.get(cause, 0.0) + took * way.sends
+    for more in (step.data, step.update):
+        for cause, took in more.items():
+            found[cause] = found.get(cause, 0.0) + took
+    return found
+
+
+SENDING = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step is made of.
+
+    names                    causes of units
+    forward, backward, half  seconds of one of each run [runs, causes]
+    made, again              units of each run at each stage, of them computed again [stages, runs]
+    busiest                  seconds of the rank that is busy longest [causes]
+    """
+
+    names: tuple[str, ...]
+    weight: Array
+    forward: Array
+    backward: Array
+    half: Array
+    made: Array
+    again: Array
+    busiest: Array
+    way: Way
+    span: float
+    send: float
+    sent: tuple[tuple[str, float], ...]
+    data: Causes
+    update: Causes
+
+
+def _step(
+    chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
+) -> _Step:
+    names, forward, backward, half = _matrices(chain, _where(setting), cluster)
+    weight = np.array([weights.get(name, 1.0) for name in names])
+    ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
     stages = setting.pp * setting.chunks
-    cuts = setting.cuts or even(chain, stages, tuple(ahead + back))
+    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).tolist()))
+    if len(cuts) != stages:
+        raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
     made, again = composition(chain, cuts, setting.again)
-    if len(made) != stages:
-        raise ValueError(f"{len(made)} stages are cut, and there are {stages}")
-    forward, backward = made @ ahead, made @ back + again @ ahead
-    send = _transfer(chain, setting, cluster)
-    span = pipeline(setting, forward, backward, send)
-    rank = _places(setting)
-    busy = np.bincount(rank, forward + backward, setting.pp) * setting.micro
-    worst = int(busy.argmax())
-    parts: dict[str, float] = {}
-    mine = np.flatnonzero(rank == worst)
-    for unit, (f, b) in enumerate(causes):
-        often, once_more = made[mine, unit].sum(), again[mine, unit].sum()
-        for cause in {**f, **b}:
-            took = f.get(cause, 0.0) * (often + once_more) + b.get(cause, 0.0) * often
-            parts[cause] = parts.get(cause, 0.0) + took * setting.micro
-    parts["idle"] = span - float(busy[worst])
-    held = _held(units, made, rank, setting.pp)
-    beside, after = _data(setting, held, cluster, recipe, parts["computing"])
-    parts["gradients"] = beside + after
-    parts["optimizer"] = max(_update(setting, one, cluster, recipe) for one in held)
-    parts = {cause: float(took) for cause, took in parts.items()}
-    seconds = sum(parts.values())
-    return Priced(seconds, peaks(chain, setting, recipe, made, again), parts)
+    sent = _transfer(chain, setting, cluster)
+    send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
+    f, i, w = made @ ahead, made @ (back - weigh) + again @ ahead, made @ weigh
+    sizes = (setting.pp, setting.chunks, setting.micro)
+    way = longest(setting.order, *sizes, f, i, w, send)
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    worst = int(np.bincount(rank, f + i + w, setting.pp).argmax())
+    mine = rank == worst
+    once, more = made[mine].sum(0), again[mine].sum(0)
+    busiest = setting.micro * ((once + more) @ forward + once @ backward)
+    held = numbers(chain, made, rank, setting.pp).max(0)
+    data = _data(setting, held, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    return _Step(
+        names,
+        weight,
+        forward,
+        backward,
+        half,
+        made,
+        again,
+        busiest,
+        way,
+        way.seconds(f, i, w, send),
+        send,
+        sent,
+        data,
+        {"optimizer": _update(setting, held, cluster, recipe)},
+    )
+
+
+@lru_cache(1024)
+def _matrices(
+    chain: Chain, where: Where, cluster: Cluster
+) -> tuple[tuple[str, ...], Array, Array, Array]:
+    """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights."""
+    each = [_of_unit(run.unit, where, cluster) for run in chain.runs]
+    names = tuple(sorted({cause for three in each for one in three for cause in one}))
+    tables = [[[one.get(name, 0.0) for name in names] for one in three] for three in each]
+    forward, backward, half = np.array(tables).reshape(len(each), 3, len(names)).transpose(1, 0, 2)
+    return names, forward, backward, half
+
+
+def _transfer(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+    """Seconds of what a stage hands to the next, the largest, by cause."""
+    if setting.pp < 2:
+        return ()
+    size = max(run.unit.handed for run in chain.runs)
+    return _sending(cluster, "pp", "send", size, setting.pp, stride(setting, "pp"))
+
+
+def _total(found: Causes, weights: Causes) -> float:
+    return float(sum(took * weights.get(cause, 1.0) for cause, took in found.items()))
+
+
+# -- stages ----------------------------------------------------------------------------------------
 
 
 def even(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
     """Cut a chain so that its slowest stage is as quick as can be; `times` of one of each run.
 
-    Of cuts that are as good, that with the fullest stages first.  Raises ValueError for fewer units
-    than stages.
+    Each stage takes as many units as that allows, the first ones first.  Raises ValueError for
+    fewer units than stages.
     """
     return _even(tuple(run.count for run in chain.runs), stages, times)
 
@@ -154,15 +292,16 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
         else:
             low = middle
     ends = _filled(total, high * (1 + 1e-12), stages)
-    sizes = [int(b - a) for a, b in zip([0, *ends], ends)]
-    while len(sizes) < stages:  # fewer were enough: take apart the longest
+    sizes = [end - begin for begin, end in zip([0, *ends], ends)]
+    while len(sizes) < stages:  # fewer were enough: the longest is taken apart
         longest = max(range(len(sizes)), key=sizes.__getitem__)
-        sizes[longest : longest + 1] = [sizes[longest] - sizes[longest] // 2, sizes[longest] // 2]
+        size = sizes[longest]
+        sizes[longest : longest + 1] = [size - size // 2, size // 2]
     return tuple(sizes)
 
 
 def _filled(total: Array, most: float, stages: int) -> list[int]:
-    """Ends of stages that take as many units as `most` seconds allow."""
+    """Ends of stages that take as many units as `most` seconds allow, at most one too many."""
     ends, at = list[int](), 0
     while at < len(total) - 1 and len(ends) <= stages:
         at = max(at + 1, int(np.searchsorted(total, total[at] + most, side="right")) - 1)
@@ -173,7 +312,7 @@ def _filled(total: Array, most: float, stages: int) -> list[int]:
 def composition(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
-    """How many units of each run each stage has [stages, runs], and of them are computed again."""
+    """Units of each run at each stage [stages, runs], and of them those that are computed again."""
     ends = np.cumsum([run.count for run in chain.runs])
     begins = ends - [run.count for run in chain.runs]
     last = np.cumsum(cuts)
@@ -181,133 +320,88 @@ def composition(
         raise ValueError(f"the cuts have {last[-1]} units, and there are {ends[-1]}")
     first = last - cuts
 
-    def within(low: Array, high: Array) -> Array:
-        return np.clip(
-            np.minimum(high[:, None], ends) - np.maximum(low[:, None], begins), 0, None
-        ).astype(float)
+    def within(high: NDArray[np.int64]) -> Array:
+        over = np.minimum(high[:, None], ends) - np.maximum(first[:, None], begins)
+        found: Array = np.maximum(over, 0).astype(np.float64)
+        return found
 
-    none = np.zeros(len(cuts))
-    more = within(first, first + np.minimum(again, cuts)) if again else within(none, none)
-    return within(first, last), more
-
-
-def _places(setting: Setting) -> NDArray[np.int64]:
-    """The rank along pp of each stage."""
-    stage = np.arange(setting.pp * setting.chunks)
-    if setting.order in VEE and setting.chunks == 2:
-        return np.where(stage < setting.pp, stage, 2 * setting.pp - 1 - stage)
-    return stage % setting.pp
-
-
-VEE = ("ZB-V", "V-Half", "V-Min", "1F1B-V", "DualPipeV")
-
-
-def _transfer(chain: Chain, setting: Setting, cluster: Cluster) -> float:
-    """Seconds of what a stage hands to the next: the largest."""
-    if setting.pp < 2:
-        return 0.0
-    size = max(run.unit.handed for run in chain.runs)
-    return _collective(cluster, "send", size, setting.pp, stride(setting, "pp"))
-
-
-def pipeline(setting: Setting, forward: Array, backward: Array, send: float) -> float:
-    """Seconds from the first forward to the last backward, by the order's operations."""
-    ranks, micro = setting.pp, setting.micro
-    if ranks == 1 and setting.chunks == 1:
-        return float(micro * (forward + backward).sum())
-    if setting.order.lower() == "1f1b" and setting.chunks == 1:
-        return _one_by_one(forward + backward, micro, send)
-    if setting.order.lower() == "gpipe" and setting.chunks == 1:
-        both = sum(float(t.sum() + (micro - 1) * t.max()) for t in (forward, backward))
-        return both + 2 * (ranks - 1) * send
-    return _played(setting, forward, backward, send)
-
-
-def _one_by_one(times: Array, micro: int, send: float) -> float:
-    """1F1B: the longest way through its operations.
-
-    It goes down all stages and up again once, and on its way round stages that follow one another,
-    once for as many microbatches as they are: each rank takes a forward for each backward.
-    """
-    count = len(times)
-    total = np.concatenate([[0.0], np.cumsum(times)])
-    around = total[None, 1:] - total[:-1, None]  # [first, last]
-    length = np.arange(count)[None, :] - np.arange(count)[:, None] + 1
-    there = length > 0
-    length = np.where(there, length, 1)
-    rounds, rest = np.divmod(micro - 1, length)
-    took = rounds * (around + 2 * send * (length - 1)) + rest * times.max()
-    return float(total[-1] + 2 * (count - 1) * send + took[there].max())
-
-
-def _played(setting: Setting, forward: Array, backward: Array, send: float) -> float:
-    """Play the order; of many microbatches few, and what each one more takes."""
-    from schedlang.pipeline.timeline.simulation import timing
-    from schedlang.pipeline.timeline.table import Kind as Of
-
-    def span(micro: int) -> float:
-        line = _timeline(setting.order, setting.pp, micro, setting.chunks)
-        whole = np.zeros((len(Of), len(forward)))
-        whole[Of.F], whole[Of.B] = forward, backward
-        whole[Of.I], whole[Of.W] = backward / 2, backward / 2
-        return float(timing(line, whole[line.kind, line.stage], send).makespan)
-
-    few = 2 * setting.pp
-    if setting.micro <= 2 * few:
-        return span(setting.micro)
-    more = few + setting.pp
-    each = (span(more) - span(few)) / setting.pp
-    return span(more) + (setting.micro - more) * each
-
-
-@lru_cache(512)
-def _timeline(order: str, ranks: int, micro: int, chunks: int):  # type: ignore[no-untyped-def]
-    from schedlang.pipeline.schedules import order as named
-
-    return named(order, ranks, micro, chunks)
+    more = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
+    return within(last), within(first + more)
 
 
 # -- data axes -------------------------------------------------------------------------------------
 
 
-def _held(units: list[Unit], made: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Numbers of the rank of each place [places, 2]: those of all replicas, those of experts."""
-    plain = made @ np.array([float(unit.numbers - unit.spread) for unit in units])
-    spread = made @ np.array([float(unit.spread) for unit in units])
-    return np.stack([np.bincount(rank, each, places) for each in (plain, spread)], 1)
+def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
+    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts."""
+    units = [run.unit for run in chain.runs]
+    each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
+    found = np.zeros((places, 2))
+    np.add.at(found, rank, made @ each)
+    return found
 
 
 def _data(
-    setting: Setting, held: Array, cluster: Cluster, recipe: Recipe, computing: float
-) -> tuple[float, float]:
-    """Seconds that replicas send beside the computing, where longer, and after it."""
+    setting: Setting,
+    held: Array,
+    cluster: Cluster,
+    recipe: Recipe,
+    busiest: Causes,
+    weights: Causes,
+) -> Causes:
+    """Seconds that replicas send and are waited for, by cause.
+
+    Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
+    parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
+    microbatch, from the third on parameters gathered twice: beside the computing, and counted where
+    this takes longer.  Parts of context have the same parameters, and sum along.
+    """
     at, zero = setting.placement, setting.zero
-    apart = stride(setting, "dp")
+    replicas = setting.dp * at.cp
+    apart = stride(setting, "dp" if setting.dp > 1 else "cp")
+    places = (replicas, apart), (replicas // at.ep, apart * at.ep)
 
-    def took(op: str, size: int) -> float:
-        whole = _collective(cluster, op, float(held[:, 0].max()) * size, setting.dp, apart)
-        fewer = setting.dp // at.ep
-        return whole + _collective(
-            cluster, op, float(held[:, 1].max()) * size, fewer, apart * at.ep
-        )
+    def took(op: str, size: int, often: float = 1) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for number, (ranks, far) in zip(held.tolist(), places):
+            if number:
+                for cause, one in _sending(cluster, "dp", op, number * size, ranks, far):
+                    found[cause] = found.get(cause, 0.0) + often * one
+        return found
 
+    def both(*found: Causes) -> dict[str, float]:
+        return {c: sum(one.get(c, 0.0) for one in found) for c in ("dp", "dp start")}
+
+    if replicas == 1:
+        return {}
     if zero == 0:
-        return 0.0, took("all_reduce", recipe.gradient)
-    gather = took("all_gather", recipe.parameter)
-    scatter = took("reduce_scatter", recipe.gradient)
+        return took("all_reduce", recipe.gradient)
+    once = both(took("reduce_scatter", recipe.gradient), took("all_gather", recipe.parameter))
     if zero == 1:
-        return 0.0, scatter + gather
-    if zero == 2:
-        return max(0.0, (setting.micro - 1) * scatter - computing), scatter + gather
-    return max(0.0, setting.micro * (2 * gather + scatter) - computing), 0.0
+        return once
+    scattered = took("reduce_scatter", recipe.gradient, setting.micro - (zero == 2))
+    often = 2 * setting.micro * (zero > 2)
+    beside = both(scattered, took("all_gather", recipe.parameter, often))
+    after = once if zero == 2 else {}
+    hidden = {c: t for c, t in busiest.items() if c not in BESIDE}
+    if _total(beside, weights) <= _total(hidden, weights):
+        return after
+    return both(after, beside) | {cause: -took for cause, took in hidden.items()}
+
+
+BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
 
 
 def _update(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
     """Seconds of the optimizer: state is read and written, gradients read, parameters written."""
-    at = setting.placement
     each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
-    split = (setting.dp, max(1, setting.dp // at.ep)) if setting.zero else (1, 1)
-    return _operator(cluster, "other", 0.0, each * float((held / split).sum()))
+    share = (held / _split(setting)).sum() if setting.zero else held.sum()
+    return operator(cluster, "other", 0.0, each * float(share))
+
+
+def _split(setting: Setting) -> Array:
+    """Ranks over which ZeRO splits parameters, and those of experts."""
+    return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -317,62 +411,33 @@ def peaks(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, again: Array
 ) -> tuple[float, ...]:
     """Bytes of the rank of each place at its fullest moment."""
-    units, rank = [run.unit for run in chain.runs], _places(setting)
-    held = _held(units, made, rank, setting.pp)
-    split = np.array([setting.dp, max(1, setting.dp // setting.placement.ep)])
-    kept = np.array([unit.kept for unit in units])
-    less = np.array([unit.input for unit in units])
-    stage = made @ kept - again @ (kept - less)
-    flying = in_flight(setting)
+    units = [run.unit for run in chain.runs]
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    kept, less, most, number = np.array(
+        [[unit.kept, unit.input, unit.most, unit.numbers] for unit in units]
+    ).T
+    flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
+    held = flying * (made @ kept - again @ (kept - less))
+    moment = most + (again > 0) * (kept - less)  # of a unit that is computed again
+    moment = np.where(made > 0, moment, 0.0).max(1)
+    state = states(chain, setting, recipe, made, rank)
+    gathered = np.where(made > 0, number, 0.0).max(1) * 2 * recipe.parameter * (setting.zero > 2)
     found = []
     for place in range(setting.pp):
-        mine = np.flatnonzero(rank == place)
-        most = max(
-            unit.most + (unit.kept - unit.input) * bool(again[mine, at].any())
-            for at, unit in enumerate(units)
-            if made[mine, at].any()
-        )
-        gathered = max(
-            unit.numbers * 2 * recipe.parameter
-            for at, unit in enumerate(units)
-            if made[mine, at].any()
-        )
-        state = _state(held[place], split, setting.zero, recipe)
-        found.append(
-            state + float(flying[mine] @ stage[mine]) + most + gathered * (setting.zero == 3)
-        )
-    return tuple(found)
+        mine = rank == place
+        found.append(state[place] + held[mine].sum() + (moment + gathered)[mine].max())
+    return tuple(map(float, found))
 
 
-def _state(held: Array, split: NDArray[np.int64], zero: int, recipe: Recipe) -> float:
-    """Bytes of parameters, gradients and the optimizer's state, each split from its stage on."""
+def states(
+    chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
+) -> Array:
+    """Bytes of parameters, gradients and the optimizer's state of each place, as ZeRO splits."""
+    held = numbers(chain, made, rank, setting.pp)
+    split, whole = (held / _split(setting)).sum(1), held.sum(1)
     sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
-    return float(
-        sum(size * (held / (split if zero > at else 1)).sum() for at, size in enumerate(sizes))
+    found: Array = sum(
+        (size * (split if setting.zero > at else whole) for at, size in enumerate(sizes)),
+        np.zeros(setting.pp),
     )
-
-
-def in_flight(setting: Setting) -> Array:
-    """Microbatches whose activations each stage holds when its rank holds most."""
-    ranks, micro, chunks = setting.pp, setting.micro, setting.chunks
-    if chunks == 1 and setting.order.lower() in ("1f1b", "zb-h1"):
-        return np.minimum(ranks - np.arange(ranks), micro).astype(float)
-    if chunks == 1 and setting.order.lower() == "gpipe":
-        return np.full(ranks, float(micro))
-    return _flying(setting.order, ranks, min(micro, 4 * ranks), chunks)
-
-
-@lru_cache(512)
-def _flying(order: str, ranks: int, micro: int, chunks: int) -> Array:
-    from schedlang.pipeline.timeline.table import Kind as Of
-
-    line = _timeline(order, ranks, micro, chunks)
-    change = (line.kind == Of.F).astype(int) - np.isin(line.kind, (Of.B, Of.W))
-    found = np.zeros(ranks * chunks)
-    for rank in range(ranks):
-        rows = slice(line.starts[rank], line.starts[rank + 1])
-        each = np.zeros((rows.stop - rows.start, ranks * chunks))
-        each[np.arange(len(each)), line.stage[rows]] = change[rows]
-        live = each.cumsum(0)
-        found += live[live.sum(1).argmax()]
     return found

@@ -17,12 +17,14 @@ class Operator:
     flops  floating-point operations of one, as 16-bit ones
     moved  bytes that one reads and writes
     count  how often it runs
+    cause  under which a fit to measured runs weighs it; "" its kind
     """
 
     kind: Kind
     flops: float
     moved: float
     count: float = 1
+    cause: str = ""
 
 
 @dataclass(frozen=True)
