@@ -63,7 +63,7 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
     `beside` are rows that must stand with it, such as the one that splits the batch.
     """
     spread = call("expert_parallel", over=finder.axis)
-    for name in _experts(finder.trial.blocks):
+    for name in experts_of(finder.trial.blocks):
         row = Row((name,), spread, "each rank has some experts")
         made = finder.mended([row, *beside])
         if isinstance(made, str):
@@ -72,15 +72,21 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
             finder.rows.append(row)
 
 
-def _experts(blocks: Blocks) -> list[str]:
-    """Common names of modules with two or more weights per expert, all of as many experts."""
-    found = []
+def experts_of(blocks: Blocks) -> dict[str, int]:
+    """Common names of modules with two or more weights per expert: how many experts each has."""
+    found = {}
     for name, group in blocks.named.items():
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
         deep = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[:1] for shape in shapes}  # () of one number, a temperature
-        if "*" in name and len(deep) > 1 and len(counts) == 1 and counts.pop() > (1,):
-            found.append(name)
+        if (
+            "*" in name
+            and len(deep) > 1
+            and len(counts) == 1
+            and (1,) not in counts
+            and counts != {()}
+        ):
+            found[name] = deep[0][0]
     return found
 
 

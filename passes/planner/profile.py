@@ -23,7 +23,17 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.elaborate.expand import of_calls
-from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
+from schedlang.passes.planner.values import (
+    Chain,
+    Kind,
+    Operator,
+    Placement,
+    Recipe,
+    Run,
+    Sent,
+    Unit,
+    Work,
+)
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
 from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
@@ -70,6 +80,14 @@ class Profiles:
                 found = refusal
             self._known[placement] = found
         return found
+
+    @property
+    def recipe(self) -> Recipe:
+        """How numbers are held: in 16 bits beside masters in 32, or all as they are stored."""
+        if self.dtype:
+            return Recipe()
+        wide = max((fact.dtype.itemsize for fact in self.facts.unique.values()), default=4)
+        return Recipe(wide, wide, 2 * wide, 0)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
         """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
