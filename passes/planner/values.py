@@ -45,7 +45,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes and sends in a stretch of a step."""
+    """Operators that one rank runs, and messages that it sends, in a stretch of a step."""
 
     operators: tuple[Operator, ...] = ()
     sent: tuple[Sent, ...] = ()
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """What decides how much one unit costs one rank: the axes that split tensors, and the rows.
+    """Axes that split tensors, and rows: they decide how much one unit costs one rank.
 
     rows      of a microbatch on one rank
     sequence  activations between the layers of `tp` are split along the sequence as well
@@ -90,7 +90,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Run:
-    """So many equal units in a row."""
+    """Equal units, `count` of them in a row."""
 
     unit: Unit
     count: int
@@ -115,7 +115,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How numbers are held: bytes of a parameter, of a gradient, of an optimizer's state.
+    """Bytes of each number of a parameter, of its gradient, and of its optimizer's state.
 
     master  bytes of a copy in 32 bits that the optimizer keeps, and ZeRO splits with its state
     """
@@ -155,7 +155,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Priced:
-    """What a setting costs.
+    """Seconds of a step of a setting, and bytes of its ranks.
 
     seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending of
              axes, idle in the pipeline, gradients, optimizer

@@ -163,8 +163,10 @@ def rehearse(
     """
     from schedlang.runtime.batch import sample_of
 
-    sample = sample_of(batch, plan.shares, plan.micro)
-    step = Step(plan, prepared, sample, loss)
+    sample = sample_of(batch, plan.dealt, plan.micro)
+    short, staged = _short(plan, prepared.staged)
+    # one step for all kinds: their programs share what stands for other stages
+    step = Step(short, replace(prepared, staged=staged), sample, loss)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}
@@ -200,8 +202,7 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
     from schedlang.runtime.played import play
     from schedlang.runtime.storage.footprint import Footprint
 
-    short, staged = _short(step.plan, step.prepared.staged)
-    step = replace(step, plan=short, prepared=replace(step.prepared, staged=staged))
+    short, staged = step.plan, step.prepared.staged
     footprint = Footprint("meta", works)
     with alone(step, of.first, _adamw, footprint) as (program, _):
         away = {name for name, one in tiers_of(short).items() if one.each[2] != DEVICE}

@@ -437,7 +437,7 @@ def estimated(
     from schedlang.runtime.batch import sample_of
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = sample_of(batch, plan.shares, micro)
+    sample = sample_of(batch, plan.dealt, micro)
     staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
     cost, notes = _cost(staged, machine)
     return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)
