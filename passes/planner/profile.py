@@ -165,10 +165,11 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
         _work(one.forward, plan.mesh),
         _work(one.backward, plan.mesh),
         float(one.kept),
-        float(one.given),
+        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to run again
         float(one.most),
         float(after.carried if after is not None else 0),
         spread,
+        float(one.loose),
     )
 
 
