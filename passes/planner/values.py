@@ -137,6 +137,7 @@ class Setting:
     zero    stage over the replicas
     cuts    units of each stage, in order; () are as even as can be by the planner's own rule
     again   units of each stage that are computed again, the first ones; () none
+    axes    from the slowest, whose ranks lie farthest apart, to the fastest; ep is folded into dp
     """
 
     placement: Placement
@@ -148,6 +149,7 @@ class Setting:
     zero: int = 1
     cuts: tuple[int, ...] = ()
     again: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ("dp", "pp", "cp", "tp")
 
     @property
     def ranks(self) -> int:
