@@ -103,12 +103,13 @@ def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
         took = {op: _summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)}
         often = ways.micro * (took[SCATTER] + 2 * took[GATHER])
         once = took[SCATTER] + took[GATHER]
-        more = [0.0, 0.0, (ways.micro - 1) * took[SCATTER], often]
+        nothing = np.zeros(len(ways))
+        more = (nothing, nothing, (ways.micro - 1) * took[SCATTER], often)
         mine = ways.pp == pp
         for stage, last in enumerate((took[SUM], once, once, 0.0)):
             at = mine & (ways.zero == stage)
             after[at] = last
-            beside[at] = np.broadcast_to(more[stage], len(ways))[at]
+            beside[at] = more[stage][at]
     return beside, after
 
 

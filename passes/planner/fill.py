@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,6 +13,8 @@ from schedlang.passes.planner.price import composition, even, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Priced, Setting
+
+FAR = 16  # stages apart between which a unit is moved
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Filler:
         """
         chain, memory = clock.chain, self.job.cluster.memory
         times = clock.times(way.pp)[:2].sum(0)
-        cut = replace(way, cuts=even(chain, way.pp * way.chunks, tuple(times)))
+        cut = way if way.cuts else replace(way, cuts=even(chain, way.pp * way.chunks, tuple(times)))
         least = max(span_floor(clock, cut), beside) + after
         if least >= worst:
             return Filled(cut, least, 0.0)
@@ -65,10 +68,41 @@ class Filler:
         priced = price(chain, full, self.job.cluster, self.job.recipe)
         return Filled(full, priced.seconds, priced.peak, priced)
 
+    def improved(self, clock: Clock, filled: Filled, moves: int) -> Filled:
+        """Move units from stage to stage, so many times, where this makes a step quicker.
+
+        A rank that must compute much again so comes to have fewer units than the others.
+        """
+        best, moved = filled, True
+        while moved:
+            moved = False
+            for cuts in _moves(best.setting.cuts):
+                if not moves:
+                    return best
+                moves -= 1
+                one = self.filled(clock, replace(best.setting, cuts=cuts, again=()), best.least)
+                if one.priced is not None and one.least < best.least * (1 - 1e-6):
+                    best, moved = one, True
+                    break
+        return best
+
     def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
         """Whether none, some, all units may be computed again."""
         none, some, every = (self.limits.admits("again", name) for name in ("none", "some", "all"))
         return none, some, every
+
+
+def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Cuts with one unit moved from one stage to another, near ones first."""
+    stages = range(len(cuts))
+    for far in range(1, min(len(cuts), FAR + 1)):
+        for one in stages:
+            for other in (one - far, one + far):
+                if cuts[one] > 1 and other in stages:
+                    moved = list(cuts)
+                    moved[one] -= 1
+                    moved[other] += 1
+                    yield tuple(moved)
 
 
 @dataclass

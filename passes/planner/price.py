@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
 Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
+START, SENT = 4e-6, 5e-6  # of an operator; of a message between neighbours
 NONE: Causes = {}
 RECIPE = Recipe()
 COMPUTING = "computing"
@@ -34,10 +36,11 @@ COMPUTING = "computing"
 
 
 def stride(setting: Setting, axis: str) -> int:
-    """How far ranks of an axis lie apart: dp, pp, cp, tp from slow to fast, ep folded into dp."""
+    """How far neighbours of an axis lie apart; ep is folded into dp."""
     at = setting.placement
-    inner = {"tp": 1, "cp": at.tp, "pp": at.tp * at.cp}
-    return inner.get(axis, at.tp * at.cp * setting.pp)
+    sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
+    place = setting.axes.index("dp" if axis == "ep" else axis)
+    return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
@@ -98,7 +101,7 @@ def operator(cluster: Cluster, kind: Kind, flops: float, moved: float) -> float:
     """Seconds of one operator."""
     if hasattr(cluster, "operator"):
         return float(cluster.operator(kind, flops, moved))
-    return max(flops / cluster.speed, moved / cluster.stream)
+    return START + max(flops / cluster.speed, moved / cluster.stream)
 
 
 def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
@@ -107,13 +110,14 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
         return 0.0
     if hasattr(cluster, "collective"):
         return float(cluster.collective(op, size, ranks, apart))
+    start = SENT * (1 if op == "send" else ranks)
     if op == "send":
-        return size / (cluster.link if apart < cluster.node else cluster.network)
+        return start + size / (cluster.link if apart < cluster.node else cluster.network)
     share = (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
     inside = max(1, min(ranks, cluster.node // apart))
     if inside == ranks:
-        return share * size / cluster.link
-    return share * size / min(cluster.link, cluster.network * inside)
+        return start + share * size / cluster.link
+    return start + share * size / min(cluster.link, cluster.network * inside)
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -272,41 +276,51 @@ def _total(found: Causes, weights: Causes) -> float:
 def even(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
     """Cut a chain so that its slowest stage is as quick as can be; `times` of one of each run.
 
-    Each stage takes as many units as that allows, the first ones first.  Raises ValueError for
-    fewer units than stages.
+    Of such cuts that whose ends lie nearest to equal parts, one after the other.  Raises ValueError
+    for fewer units than stages.
     """
     return _even(tuple(run.count for run in chain.runs), stages, times)
 
 
 @lru_cache(4096)
 def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
-    flat = [took for count, took in zip(counts, times) for _ in range(count)]
-    if len(flat) < stages:
-        raise ValueError(f"{len(flat)} units are too few for {stages} stages")
+    flat = np.repeat(times, counts)
+    count = len(flat)
+    if count < stages:
+        raise ValueError(f"{count} units are too few for {stages} stages")
     total = np.concatenate([[0.0], np.cumsum(flat)])
-    low, high = max(flat), float(total[-1])
-    for _ in range(40):
+    low, high = float(max(flat.max(), total[-1] / stages)), float(total[-1])
+    while high - low > 1e-6 * low:
         middle = (low + high) / 2
-        if len(_filled(total, middle, stages)) <= stages:
-            high = middle
-        else:
-            low = middle
-    ends = _filled(total, high * (1 + 1e-12), stages)
-    sizes = [end - begin for begin, end in zip([0, *ends], ends)]
-    while len(sizes) < stages:  # fewer were enough: the longest is taken apart
-        longest = max(range(len(sizes)), key=sizes.__getitem__)
-        size = sizes[longest]
-        sizes[longest : longest + 1] = [size - size // 2, size // 2]
-    return tuple(sizes)
+        low, high = (middle, high) if _reached(total, middle, stages) < count else (low, middle)
+    most = high * (1 + 1e-9)
+    last = _latest(total, most, stages)
+    ends = [0]
+    for stage in range(1, stages):
+        begin = ends[-1]
+        reach = int(np.searchsorted(total, total[begin] + most, side="right")) - 1
+        near = int(np.abs(total - total[-1] * stage / stages).argmin())
+        least = max(begin + 1, last[stage])
+        ends.append(min(max(near, least), max(reach, least), count - stages + stage))
+    ends.append(count)
+    return tuple(b - a for a, b in zip(ends, ends[1:]))
 
 
-def _filled(total: Array, most: float, stages: int) -> list[int]:
-    """Ends of stages that take as many units as `most` seconds allow, at most one too many."""
-    ends, at = list[int](), 0
-    while at < len(total) - 1 and len(ends) <= stages:
-        at = max(at + 1, int(np.searchsorted(total, total[at] + most, side="right")) - 1)
-        ends.append(at)
-    return ends
+def _reached(total: Array, most: float, stages: int) -> int:
+    """How many units so many stages take, each as many as `most` seconds allow."""
+    at = 0
+    for _ in range(stages):
+        at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
+    return at
+
+
+def _latest(total: Array, most: float, stages: int) -> list[int]:
+    """The least end of each stage from which those that follow still take all units."""
+    at, found = len(total) - 1, [len(total) - 1]
+    for _ in range(stages):
+        at = int(np.searchsorted(total, total[at] - most, side="left"))
+        found.append(at)
+    return found[::-1]
 
 
 def composition(
@@ -365,8 +379,10 @@ def _data(
         found: dict[str, float] = {}
         for number, (ranks, far) in zip(held.tolist(), places):
             if number:
-                for cause, one in _sending(cluster, "dp", op, number * size, ranks, far):
-                    found[cause] = found.get(cause, 0.0) + often * one
+                buckets = math.ceil(number / BUCKET)
+                each = _sending(cluster, "dp", op, number * size / buckets, ranks, far)
+                for cause, one in each:
+                    found[cause] = found.get(cause, 0.0) + often * buckets * one
         return found
 
     def both(*found: Causes) -> dict[str, float]:
@@ -389,6 +405,7 @@ def _data(
     return both(after, beside) | {cause: -took for cause, took in hidden.items()}
 
 
+BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
 BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
 
 
@@ -413,20 +430,29 @@ def peaks(
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
     rank = homes(setting.order, setting.pp, setting.chunks)
-    kept, less, most, number = np.array(
-        [[unit.kept, unit.input, unit.most, unit.numbers] for unit in units]
-    ).T
+    kept, less, most = np.array([[unit.kept, unit.input, unit.most] for unit in units]).T
+    number = np.array([unit.numbers for unit in units])
+    once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    found = states(chain, setting, recipe, made, rank)
+    return tuple((found + activations(setting, made, again, kept, less, once)).tolist())
+
+
+def activations(
+    setting: Setting, made: Array, again: Array, kept: Array, less: Array, most: Array
+) -> Array:
+    """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
+
+    Of one unit of each run: `kept` for its backward, `less` where it is computed again, and then
+    all of it at that moment; `most` beside these.
+    """
+    rank = homes(setting.order, setting.pp, setting.chunks)
     flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
-    held = flying * (made @ kept - again @ (kept - less))
-    moment = most + (again > 0) * (kept - less)  # of a unit that is computed again
-    moment = np.where(made > 0, moment, 0.0).max(1)
-    state = states(chain, setting, recipe, made, rank)
-    gathered = np.where(made > 0, number, 0.0).max(1) * 2 * recipe.parameter * (setting.zero > 2)
-    found = []
-    for place in range(setting.pp):
-        mine = rank == place
-        found.append(state[place] + held[mine].sum() + (moment + gathered)[mine].max())
-    return tuple(map(float, found))
+    held = np.bincount(rank, flying * (made @ kept - again @ (kept - less)), setting.pp)
+    moment = np.where(made > 0, most + (again > 0) * (kept - less), 0.0).max(1)
+    fullest = np.zeros(setting.pp)
+    np.maximum.at(fullest, rank, moment)
+    found: Array = held + fullest
+    return found
 
 
 def states(

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -183,10 +183,11 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
         _work(one.forward, plan.mesh),
         _work(one.backward, plan.mesh),
         float(one.kept),
-        float(one.given),
+        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to run again
         float(one.most),
         float(after.carried if after is not None else 0),
         spread,
+        float(one.loose),
     )
 
 

@@ -87,7 +87,7 @@ def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -
     if one is None:
         return Rejected(kind, None, "there is no such setting")
     if one.priced is None:
-        return Rejected(kind, one, f"needs {size(one.needs)} of {size(memory)}")
+        return Rejected(kind, one, f"needs {size(round(one.needs))} of {size(round(memory))}")
     if best is None or best.priced is None:
         return Rejected(kind, one, "")
     return Rejected(kind, one, slower(best.priced, one.priced))

@@ -25,6 +25,7 @@ Profiles = Callable[[Placement], Chain | Refusal | None]
 Progress = Callable[[int, int], None]  # ways done, of all that are known
 ANY = Limits()
 LOOKS = 60  # at ways, for the best of another kind
+MOVES = 60  # of a unit from stage to stage, for the best
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,22 @@ class Found:
 
 
 def search(
-    profiles: Profiles, job: Job, limits: Limits = ANY, progress: Progress | None = None
+    profiles: Profiles,
+    job: Job,
+    limits: Limits = ANY,
+    progress: Progress | None = None,
+    *,
+    moves: int = MOVES,
 ) -> Iterator[Found]:
     """Look for the quickest setting that fits, each found better than the one before.
 
     `profiles` gives the chain of a placement, or None or a refusal where the model cannot be placed
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
-    computed again.  It has no best where nothing fits.
+    computed again; then so many `moves` of a unit from stage to stage were tried on it.  It has no
+    best where nothing fits.
     """
-    return _Search(profiles, job, limits, progress).run()
+    return _Search(profiles, job, limits, progress, moves).run()
 
 
 @dataclass
@@ -108,7 +115,8 @@ class _Opened:
             found: NDArray[np.bool_] = (values != mine)[self.at]
             return found
         if hasattr(self.ways, name):
-            return np.not_equal(getattr(self.ways, name)[self.at], mine)
+            other: NDArray[np.bool_] = np.not_equal(getattr(self.ways, name)[self.at], mine)
+            return other
         return np.full(len(self.at), getattr(self.ways.chain.placement, name) != mine)
 
 
@@ -120,6 +128,7 @@ class _Search:
     job: Job
     limits: Limits
     progress: Progress | None
+    moves: int
     opened: list[_Opened] = field(default_factory=list)
     best: Filled | None = None
     nearest: Filled | None = None
@@ -134,6 +143,7 @@ class _Search:
             self._open(group)
             yield from self._glance(self.opened[first:])
         yield from self._descend()
+        yield from self._move()
         self._others()
         yield self._found(self._worst, True)
 
@@ -199,6 +209,14 @@ class _Search:
             order = order[np.concatenate([*masks, np.zeros(0, dtype=bool)])[order]]
         for at in order.tolist():
             yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
+
+    def _move(self) -> Iterator[Found]:
+        """Move units between the stages of the best."""
+        if self.best is not None and self.moves:
+            chain = self.profiles(self.best.setting.placement)
+            assert isinstance(chain, Chain)
+            filler, clock = Filler(self.job, self.limits), Clock(chain, self.job)
+            yield from self._better(filler.improved(clock, self.best, self.moves), self._worst)
 
     def _others(self) -> None:
         """Look for the best that differ from the best in one name each, a little while."""

@@ -148,8 +148,8 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
         found += [(pp, dp, micro, *way, zero) for way in orders for zero in zeros]
     if not found:
         return None
-    columns = np.array(found, dtype=np.int64).T
-    return Ways(chain, *columns, names=names)
+    pps, dps, micros, at, chunks, stages = np.array(found, dtype=np.int64).T
+    return Ways(chain, pps, dps, micros, at, chunks, stages, names)
 
 
 def _orders(

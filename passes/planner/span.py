@@ -239,7 +239,7 @@ def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
 def in_flight(order: str, ranks: int, micro: int, chunks: int) -> Array:
     """Microbatches whose activations each stage holds when its rank holds most of them."""
     stages = ranks * chunks
-    if chunks == 1 and order in ("1F1B", "ZB-H1"):
+    if chunks == 1 and order == "1F1B":
         return np.minimum(ranks - np.arange(ranks), micro).astype(float)
     if chunks == 1 and order == "GPipe":
         return np.full(ranks, float(micro))

@@ -90,7 +90,7 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
         for k in range(min(count, many))
         if names[first + k] in names[1:-1]
     }
-    for parent, group in groupby(names[1:-1], lambda name: name.rpartition(".")[0]):
+    for _parent, group in groupby(names[1:-1], lambda name: name.rpartition(".")[0]):
         everyone = list(group)
         mine = [name for name in everyone if name in chosen]
         for run in _runs(mine, everyone):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ class Seen:
     kept    bytes that its forward leaves for its backward, its output among them
     most    bytes that forward or backward holds beside what is kept until then, at most
     given   bytes that a backward gives a gradient for, and that only the unit before has made
+    loose   those of them that nobody keeps once the unit has run
     carried   those, and what earlier units have made and the unit reads as well
     modules   outside of units, that are called first in this one; in the order of their calls
     """
@@ -40,6 +41,7 @@ class Seen:
     kept: int
     most: int
     given: int
+    loose: int
     carried: int
     modules: tuple[str, ...]
 
@@ -91,7 +93,7 @@ def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
                 _together(back),
                 end - before[name],
                 most,
-                *calls.sizes.get(name, (0, 0)),
+                *calls.given.get(name, Given()).sizes,
                 tuple(m for m, unit in calls.modules.items() if unit == name),
             )
         )
@@ -129,18 +131,17 @@ class _Calls:
     """Tells a footprint which unit runs; knows the order of calls, and what is handed over.
 
     order   of the first microbatch; later ones know by it which unit is the last
-    sizes   by unit: given and carried bytes
+    given   of each unit
     modules   outside of units -> the unit in which they are first called
     """
 
     footprint: Footprint
     units: tuple[str, ...]
     order: list[str] = field(default_factory=list)
-    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     micro: int = -1
     now: str = HEAD
-    _given: frozenset[int] = frozenset()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -192,14 +193,34 @@ class _Calls:
         """The next unit begins, with these arguments; the one before runs back once they have
         gradients."""
         before, self.now = self.now, name
-        tensors = [t for t in pytree.tree_leaves(given) if getattr(t, "requires_grad", False)]
-        tensors = [t for t in tensors if t.grad_fn is not None]
+        tensors = [t for t in pytree.tree_leaves(given) if getattr(t, "grad_fn", None) is not None]
+        last = self.given.get(before, Given())
+        made = [t for t in tensors if id(t.untyped_storage()) not in last.all]
         sizes = {id(t.untyped_storage()): t.numel() * t.element_size() for t in tensors}
-        new = [t for t in tensors if id(t.untyped_storage()) not in self._given]
-        fresh = {id(t.untyped_storage()) for t in new}
-        self.sizes[name] = sum(sizes[key] for key in fresh), sum(sizes.values())
-        self._given = frozenset(sizes)
+        self.given[name] = Given(sizes, {id(t.untyped_storage()) for t in made})
         self.footprint.mark((self.micro, FORWARD, name))
-        if new:
+        if made:
             micro = self.micro
-            new[0].register_hook(lambda _: self.footprint.mark((micro, BACKWARD, before)))
+            made[0].register_hook(lambda _: self.footprint.mark((micro, BACKWARD, before)))
+        last.alive = self.footprint.holds(last.made)
+
+
+@dataclass
+class Given:
+    """What a unit is given that has a gradient, by storage: bytes, what only the unit before has
+    made, and what of that is alive once the unit has run."""
+
+    all: dict[int, int] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    alive: set[int] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes: made, of them no longer alive, all."""
+        made, loose = (sum(self.all[key] for key in some) for some in (self.made, self.loose))
+        return made, loose, sum(self.all.values())
+
+    @property
+    def loose(self) -> set[int]:
+        """Storages that nothing holds."""
+        return self.made - self.alive

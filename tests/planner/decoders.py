@@ -8,7 +8,6 @@ from functools import cache
 
 from schedlang.passes.planner.values import (
     Chain,
-    Kind,
     Operator,
     Placement,
     Run,
@@ -87,9 +86,9 @@ def _back(rows: float, ins: float, outs: float, count: float = 1) -> Operator:
     return Operator("product", one.flops, one.moved, 2 * count)
 
 
-def _pass(numbers: float, count: float = 1, kind: Kind = "other") -> Operator:
+def _pass(numbers: float, count: float = 1, cause: str = "") -> Operator:
     """One pass that reads and writes so many numbers in 16 bits."""
-    return Operator(kind, 0.0, HALF * numbers, count)
+    return Operator("other", 0.0, HALF * numbers, count, cause)
 
 
 def _embedding(one: Decoder, at: Placement) -> Unit:
@@ -114,7 +113,7 @@ def _head(one: Decoder, at: Placement) -> Unit:
     """The last norm, logits and a cross entropy in 32 bits over split logits."""
     tokens = at.rows * one.length / at.cp
     wide, words, split = tokens * one.width, one.words / at.tp, at.tp if at.sequence else 1
-    loss = Operator("other", 0.0, 4 * tokens * words, 3)
+    loss = Operator("other", 0.0, 4 * tokens * words, 3, "loss")
     rows = tuple(Sent("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if at.tp > 1)
     gather = (Sent("all_gather", "tp", HALF * wide),) if at.tp > 1 and at.sequence else ()
     op = "reduce_scatter" if at.sequence else "all_reduce"
@@ -136,7 +135,8 @@ def _layer(one: Decoder, at: Placement) -> Unit:
     wide = tokens * one.width
     attention, attended = _attention(one, at, tokens)
     fed, feed = _feed(one, at, tokens)
-    norms = (_pass(2 * wide / split, 4),)  # two norms, two sums with what goes around
+    # two norms, and two sums with what goes around what they begin
+    norms = (_pass(2 * wide / split, 2, "norm"), _pass(2 * wide / split, 2))
     weights = one.width * (2 * one.width + 2 * one.narrow) // at.tp + 2 * one.width
     spread, numbers = fed
     return Unit(
@@ -167,9 +167,9 @@ def _attention(one: Decoder, at: Placement, tokens: float) -> tuple[Works, float
         back = Operator("attention", 2.5 * flops, 2 * moved)
         return ((*products[0], ahead), (*products[1], back)), 0.0
     scores = tokens * one.length * one.heads / tp
-    ahead = Operator("product", flops / 2, moved / 2 + HALF * scores, 2)
-    back = Operator("product", flops / 2, moved / 2 + HALF * scores, 4)
-    passes = _pass(2 * scores, 3)  # scaled and masked, normalised, dropped
+    ahead = Operator("product", flops / 2, moved / 2 + HALF * scores, 2, "scores")
+    back = Operator("product", flops / 2, moved / 2 + HALF * scores, 4, "scores")
+    passes = _pass(2 * scores, 3, "scores")  # scaled and masked, normalised, dropped
     return ((*products[0], ahead, passes), (*products[1], back, passes)), 4 * scores
 
 
@@ -182,12 +182,12 @@ def _feed(one: Decoder, at: Placement, tokens: float) -> tuple[tuple[int, int], 
     ahead = (
         _product(rows, one.width, inner, into),
         _product(rows, inner, one.width),
-        _pass(rows * inner * (into + 1)),
+        _pass(rows * inner * (into + 1), 1, "inner"),
     )
     back = (
         _back(rows, one.width, inner, into),
         _back(rows, inner, one.width),
-        _pass(rows * inner * (2 * into + 1)),
+        _pass(rows * inner * (2 * into + 1), 1, "inner"),
     )
     if not one.experts:
         return (0, each), (ahead, back)

@@ -1,0 +1,216 @@
+"""Menus of stages: what each layer may choose, added up to what a stage of them may.
+
+* Layers and devices as planners of the literature see them.
+* What one layer may do for memory, and what that takes.
+* The choices of all layers of a stage, those alone that no other beats (a knapsack).
+* What replicas of a stage add.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from schedlang.passes.planner.partition import Way
+
+SAME = 1 - 1e-12  # sums in another order differ by rounding, which is no better choice
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on one device of speed 1: seconds of a microbatch, and bytes.
+
+    weights  that replicas add up; `state` of them with all that the optimizer has
+    kept     activations of a microbatch; `input` of them where it is computed again
+    handed   to the next layer
+    meets    bytes of the activations that ranks of a split layer send each other, each way
+    """
+
+    forward: float
+    backward: float
+    weights: float = 0.0
+    state: float = 0.0
+    kept: float = 0.0
+    input: float = 0.0
+    handed: float = 0.0
+    meets: float = 0.0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices in a row; the next `node` of them share the faster link.  Bytes, bytes per second.
+
+    speeds  of each device (none: all 1); `host` and `peer` the links over which activations leave
+    """
+
+    count: int
+    memory: float = math.inf
+    node: int = 1
+    link: float = math.inf
+    network: float = math.inf
+    host: float = math.inf
+    peer: float = math.inf
+    speeds: tuple[float, ...] = ()
+
+    def speed(self, some: range) -> float:
+        """The speed of the slowest of them."""
+        return min(self.speeds[some.start : some.stop]) if self.speeds else 1.0
+
+    def between(self, some: range) -> float:
+        """Bytes per second of a ring through them: of its slowest link."""
+        inside = some.start // self.node == (some.stop - 1) // self.node
+        return self.link if inside else self.network
+
+
+# -- one layer -------------------------------------------------------------------------------------
+
+
+def keep(layer: Layer, devices: Devices) -> Way:
+    """Activations stay where they are."""
+    return Way(layer.forward, layer.backward, 0.0, layer.state, layer.kept, ("keep",))
+
+
+def again(layer: Layer, devices: Devices) -> Way:
+    """The input alone stays, and the forward is computed once more."""
+    took = layer.forward + layer.backward
+    return Way(layer.forward, took, 0.0, layer.state, layer.input, ("again",))
+
+
+def swap(layer: Layer, devices: Devices) -> Way:
+    """Activations go to the host and come back, each beside the layer's own computing."""
+    return _away(layer, devices.host, "swap")
+
+
+def peer(layer: Layer, devices: Devices) -> Way:
+    """Activations go to a device that has room, and come back."""
+    return _away(layer, devices.peer, "peer")
+
+
+def _away(layer: Layer, link: float, name: str) -> Way:
+    copy = layer.kept / link
+    sides = max(layer.forward, copy), max(layer.backward, copy)
+    return Way(*sides, 0.0, layer.state, 0.0, (name,))
+
+
+# -- a stage of them -------------------------------------------------------------------------------
+
+
+Choice = Callable[[Layer, Devices], Way]
+# what replicas add: (way, bytes of weights, replicas, bytes per second) -> way
+Replicas = Callable[[Way, float, int, float], Way]
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Ways of a stage of layers, each of which has the same choices.
+
+    degrees   how many ranks may split each layer, of so many devices; the others are replicas
+    replicas  what these add
+    """
+
+    layers: Sequence[Layer]
+    devices: Devices
+    micro: int
+    choices: Sequence[Choice] = (keep,)
+    degrees: Callable[[int], Iterable[int]] = lambda size: (1,)
+    replicas: Replicas = lambda way, weights, copies, link: way
+    flight: Callable[[int], float] | None = None
+    _fronts: dict[tuple[int, int, float, range], list[Way]] = field(default_factory=dict)
+
+    def __call__(self, first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+        """The ways of layers `first` to before `last`, with `after` stages behind them."""
+        flight = self.flight(after) if self.flight else min(after + 1, self.micro)
+        weights = sum(layer.weights for layer in self.layers[first:last])
+        link, speed = self.devices.between(devices), self.devices.speed(devices)
+        for degree in self.degrees(len(devices)):
+            copies, rest = divmod(len(devices), degree)
+            if rest:
+                continue
+            group = range(devices.start, devices.start + degree)
+            for way in self._front(first, last, flight, group):
+                shared = _scaled(way, 1 / speed / copies, 1 / copies)
+                yield self.replicas(shared, weights / degree, copies, link)
+
+    def _front(self, first: int, last: int, flight: float, group: range) -> list[Way]:
+        """Ways of all choices, less those that take and hold no less than another one."""
+        if first == last:
+            return [Way(0.0, 0.0, name=())]
+        # where a group lies matters for its link alone
+        link = self.devices.between(group)
+        key = (first, last, flight, group if link != self.devices.link else range(len(group)))
+        if key not in self._fronts:
+            more = self._front(first + 1, last, flight, group)
+            one = [self._split(self.layers[first], choice, group) for choice in self.choices]
+            joined = [added(mine, rest) for mine in one for rest in more]
+            room = self.devices.memory
+            fits = [way for way in joined if _bytes(way, flight) <= room]
+            self._fronts[key] = _unbeaten(fits, flight)
+        return self._fronts[key]
+
+    def _split(self, layer: Layer, choice: Choice, group: range) -> Way:
+        """One layer over the ranks of a group, which meet in a ring twice each way."""
+        ranks = len(group)
+        way = _scaled(choice(layer, self.devices), 1 / ranks, 1 / ranks)
+        if ranks == 1:
+            return way
+        meet = 2 * (ranks - 1) / ranks * layer.meets / self.devices.between(group)
+        twice = 2 if way.name == ("again",) else 1
+        held = way.held / ranks
+        return replace(
+            way, forward=way.forward + meet, backward=way.backward + twice * meet, held=held
+        )
+
+
+def _scaled(way: Way, time: float, kept: float) -> Way:
+    return replace(
+        way, forward=way.forward * time, backward=way.backward * time, kept=way.kept * kept
+    )
+
+
+def added(one: Way, other: Way) -> Way:
+    """Both, one after the other on the same device."""
+    return Way(
+        one.forward + other.forward,
+        one.backward + other.backward,
+        one.sync + other.sync,
+        one.held + other.held,
+        one.kept + other.kept,
+        one.name + other.name,
+    )
+
+
+def _bytes(way: Way, flight: float) -> float:
+    return way.held + flight * way.kept
+
+
+def _unbeaten(ways: list[Way], flight: float) -> list[Way]:
+    def costs(way: Way) -> tuple[float, ...]:
+        return way.forward, way.backward, way.sync, _bytes(way, flight)
+
+    front: list[Way] = []
+    for way in sorted(ways, key=costs):
+        mine = costs(way)
+        if not any(all(a * SAME <= b for a, b in zip(costs(f), mine, strict=True)) for f in front):
+            front.append(way)
+    return front
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def _ring(weights: float, copies: int, link: float) -> float:
+    return 2 * (copies - 1) / copies * weights / link
+
+
+def each_step(way: Way, weights: float, copies: int, link: float) -> Way:
+    """Replicas add their gradients up once a step (DAPPLE, Alpa, AMP, Piper's and ours)."""
+    return replace(way, sync=_ring(weights, copies, link))
+
+
+def each_batch(way: Way, weights: float, copies: int, link: float) -> Way:
+    """Replicas take turns, and each adds its gradients up after each of its microbatches.
+
+    PipeDream counts twice a ring, for gradients and weights of a server, beside the computing.
+    """
+    return replace(way, backward=way.backward + 2 * _ring(weights, copies, link) / copies)
