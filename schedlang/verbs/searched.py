@@ -204,14 +204,14 @@ def _text(profiles: Profiles, job: Job, found: Found) -> str:
 
 def _figures(job: Job, found: Found) -> Iterator[str]:
     """The predicted time of a step, by cause, and the memory of the ranks of each place."""
-    from schedlang.diagnostics.tables import size
+    from schedlang.diagnostics.tables import seconds, size
 
     best = found.best
     assert best is not None and best.priced is not None
     parts = sorted(best.priced.parts.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {took / best.priced.seconds:.0%}" for name, took in parts if took)
-    yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {best.priced.seconds:.4g} s"
-    yield f"a step of {job.rows} rows: {shares}."
+    took = f"{seconds(best.priced.seconds)} a step of {job.rows} rows"
+    yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {took}: {shares}."
     peaks = dict.fromkeys(size(int(one)) for one in best.priced.peaks)
     yield f"Memory of a rank, by its place in the pipeline: {', '.join(peaks)}."
 
