@@ -17,12 +17,14 @@ class Operator:
     flops  floating-point operations of one, as 16-bit ones
     moved  bytes that one reads and writes
     count  how often it runs
+    cause  under which a fit to measured runs weighs it; "" its kind
     """
 
     kind: Kind
     flops: float
     moved: float
     count: float = 1
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Setting:
     zero    stage over the replicas
     cuts    units of each stage, in order; () are as even as can be by the planner's own rule
     again   units of each stage that are computed again, the first ones; () none
+    axes    from the slowest, whose ranks lie farthest apart, to the fastest; ep is folded into dp
     """
 
     placement: Placement
@@ -144,6 +147,7 @@ class Setting:
     zero: int = 1
     cuts: tuple[int, ...] = ()
     again: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ("dp", "pp", "cp", "tp")
 
     @property
     def ranks(self) -> int:

@@ -1,31 +1,40 @@
-"""Closed-form time and memory of a transformer's layout, with constants fitted to measured runs."""
+"""Layouts of published runs as settings of the planner, and its price of them by cause."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.fit import fitted, fitted_memory, told
+from schedlang.passes.planner.price import (
+    activations,
+    causes,
+    states,
+)
+from schedlang.passes.planner.span import homes
+from schedlang.passes.planner.values import (
+    Chain,
+    Operator,
+    Placement,
+    Recipe,
+    Run,
+    Setting,
+    Unit,
+    Work,
+)
 from schedlang.passes.simulate.step_time import Cluster
+from tests.planner.decoders import Decoder, decoder
 
 Array = NDArray[np.float64]
 KERNELS: Final = ("torch", "fused", "flash1", "flash2")
 HALF = 2  # bytes of a number in 16 bits
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A decoder with gated feed-forward: layers, width, heads, inner width, words it knows."""
-
-    layers: int
-    width: int
-    heads: int
-    inner: int
-    words: int
+RECIPE = Recipe()
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,7 @@ class Layout:
     Preconditions: tp * pp divides ranks, and micro times what is left divides rows.
     """
 
-    shape: Shape
-    length: int
+    shape: Decoder
     rows: int
     ranks: int
     micro: int
@@ -61,159 +69,122 @@ class Layout:
         """Microbatches of a step."""
         return self.rows // (self.dp * self.micro)
 
+    @property
+    def setting(self) -> Setting:
+        """The same for the planner, but for its cuts."""
+        place = Placement(self.micro, self.tp, self.sequence_parallel)
+        return Setting(place, self.dp, self.pp, self.count, axes=("pp", "dp", "cp", "tp"))
+
+
+@lru_cache(64)
+def _profiles(shape: Decoder) -> Callable[[Placement], Chain]:
+    return decoder(**vars(shape))
+
+
+@lru_cache(4096)
+def chain_of(shape: Decoder, at: Placement, kernel: str, fused_norm: bool) -> Chain:
+    """A decoder whose attention is weighed by its kernel; a fused norm costs but its bytes."""
+    names = {"attention": f"attention {kernel}", "norm": "other" if fused_norm else "norm"}
+
+    def renamed(work: Work) -> Work:
+        found = (replace(op, cause=names.get(_cause(op), _cause(op))) for op in work.operators)
+        return replace(work, operators=tuple(found))
+
+    def same(unit: Unit) -> Unit:
+        return replace(unit, forward=renamed(unit.forward), backward=renamed(unit.backward))
+
+    chain = _profiles(shape)(at)
+    return replace(chain, runs=tuple(Run(same(run.unit), run.count) for run in chain.runs))
+
+
+def _cause(op: Operator) -> str:
+    return op.cause or op.kind
+
 
 # -- time ------------------------------------------------------------------------------------------
 
 
-# what each term costs where nothing is measured, as a multiple of the data sheet's bound: products
-# at 70 % of the peak, causal attention (half of them) at 60 % or as slow as before such kernels,
-# passes of fp32 norms over their rows (two norms, forward and backward), of SwiGLU, of a cross
-# entropy in fp32, collectives at 70 % of a link, microseconds of calls
+# what each cause takes where nothing is measured, as a multiple of the data sheet's bound: products
+# at 70 % of the peak, attention at 60 % or as slow as before such kernels, passes of norms in fp32
+# over their rows, of a cross entropy in fp32, collectives at 70 % of a link
 TIME: Final[Mapping[str, float]] = {
-    "attention_torch": 8.0,
-    "attention_fused": 4.0,
-    "attention_flash1": 2.0,
-    "attention_flash2": 0.8,
-    "matmul": 1.4,
-    "loss": 12.0,
-    "norm": 90.0,
-    "elementwise": 20.0,
-    "inner": 12.0,
-    "tp_bytes": 1.5,
-    "tp_calls": 20.0,
-    "launches": 100.0,
-    "p2p": 1.5,
-    "dp_bytes": 2.0,
-    "dp_calls": 1.0,
+    "attention torch": 8.0,
+    "attention fused": 4.0,
+    "attention flash1": 2.0,
+    "attention flash2": 0.8,
+    "product": 1.4,
+    "loss": 2.0,
+    "norm": 6.0,
+    "other": 2.0,
+    "inner": 2.0,
+    "tp": 1.5,
+    "pp": 1.5,
+    "dp": 2.0,
 }
-PRIOR = 0.5  # standard deviation of the logarithm of a constant about the above
-NOISE = 0.03  # and of a run about the model
-FAR = 1.5  # in those of NOISE, from where on a run weighs less (Huber 1964)
+ONCE = ("dp", "dp start", "optimizer")  # however often a pipeline runs empty
 
 
-def stage_layers(shape: Shape, pp: int) -> float:
-    """Layers' worth of work at the slowest of pp stages, the head counted by its weights.
+def cuts_of(shape: Decoder, stages: int) -> tuple[int, ...]:
+    """Units of each stage: as few layers at the last one as balance its head best.
 
-    The last stage gets as few whole layers as balance its head best.
+    The head counts by its weights.  How the runs were cut is not published.
     """
-    head = shape.words * shape.width / _layer(shape)
-    if pp == 1:
-        return shape.layers + head
-    ends = range(math.ceil(shape.layers / pp) + 1)
-    return min(max(math.ceil((shape.layers - end) / (pp - 1)), end + head) for end in ends)
+    layers, width = shape.layers, shape.width
+    if stages == 1:
+        return (layers + 2,)
+    head = shape.words / (4 * width + 3 * shape.inner)
+
+    def slowest(end: int) -> tuple[float, int]:
+        return max(math.ceil((layers - end) / (stages - 1)), end + head), end
+
+    end = min(map(slowest, range(math.ceil(layers / stages) + 1)))[1]
+    whole, more = divmod(layers - end, stages - 1)
+    sizes = [whole + (stage < more) for stage in range(stages - 1)]
+    return (sizes[0] + 1, *sizes[1:], end + 1)
+
+
+@lru_cache(65536)
+def _settled(one: Layout) -> tuple[Chain, Setting]:
+    """Chain and setting of a layout with its cuts; of recomputed layers."""
+    at = one.setting
+    chain = chain_of(one.shape, at.placement, one.kernel, one.fused_norm)
+    cuts = cuts_of(one.shape, one.pp)
+    again = (*cuts[:-1], cuts[-1] - 1) if one.recompute else ()
+    return chain, replace(at, cuts=cuts, again=again)
+
+
+@lru_cache(65536)
+def _steps(one: Layout, machine: Cluster) -> dict[str, float]:
+    """Seconds by cause of a step that runs empty once for each flush."""
+    chain, at = _settled(replace(one, flushes=1, reduced=True))
+    count = max(1, at.micro // one.flushes)
+    found = causes(chain, replace(at, micro=count), machine, RECIPE, TIME)
+    often = at.micro / count
+    return {name: took * (1 if name in ONCE else often) for name, took in found.items()}
 
 
 def time_terms(one: Layout, machine: Cluster) -> dict[str, float]:
-    """Seconds of each cause at the data sheet's rate, to be weighted by constants.
-
-    1F1B takes count slots of the slowest stage, and pp - 1 of a mean one each time it runs empty;
-    tensor parallelism reduces four times a layer, six with recomputation (Narayanan et al. 2021);
-    ZeRO-1 reduces gradients and gathers weights once (Rajbhandari et al. 2020).
-    """
-    shape, tokens, tp, pp = one.shape, one.length * one.micro, one.tp, one.pp
-    weights = _layer(shape)
-    whole = shape.layers + shape.words * shape.width / weights  # layers with the head
-    fill = min(one.flushes, one.count) * (pp - 1)  # slots in which a stage waits
-    steps = (one.count * stage_layers(shape, pp) + fill * whole / pp) / whole
-    slots = steps * shape.layers  # layers that a rank waits for in a step
-    again = 4 / 3 if one.recompute else 1.0
-    spread = tp if one.sequence_parallel else 1
-    wide = tokens * shape.width * HALF  # bytes of what layers hand on
-    calls = (6 if one.recompute else 4) * (tp > 1)
-    flops = slots * again * tokens / tp / machine.speed
-    held = (shape.layers * weights / pp + (2 if pp == 1 else 1) * shape.words * shape.width) / tp
-    lanes = min(machine.node, one.dp * tp) / tp  # adapters that a ring of replicas uses in a node
-    inside = machine.link if tp <= machine.node else machine.network
-    scores = 12 * one.length * shape.width * flops
-    terms = {f"attention_{kind}": scores * (kind == one.kernel) for kind in KERNELS}
-    passes = slots * again * wide / spread / machine.stream
-    return terms | {
-        "matmul": 6 * weights * flops
-        + 6 * shape.words * shape.width * steps * tokens / tp / machine.speed,
-        "loss": steps * tokens * shape.words * 4 / machine.stream,
-        "norm": passes * (not one.fused_norm),
-        "elementwise": passes,
-        "inner": slots * again * tokens * shape.inner * HALF / tp / machine.stream,
-        "tp_bytes": slots * calls * wide * 2 * (tp - 1) / tp / inside,
-        "tp_calls": slots * calls * 1e-6,
-        "launches": slots * again * 1e-6,
-        "p2p": (one.count + fill) * 2 * wide / spread / machine.network * (pp > 1),
-        "dp_bytes": one.reduced
-        * (held * 2 * HALF * (one.dp - 1) / one.dp / (machine.network * lanes)),
-        # buckets, each once round the ring
-        "dp_calls": one.reduced * held * one.dp * 1e-12 * (one.dp > 1),
-    }
-
-
-def _layer(shape: Shape) -> int:
-    return 4 * shape.width**2 + 3 * shape.width * shape.inner
+    """Seconds of a step by cause at the data sheet's rate, to be weighted."""
+    found = _steps(replace(one, reduced=True), machine)
+    return {name: took * (one.reduced or name not in ONCE) for name, took in found.items()}
 
 
 def fitted_time(
     layouts: Sequence[Layout], seconds: Sequence[float], machine: Cluster
 ) -> dict[str, float]:
-    """Most likely constants given runs: of relative errors, about TIME, runs far off weighing less.
-
-    Levenberg and Marquardt's steps in logarithms, so that constants stay above 0; one that no run
-    tells of stays as TIME has it.  Preconditions: at least one run, all of more than 0 seconds.
-    """
-    matrix = _shares(layouts, seconds, machine)
-    start = np.log(list(TIME.values()))
-
-    found, damping = start, 1e-2
-    least = _unlike(matrix, found)
-    while damping < 1e9:
-        told = matrix @ np.exp(found)
-        off = np.log(told) / NOISE
-        weight = np.minimum(1, FAR / np.maximum(abs(off), 1e-9))
-        slope = matrix * np.exp(found) / told[:, None] / NOISE
-        down = slope.T @ (weight * off) + (found - start) / PRIOR**2
-        curve = slope.T @ (weight[:, None] * slope) + np.eye(len(start)) / PRIOR**2
-        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
-        tried = found + np.clip(step, -1, 1)
-        now = _unlike(matrix, tried)
-        if now > least - 1e-6:
-            damping *= 4
-            continue
-        found, least, damping = tried, now, damping / 4
-    return dict(zip(TIME, map(float, np.exp(found)), strict=True))
-
-
-def unlikelihood(
-    layouts: Sequence[Layout],
-    seconds: Sequence[float],
-    machine: Cluster,
-    constants: Mapping[str, float],
-) -> float:
-    """Negative logarithm of how likely runs are under constants, but for a number."""
-    matrix = _shares(layouts, seconds, machine)
-    return _unlike(matrix, np.log([constants[name] for name in TIME]))
-
-
-def _shares(layouts: Sequence[Layout], seconds: Sequence[float], machine: Cluster) -> Array:
-    """Terms of each run, over what it took."""
+    """Weights of causes given runs, about TIME."""
     terms = [time_terms(one, machine) for one in layouts]
-    costs: Array = np.array([[row[name] for name in TIME] for row in terms])
-    took: Array = np.array(seconds)
-    return costs / took[:, None]
+    return fitted(list(zip(terms, seconds, strict=True)), TIME)
 
 
-def _unlike(matrix: Array, found: Array) -> float:
-    """Huber's loss of the logarithms of told over taken, and what the constants are off TIME."""
-    off = abs(np.log(matrix @ np.exp(found))) / NOISE
-    far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
-    prior = (found - np.log(list(TIME.values()))) / PRIOR
-    return float(far.sum() + (prior**2).sum() / 2)
-
-
-def seconds_of(one: Layout, machine: Cluster, constants: Mapping[str, float]) -> float:
+def seconds_of(one: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
     """Predict the time of a step."""
-    return sum(constants[name] * took for name, took in time_terms(one, machine).items())
+    return told(time_terms(one, machine), {**TIME, **weights})
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
-# where the search for the constants starts: activations of a layer as multiples of what Korthikanti
+# where the search for the weights starts: activations of a layer as multiples of what Korthikanti
 # et al. 2022 count (parts that tp splits; inputs of matrices, which it does not; those of a layer
 # that is computed again), bytes of a layer's input for a norm in fp32, of a score that is kept and
 # of one in work, of a layer's input for what the first flash attention copies, of a logit (16 bits,
@@ -232,85 +203,69 @@ MEMORY: Final[Mapping[str, float]] = {
     "handed": 4.0,
     "fixed": 0.03,
 }
-MEMORY_PRIOR = 0.7  # standard deviation of the logarithm of a constant about the above
-EDGE = 0.03  # scale of a logistic law: how near the limit a run may end either way
-OUTLIER = 15.0  # at most so many of these count against the constants, that one odd run may be
 
 
-def memory_terms(one: Layout, machine: Cluster) -> list[dict[str, float]]:
-    """Bytes at the first stage and at the last, to be weighted by constants; `state` by one.
+@lru_cache(65536)
+def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
+    """State [places], and bytes to be weighted [places, MEMORY], of the first and the last place.
 
-    Of 1F1B the first stage holds pp microbatches; weights and gradients are 2 bytes each, ZeRO-1
-    keeps 12 for each weight over replicas.  Logits are whole on every rank of tp.
+    Logits are whole on every rank of tp.
     """
-    shape, tokens, tp, pp = one.shape, one.length * one.micro, one.tp, one.pp
-    wide = tokens * shape.width * HALF / (tp if one.sequence_parallel else 1)
-    split = tokens * 8 * (shape.width + shape.inner) / tp
-    scores = one.length * tokens * shape.heads / tp * (one.kernel in ("torch", "fused"))
-    kept, now = not one.recompute, one.recompute
-    ends = 2 if pp == 1 else 1  # the embedding, the head, or both
-    weights = (shape.layers * _layer(shape) / pp + ends * shape.words * shape.width) / tp
+    chain, at = _settled(replace(one, flushes=1, reduced=True))
+    made = np.tile([0.0, one.shape.layers / one.pp, 0.0], (one.pp, 1))
+    made[0, 0] = made[-1, 2] = 1  # how runs were cut is not published: layers evenly
+    tokens, shape, tp = one.shape.length * one.micro, one.shape, one.tp
+    split = tp if one.sequence_parallel else 1
+    wide = tokens * shape.width * HALF / split
+    inner = tokens * 8 * (shape.width + shape.inner) / tp
+    scores = shape.length * tokens * shape.heads / tp * (one.kernel in ("torch", "fused"))
+    logits = tokens * shape.words
+    unfused, flash1 = wide * (not one.fused_norm), one.kernel == "flash1"
+    copied = tokens * shape.width * HALF / tp * flash1
+
+    kept, once = float(not one.recompute), float(one.recompute)
+
+    # of a layer, of the head: kept, and at the fullest moment
+    layer = {
+        "split": (inner * kept, 0.0),
+        "inputs": (wide * kept, 0.0),
+        "norm": (unfused * kept, unfused * once),
+        "scores": (scores * kept, 0.0),
+        "flash1": (copied * kept, copied * once),
+        "scores_now": (0.0, scores),
+        "again": (0.0, (2 * wide + inner) * once),
+    }
+    head = {"logits": (0.0, logits), "gathered": (0.0, logits * (tp > 1))}
+    places = [0, one.pp - 1]
+
+    def filled(kept: Array, most: Array) -> Array:
+        return activations(at, made, made * 0, kept, kept, most)[places]
+
     found = []
-    for last in (False, True):
-        held = 1 if last else min(pp, one.count)  # microbatches in flight
-        layers = shape.layers / pp * held
-        logits = tokens * shape.words * (last or pp == 1)
-        times = 1.0 if one.recompute else layers
-        found.append(
-            {
-                "state": weights * (4 + 12 / one.dp) + wide * layers * now,
-                "split": split * layers * kept,
-                "inputs": wide * layers * kept,
-                "again": (2 * wide + split) * now,
-                "norm": wide * times * (not one.fused_norm),
-                "scores": scores * layers * kept,
-                "scores_now": scores,
-                "flash1": tokens * shape.width * HALF / tp * times * (one.kernel == "flash1"),
-                "logits": logits,
-                "gathered": logits * (tp > 1),
-                "handed": wide * held * (pp > 1),
-                "fixed": machine.memory,
-            }
-        )
-    return found
+    for name in MEMORY:
+        if name == "fixed":
+            found.append(np.full(2, float(machine.memory)))
+        elif name == "handed":
+            found.append(wide * np.array([min(one.pp, one.count), 1.0]) * (one.pp > 1))
+        else:
+            columns = np.zeros((3, 2))
+            columns[1], columns[2] = layer.get(name, 0.0), head.get(name, 0.0)
+            found.append(filled(*columns.T))
+    state = states(chain, at, RECIPE, made, homes(at.order, at.pp, at.chunks))[places]
+    state = state + filled(np.array([0.0, wide * once, 0.0]), np.zeros(3))
+    return state, np.array(found).T
 
 
-def bytes_of(one: Layout, machine: Cluster, constants: Mapping[str, float]) -> float:
+def bytes_of(one: Layout, machine: Cluster, weights: Mapping[str, float]) -> float:
     """Predict the peak of the fullest rank."""
-    weights = {"state": 1.0} | dict(constants)
-    terms = memory_terms(one, machine)
-    return max(sum(weights[name] * size for name, size in at.items()) for at in terms)
+    state, parts = memory_terms(one, machine)
+    return float((state + parts @ np.array([weights[name] for name in MEMORY])).max())
 
 
-def fitted_memory(
+def memory_of_runs(
     layouts: Sequence[Layout], ran: Sequence[bool], machine: Cluster
 ) -> dict[str, float]:
-    """Most likely constants given what ran and what did not fit, about MEMORY.
-
-    A run's chance to fit is a logistic function of the logarithm of limit over need.  Coordinates
-    are searched in turn, in logarithms, so that constants stay above 0.
-    """
-    names = list(MEMORY)
+    """Weights of what fills a rank given what ran and what did not fit, about MEMORY."""
     terms = [memory_terms(one, machine) for one in layouts]
-    parts = np.array([[[at[name] for name in names] for at in both] for both in terms])
-    state = np.array([[at["state"] for at in both] for both in terms])
-    side = np.where(np.array(ran), 1, -1) / EDGE
-    start = np.log(list(MEMORY.values()))
-
-    def loss(found: Array) -> float:
-        room = side * np.log(machine.memory / (state + parts @ np.exp(found)).max(1))
-        unlike = np.logaddexp(0, -np.maximum(room, -OUTLIER)).sum()
-        return float(unlike + (((found - start) / MEMORY_PRIOR) ** 2).sum() / 2)
-
-    found, step = start.copy(), 0.5
-    least = loss(found)
-    while step > 0.005:
-        moved = False
-        for index in range(len(names)):
-            for way in (step, -step):
-                tried = found.copy()
-                tried[index] += way
-                if (now := loss(tried)) < least - 1e-6:
-                    found, least, moved = tried, now, True
-        step = step if moved else step / 2
-    return dict(zip(names, map(float, np.exp(found)), strict=True))
+    state, parts = (np.array([term[at] for term in terms]) for at in (0, 1))
+    return fitted_memory(state, parts, ran, machine.memory, MEMORY)

@@ -13,31 +13,33 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from schedlang.passes.planner.fit import Timed, fitted, unlikelihood
 from schedlang.passes.simulate.step_time import CLUSTERS
 from tests.benchmarks.layouts import (
+    TIME,
     Layout,
-    Shape,
     bytes_of,
-    fitted_memory,
     fitted_time,
+    memory_of_runs,
     seconds_of,
-    unlikelihood,
+    time_terms,
 )
+from tests.planner.decoders import Decoder
 
 Row = dict[str, Any]
 A100 = CLUSTERS["a100"]
 TOKENS = 2048 * 2048  # of a step: 2,048 sequences of 2,048 or 512 of 8,192
 SHAPES = {
-    "llama-13B": Shape(40, 5120, 40, 13824, 128000),
-    "llama-30B": Shape(60, 6656, 52, 17920, 128000),
-    "llama-65B": Shape(80, 8192, 64, 22016, 128000),
+    "llama-13B": Decoder(40, 5120, 40, 13824, 128000, 2048, gated=True),
+    "llama-30B": Decoder(60, 6656, 52, 17920, 128000, 2048, gated=True),
+    "llama-65B": Decoder(80, 8192, 64, 22016, 128000, 2048, gated=True),
 }
 HEADROOM = 0.02  # of the memory, what the chosen layout leaves: a bound of what is fitted
 FLUSHES = (1, 2, 4, 8, 16)  # of a pipeline in a step, that are tried
@@ -61,8 +63,7 @@ def layout(row: Row) -> Layout:
         raise Wrong(f"seq, gpus, mb, tp and pp must be whole and above 0, not {sizes}")
     length, ranks, micro, tp, pp = map(int, sizes)
     one = Layout(
-        SHAPES[str(row["model"])],
-        length,
+        replace(SHAPES[str(row["model"])], length=length),
         TOKENS // length,
         ranks,
         micro,
@@ -129,19 +130,34 @@ def layouts(rows: Sequence[Row], habits: Mapping[str, dict[str, Any]]) -> list[L
 
 def habits_of(rows: Sequence[Row]) -> Habits:
     """Find what measured runs tell beyond doubt of how their campaigns made a step."""
-    took = [row["step_s"] for row in rows]
+    took, ran = [row["step_s"] for row in rows], layouts(rows, {})
+    names = [campaign(row) for row in rows]
 
-    def loss(habits: Habits) -> float:
-        ran = layouts(rows, habits)
-        return unlikelihood(ran, took, A100, fitted_time(ran, took, A100))
+    def ways(name: str) -> Iterator[tuple[dict[str, Any], list[Timed]]]:
+        """What a campaign may have done, and the runs by cause as if it had."""
+        for way in (
+            {"flushes": n, "reduced": reduced} for n in FLUSHES for reduced in (True, False)
+        ):
+            pairs = zip(names, ran, runs, strict=True)
+            yield (
+                way,
+                [
+                    (time_terms(replace(one, **way), A100), as_was[1]) if of == name else as_was
+                    for of, one, as_was in pairs
+                ],
+            )
+
+    def loss(runs: Sequence[Timed]) -> float:
+        return unlikelihood(runs, fitted(runs, TIME), TIME)
 
     found: Habits = {}
-    least = loss(found)
-    for name in sorted({campaign(row) for row in rows if row["pp"] > 1}):
-        ways = [{"flushes": n, "reduced": reduced} for n in FLUSHES for reduced in (True, False)]
-        unlike, best = min(((loss(found | {name: way}), way) for way in ways), key=lambda at: at[0])
+    runs: list[Timed] = [(time_terms(one, A100), at) for one, at in zip(ran, took, strict=True)]
+    least = loss(runs)
+    for name in sorted({name for name, row in zip(names, rows, strict=True) if row["pp"] > 1}):
+        tried = [(loss(as_if), at, way, as_if) for at, (way, as_if) in enumerate(ways(name))]
+        unlike, _, best, as_if = min(tried)
         if unlike < least - EVIDENCE:
-            found, least = found | {name: best}, unlike
+            found, runs, least = found | {name: best}, as_if, unlike
     return found
 
 
@@ -151,7 +167,7 @@ def calibrated(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     habits = habits_of(ran)
     return {
         "time": fitted_time(layouts(ran, habits), [row["step_s"] for row in ran], A100),
-        "memory": fitted_memory(layouts(rows, {}), [bool(r["step_s"]) for r in rows], A100),
+        "memory": memory_of_runs(layouts(rows, {}), [bool(r["step_s"]) for r in rows], A100),
         "habits": habits,
     }
 
@@ -203,8 +219,8 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     try:
         known, asked = read(given.calibrate), read(given.evaluate)
-        fitted = {layout(row).kernel for row in known if row["step_s"]}
-        if unknown := {layout(row).kernel for row in asked} - fitted:
+        ran = {layout(row).kernel for row in known if row["step_s"]}
+        if unknown := {layout(row).kernel for row in asked} - ran:
             raise Wrong(f"{given.calibrate.name} has no run of {', '.join(sorted(unknown))}")
         constants = calibrated(known)
         found = evaluated(asked, constants) | {"constants": constants}

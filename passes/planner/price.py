@@ -1,0 +1,469 @@
+"""The price of a setting: seconds of a step by cause, bytes of the rank of each place.
+
+* Seconds of one unit of a model, by what takes them.
+* A step: the longest way through its stages, then what replicas send, and the update.
+* Stages: what units they have.
+* Data axes: what replicas send, and the update.
+* Bytes: state, microbatches in flight, the fullest moment of a unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.passes.planner.span import Way, homes, in_flight, longest
+from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
+
+if TYPE_CHECKING:
+    from schedlang.passes.simulate.step_time import Cluster
+
+Array = NDArray[np.float64]
+Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
+Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
+START, SENT = 4e-6, 5e-6  # of an operator; of a message between neighbours
+NONE: Causes = {}
+RECIPE = Recipe()
+COMPUTING = "computing"
+
+# -- one unit --------------------------------------------------------------------------------------
+
+
+def stride(setting: Setting, axis: str) -> int:
+    """How far neighbours of an axis lie apart; ep is folded into dp."""
+    at = setting.placement
+    sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
+    place = setting.axes.index("dp" if axis == "ep" else axis)
+    return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
+
+
+def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
+    """Seconds of one microbatch: forward, backward, and the forward computed once more."""
+    ahead, back, _ = _of_unit(unit, _where(setting), cluster)
+    forward = sum(ahead.values())
+    return forward, sum(back.values()), forward
+
+
+def _where(setting: Setting) -> Where:
+    """The axes along which units send."""
+    at = setting.placement
+    sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
+    return tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
+
+
+@lru_cache(4096)
+def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
+    """Seconds of a unit's forward, of its backward, and of its backward's gradients of weights.
+
+    The last are half of a backward's products: one of both that each product of a forward has.
+    """
+    sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
+    ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
+    products = Work(tuple(op for op in unit.backward.operators if op.kind == "product"))
+    half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
+    return ahead, back, half
+
+
+def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster) -> Causes:
+    found: dict[str, float] = {}
+
+    def add(cause: str, took: float) -> None:
+        if took:
+            found[cause] = found.get(cause, 0.0) + took
+
+    for op in work.operators:
+        start = operator(cluster, op.kind, 0.0, 0.0)
+        took = operator(cluster, op.kind, op.flops, op.moved)
+        add(op.cause or op.kind, op.count * (took - start))
+        add("start", op.count * start)
+    for sent in work.sent:
+        for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
+            add(cause, sent.count * took)
+    return found
+
+
+def _sending(
+    cluster: Cluster, axis: str, op: str, size: float, ranks: int, apart: int
+) -> tuple[tuple[str, float], tuple[str, float]]:
+    """Seconds of a collective by its bytes, and by the number of ranks alone."""
+    start = collective(cluster, op, 0.0, ranks, apart)
+    took = collective(cluster, op, size, ranks, apart)
+    return (axis, took - start), (f"{axis} start", start)
+
+
+def operator(cluster: Cluster, kind: Kind, flops: float, moved: float) -> float:
+    """Seconds of one operator."""
+    if hasattr(cluster, "operator"):
+        return float(cluster.operator(kind, flops, moved))
+    return START + max(flops / cluster.speed, moved / cluster.stream)
+
+
+def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+    """Seconds of one collective, or of one message to a neighbour, along an axis."""
+    if ranks < 2:
+        return 0.0
+    if hasattr(cluster, "collective"):
+        return float(cluster.collective(op, size, ranks, apart))
+    start = SENT * (1 if op == "send" else ranks)
+    if op == "send":
+        return start + size / (cluster.link if apart < cluster.node else cluster.network)
+    share = (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
+    inside = max(1, min(ranks, cluster.node // apart))
+    if inside == ranks:
+        return start + share * size / cluster.link
+    return start + share * size / min(cluster.link, cluster.network * inside)
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def price(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe = RECIPE,
+    weights: Causes = NONE,
+) -> Priced:
+    """Price a setting: seconds of a step, and bytes of the rank of each place.
+
+    `weights` are those of a fit to measured runs, by cause; 1 of all others.  Raises ValueError for
+    a chain that is cut into other stages than there are, OrderError for sizes that the order does
+    not have.
+    """
+    step = _step(chain, setting, cluster, recipe, weights)
+    own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
+    sending = {axis: own.pop(axis, 0.0) + own.pop(f"{axis} start", 0.0) for axis in SENDING}
+    parts = {COMPUTING: sum(own.values())} | {axis: t for axis, t in sending.items() if t}
+    if setting.pp > 1:
+        parts["pp"] = step.way.sends * step.send
+        parts["idle"] = step.span - sum(parts.values())
+    parts["gradients"] = _total(step.data, weights)
+    parts["optimizer"] = _total(step.update, weights)
+    return Priced(sum(parts.values()), peaks(chain, setting, recipe, step.made, step.again), parts)
+
+
+def causes(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe = RECIPE,
+    weights: Causes = NONE,
+) -> dict[str, float]:
+    """Seconds of a step by cause, which weighted add up to its price; negative where two overlap.
+
+    They are those of the longest way, which is chosen under `weights`: so a price under other
+    weights is that sum only as long as these choose the same way.
+    """
+    step = _step(chain, setting, cluster, recipe, weights)
+    way, made = step.way, step.made
+    found = dict.fromkeys(step.names, 0.0)
+    again = way.inputs @ step.again
+    vector = (way.forward @ made + again) @ step.forward
+    vector = vector + (way.inputs @ made) @ (step.backward - step.half)
+    vector = vector + (way.weights @ made) @ step.half
+    found |= {cause: float(took) for cause, took in zip(step.names, vector)}
+    for cause, took in step.sent:
+        found[cause] = found.get(cause, 0.0) + took * way.sends
+    for more in (step.data, step.update):
+        for cause, took in more.items():
+            found[cause] = found.get(cause, 0.0) + took
+    return found
+
+
+SENDING = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step is made of.
+
+    names                    causes of units
+    forward, backward, half  seconds of one of each run [runs, causes]
+    made, again              units of each run at each stage, of them computed again [stages, runs]
+    busiest                  seconds of the rank that is busy longest [causes]
+    """
+
+    names: tuple[str, ...]
+    weight: Array
+    forward: Array
+    backward: Array
+    half: Array
+    made: Array
+    again: Array
+    busiest: Array
+    way: Way
+    span: float
+    send: float
+    sent: tuple[tuple[str, float], ...]
+    data: Causes
+    update: Causes
+
+
+def _step(
+    chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
+) -> _Step:
+    names, forward, backward, half = _matrices(chain, _where(setting), cluster)
+    weight = np.array([weights.get(name, 1.0) for name in names])
+    ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
+    stages = setting.pp * setting.chunks
+    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).tolist()))
+    if len(cuts) != stages:
+        raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
+    made, again = composition(chain, cuts, setting.again)
+    sent = _transfer(chain, setting, cluster)
+    send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
+    f, i, w = made @ ahead, made @ (back - weigh) + again @ ahead, made @ weigh
+    sizes = (setting.pp, setting.chunks, setting.micro)
+    way = longest(setting.order, *sizes, f, i, w, send)
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    worst = int(np.bincount(rank, f + i + w, setting.pp).argmax())
+    mine = rank == worst
+    once, more = made[mine].sum(0), again[mine].sum(0)
+    busiest = setting.micro * ((once + more) @ forward + once @ backward)
+    held = numbers(chain, made, rank, setting.pp).max(0)
+    data = _data(setting, held, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    return _Step(
+        names,
+        weight,
+        forward,
+        backward,
+        half,
+        made,
+        again,
+        busiest,
+        way,
+        way.seconds(f, i, w, send),
+        send,
+        sent,
+        data,
+        {"optimizer": _update(setting, held, cluster, recipe)},
+    )
+
+
+@lru_cache(1024)
+def _matrices(
+    chain: Chain, where: Where, cluster: Cluster
+) -> tuple[tuple[str, ...], Array, Array, Array]:
+    """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights."""
+    each = [_of_unit(run.unit, where, cluster) for run in chain.runs]
+    names = tuple(sorted({cause for three in each for one in three for cause in one}))
+    tables = [[[one.get(name, 0.0) for name in names] for one in three] for three in each]
+    forward, backward, half = np.array(tables).reshape(len(each), 3, len(names)).transpose(1, 0, 2)
+    return names, forward, backward, half
+
+
+def _transfer(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+    """Seconds of what a stage hands to the next, the largest, by cause."""
+    if setting.pp < 2:
+        return ()
+    size = max(run.unit.handed for run in chain.runs)
+    return _sending(cluster, "pp", "send", size, setting.pp, stride(setting, "pp"))
+
+
+def _total(found: Causes, weights: Causes) -> float:
+    return float(sum(took * weights.get(cause, 1.0) for cause, took in found.items()))
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def even(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
+    """Cut a chain so that its slowest stage is as quick as can be; `times` of one of each run.
+
+    Of such cuts that whose ends lie nearest to equal parts, one after the other.  Raises ValueError
+    for fewer units than stages.
+    """
+    return _even(tuple(run.count for run in chain.runs), stages, times)
+
+
+@lru_cache(4096)
+def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
+    flat = np.repeat(times, counts)
+    count = len(flat)
+    if count < stages:
+        raise ValueError(f"{count} units are too few for {stages} stages")
+    total = np.concatenate([[0.0], np.cumsum(flat)])
+    low, high = float(max(flat.max(), total[-1] / stages)), float(total[-1])
+    while high - low > 1e-6 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _reached(total, middle, stages) < count else (low, middle)
+    most = high * (1 + 1e-9)
+    last = _latest(total, most, stages)
+    ends = [0]
+    for stage in range(1, stages):
+        begin = ends[-1]
+        reach = int(np.searchsorted(total, total[begin] + most, side="right")) - 1
+        near = int(np.abs(total - total[-1] * stage / stages).argmin())
+        least = max(begin + 1, last[stage])
+        ends.append(min(max(near, least), max(reach, least), count - stages + stage))
+    ends.append(count)
+    return tuple(b - a for a, b in zip(ends, ends[1:]))
+
+
+def _reached(total: Array, most: float, stages: int) -> int:
+    """How many units so many stages take, each as many as `most` seconds allow."""
+    at = 0
+    for _ in range(stages):
+        at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
+    return at
+
+
+def _latest(total: Array, most: float, stages: int) -> list[int]:
+    """The least end of each stage from which those that follow still take all units."""
+    at, found = len(total) - 1, [len(total) - 1]
+    for _ in range(stages):
+        at = int(np.searchsorted(total, total[at] - most, side="left"))
+        found.append(at)
+    return found[::-1]
+
+
+def composition(
+    chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
+) -> tuple[Array, Array]:
+    """Units of each run at each stage [stages, runs], and of them those that are computed again."""
+    ends = np.cumsum([run.count for run in chain.runs])
+    begins = ends - [run.count for run in chain.runs]
+    last = np.cumsum(cuts)
+    if last[-1] != ends[-1]:
+        raise ValueError(f"the cuts have {last[-1]} units, and there are {ends[-1]}")
+    first = last - cuts
+
+    def within(high: NDArray[np.int64]) -> Array:
+        over = np.minimum(high[:, None], ends) - np.maximum(first[:, None], begins)
+        found: Array = np.maximum(over, 0).astype(np.float64)
+        return found
+
+    more = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
+    return within(last), within(first + more)
+
+
+# -- data axes -------------------------------------------------------------------------------------
+
+
+def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
+    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts."""
+    units = [run.unit for run in chain.runs]
+    each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
+    found = np.zeros((places, 2))
+    np.add.at(found, rank, made @ each)
+    return found
+
+
+def _data(
+    setting: Setting,
+    held: Array,
+    cluster: Cluster,
+    recipe: Recipe,
+    busiest: Causes,
+    weights: Causes,
+) -> Causes:
+    """Seconds that replicas send and are waited for, by cause.
+
+    Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
+    parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
+    microbatch, from the third on parameters gathered twice: beside the computing, and counted where
+    this takes longer.  Parts of context have the same parameters, and sum along.
+    """
+    at, zero = setting.placement, setting.zero
+    replicas = setting.dp * at.cp
+    apart = stride(setting, "dp" if setting.dp > 1 else "cp")
+    places = (replicas, apart), (replicas // at.ep, apart * at.ep)
+
+    def took(op: str, size: int, often: float = 1) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for number, (ranks, far) in zip(held.tolist(), places):
+            if number:
+                buckets = math.ceil(number / BUCKET)
+                each = _sending(cluster, "dp", op, number * size / buckets, ranks, far)
+                for cause, one in each:
+                    found[cause] = found.get(cause, 0.0) + often * buckets * one
+        return found
+
+    def both(*found: Causes) -> dict[str, float]:
+        return {c: sum(one.get(c, 0.0) for one in found) for c in ("dp", "dp start")}
+
+    if replicas == 1:
+        return {}
+    if zero == 0:
+        return took("all_reduce", recipe.gradient)
+    once = both(took("reduce_scatter", recipe.gradient), took("all_gather", recipe.parameter))
+    if zero == 1:
+        return once
+    scattered = took("reduce_scatter", recipe.gradient, setting.micro - (zero == 2))
+    often = 2 * setting.micro * (zero > 2)
+    beside = both(scattered, took("all_gather", recipe.parameter, often))
+    after = once if zero == 2 else {}
+    hidden = {c: t for c, t in busiest.items() if c not in BESIDE}
+    if _total(beside, weights) <= _total(hidden, weights):
+        return after
+    return both(after, beside) | {cause: -took for cause, took in hidden.items()}
+
+
+BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
+BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
+
+
+def _update(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
+    """Seconds of the optimizer: state is read and written, gradients read, parameters written."""
+    each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
+    share = (held / _split(setting)).sum() if setting.zero else held.sum()
+    return operator(cluster, "other", 0.0, each * float(share))
+
+
+def _split(setting: Setting) -> Array:
+    """Ranks over which ZeRO splits parameters, and those of experts."""
+    return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def peaks(
+    chain: Chain, setting: Setting, recipe: Recipe, made: Array, again: Array
+) -> tuple[float, ...]:
+    """Bytes of the rank of each place at its fullest moment."""
+    units = [run.unit for run in chain.runs]
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    kept, less, most = np.array([[unit.kept, unit.input, unit.most] for unit in units]).T
+    number = np.array([unit.numbers for unit in units])
+    once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    found = states(chain, setting, recipe, made, rank)
+    return tuple((found + activations(setting, made, again, kept, less, once)).tolist())
+
+
+def activations(
+    setting: Setting, made: Array, again: Array, kept: Array, less: Array, most: Array
+) -> Array:
+    """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
+
+    Of one unit of each run: `kept` for its backward, `less` where it is computed again, and then
+    all of it at that moment; `most` beside these.
+    """
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
+    held = np.bincount(rank, flying * (made @ kept - again @ (kept - less)), setting.pp)
+    moment = np.where(made > 0, most + (again > 0) * (kept - less), 0.0).max(1)
+    fullest = np.zeros(setting.pp)
+    np.maximum.at(fullest, rank, moment)
+    found: Array = held + fullest
+    return found
+
+
+def states(
+    chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
+) -> Array:
+    """Bytes of parameters, gradients and the optimizer's state of each place, as ZeRO splits."""
+    held = numbers(chain, made, rank, setting.pp)
+    split, whole = (held / _split(setting)).sum(1), held.sum(1)
+    sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
+    found: Array = sum(
+        (size * (split if setting.zero > at else whole) for at, size in enumerate(sizes)),
+        np.zeros(setting.pp),
+    )
+    return found

@@ -1,0 +1,264 @@
+"""The longest way through an order's operations: how often it passes which stage.
+
+* Ways as counts, linear in what operations take.
+* 1F1B and GPipe in closed form.
+* Any other order by its operations, level by level; many microbatches by few and what more take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.pipeline.schedules import order as named
+from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
+
+Array = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A way from the first operation to the last: how often it passes each stage.
+
+    forward, inputs, weights  its forwards, and both halves of its backwards [stages]
+    sends                     transfers between ranks
+    """
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    sends: float
+
+    def seconds(self, forward: Array, inputs: Array, weights: Array, send: float) -> float:
+        """Add up a way, of operations that take so long."""
+        took = self.forward @ forward + self.inputs @ inputs + self.weights @ weights
+        return float(took + self.sends * send)
+
+    def further(self, other: Way, often: float) -> Way:
+        """Go on `often` times by what this way has more than the other."""
+        more = (getattr(self, n) + often * (getattr(self, n) - getattr(other, n)) for n in NAMES)
+        return Way(*more)
+
+
+NAMES = ("forward", "inputs", "weights", "sends")
+FEW, LEAST = 2, 16  # times the ranks, and at the least: so many microbatches are played, then more
+
+
+def longest(
+    order: str,
+    ranks: int,
+    chunks: int,
+    micro: int,
+    forward: Array,
+    inputs: Array,
+    weights: Array,
+    send: float,
+) -> Way:
+    """The longest way through a step of so many microbatches.
+
+    `forward`, `inputs` and `weights` are seconds of one microbatch at each stage.  Raises
+    OrderError for sizes that the order does not have.
+    """
+    backward = inputs + weights
+    if ranks * chunks == 1:
+        each = np.array([float(micro)])
+        return Way(each, each, each, 0.0)
+    if chunks == 1 and order in CLOSED and micro > ranks:
+        return CLOSED[order](forward, backward, micro, send)
+    few = max(FEW, -(-LEAST // ranks)) * ranks + micro % ranks
+
+    def played(count: int) -> Way:
+        return _network(order, ranks, count, chunks).longest(forward, inputs, weights, send)
+
+    if micro <= few + ranks:
+        return played(micro)
+    more = played(few + ranks)
+    return more.further(played(few), (micro - few - ranks) / ranks)
+
+
+# -- closed forms ----------------------------------------------------------------------------------
+
+
+def one_by_one(forward: Array, backward: Array, micro: int, send: float) -> Way:
+    """1F1B: down all stages and up again, and rounds in between.
+
+    A rank takes a forward for each backward, so a round goes down and up some stages that follow
+    one another, and takes as many microbatches as these are; what no whole round is left for goes
+    round their slowest.  Rounds begin after the first backward has come up from the last stage, a
+    round of the stages below, or after the forwards that a rank starts with.  All of these are ways
+    that there are: so this is a lower bound, and near what is played.
+    """
+    times = forward + backward
+    count = len(times)
+    place, length = _windows(count)
+    total = np.concatenate([[0.0], np.cumsum(times)])
+    slowest = np.maximum.accumulate(np.where(length > 0, times, 0.0), 1)  # [first, last]
+    around = total[None, 1:] - total[:-1, None] + 2 * send * (length - 1)
+    below = np.where(place < count - 1, count - place, 0)  # microbatches of the first round
+    first = np.where(below > 0, total[-1] - total[:-1] + 2 * send * (count - 1 - place), 0.0)
+    every = total[-1] + 2 * send * (count - 1)
+    own = total[1:] + 2 * send * place + (count - 1 - place) * times
+
+    def ends(start: Array, left: Array) -> Array:
+        rounds, rest = np.divmod(left, np.maximum(length, 1))
+        found = start + rounds * around + rest * slowest
+        return np.where((length > 0) & (left >= 0), found, -1.0)
+
+    deep = ends(every + first, micro - 1 - below)
+    flat = ends(own, micro - count + place)
+    sits = total[1:] + 2 * send * place + (micro - 1) * times
+    best = [int(found.argmax()) for found in (deep, flat, sits)]
+    top = max(range(3), key=lambda at: (deep, flat, sits)[at].flat[best[at]])
+    low, high = (best[2], best[2]) if top == 2 else divmod(best[top], count)
+    passes = np.ones(count)
+    passes[high + 1 :] = top == 0
+    left, sends = micro - 1, 2.0 * (count - 1 if top == 0 else high)
+    if top == 0 and high < count - 1:
+        passes[high:] += 1
+        left, sends = left - (count - high), sends + 2.0 * (count - 1 - high)
+    if top == 1:
+        passes[high] += count - 1 - high
+        left -= count - 1 - high
+    rounds, rest = divmod(left, high - low + 1)
+    passes[low : high + 1] += rounds
+    passes[low + int(times[low : high + 1].argmax())] += rest
+    return Way(passes, passes, passes, float(sends + 2 * rounds * (high - low)))
+
+
+@cache
+def _windows(count: int) -> tuple[Array, Array]:
+    """Places, and how many stages follow one another from a first to a last [first, last]."""
+    place = np.arange(count)
+    return place.astype(float), (place[None, :] - place[:, None] + 1).astype(float)
+
+
+def all_forward(forward: Array, backward: Array, micro: int, send: float) -> Way:
+    """GPipe: all forwards, then all backwards, each at the pace of its slowest stage."""
+    count = len(forward)
+    down, up = np.ones(count), np.ones(count)
+    down[forward.argmax()] += micro - 1
+    up[backward.argmax()] += micro - 1
+    return Way(down, up, up, 2.0 * (count - 1))
+
+
+CLOSED: dict[str, Callable[[Array, Array, int, float], Way]] = {
+    "1F1B": one_by_one,
+    "GPipe": all_forward,
+}
+
+
+# -- any order -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """Operations of an order by level: each needs only what is on levels before its own.
+
+    rows    of each level
+    before  rows that each of them needs, filled up with a row that ends at zero
+    apart   where what it needs comes from another rank
+    """
+
+    line: Timeline
+    rows: tuple[Rows, ...]
+    before: tuple[Rows, ...]
+    apart: tuple[Array, ...]
+
+    def longest(self, forward: Array, inputs: Array, weights: Array, send: float) -> Way:
+        """Find the longest way, every operation as early as can be."""
+        line = self.line
+        took = np.zeros((len(Kind), len(forward)))
+        took[Kind.F] = took[Kind.RECOMPUTE] = forward
+        took[Kind.B], took[Kind.I], took[Kind.W] = inputs + weights, inputs, weights
+        each = took[line.kind, line.stage]
+        end = np.zeros(len(line) + 1)
+        back = np.full(len(line) + 1, -1)
+        far = np.zeros(len(line) + 1, dtype=bool)
+        for rows, before, apart in zip(self.rows, self.before, self.apart):
+            ready = end[before] + send * apart
+            which = ready.argmax(1)
+            at = np.arange(len(rows))
+            end[rows] = ready[at, which] + each[rows]
+            back[rows] = before[at, which]
+            far[rows] = apart[at, which] > 0
+        way, row = list[int](), int(end[:-1].argmax())
+        while row < len(line):
+            way.append(row)
+            row = int(back[row])
+        passed = np.zeros((len(Kind), len(forward)))
+        np.add.at(passed, (line.kind[way], line.stage[way]), 1.0)
+        ahead, whole = passed[Kind.F] + passed[Kind.RECOMPUTE], passed[Kind.B]
+        return Way(ahead, whole + passed[Kind.I], whole + passed[Kind.W], float(far[way].sum()))
+
+
+@lru_cache(256)
+def _network(order: str, ranks: int, micro: int, chunks: int) -> _Network:
+    """Sort the operations of an order by level (Kahn 1962)."""
+    line = played(order, ranks, micro, chunks)
+    made, used = dependencies(line)
+    ahead = np.flatnonzero(line.rank[1:] == line.rank[:-1])
+    made, used = np.concatenate([made, ahead]), np.concatenate([used, ahead + 1])
+    sort = np.argsort(used, kind="stable")
+    made, used = made[sort], used[sort]
+    apart = (line.rank[made] != line.rank[used]).astype(float)
+    count = np.bincount(used, minlength=len(line))
+    first = np.concatenate([[0], np.cumsum(count)[:-1]])
+    before = np.full((len(line), max(1, count.max())), len(line))
+    far = np.zeros(before.shape)
+    column = np.arange(len(used)) - first[used]
+    before[used, column], far[used, column] = made, apart
+    levels, level = list[Rows](), np.zeros(len(line) + 1, dtype=bool)
+    level[-1] = True
+    open_ = np.arange(len(line))
+    while len(open_):
+        can = level[before[open_]].all(1)
+        assert can.any(), "an order of the catalogue ends"
+        levels.append(open_[can])
+        level[open_[can]] = True
+        open_ = open_[~can]
+    return _Network(
+        line,
+        tuple(levels),
+        tuple(before[rows] for rows in levels),
+        tuple(far[rows] for rows in levels),
+    )
+
+
+@lru_cache(256)
+def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
+    """The operations of an order."""
+    return named(order, ranks, micro, chunks)
+
+
+@lru_cache(512)
+def in_flight(order: str, ranks: int, micro: int, chunks: int) -> Array:
+    """Microbatches whose activations each stage holds when its rank holds most of them."""
+    stages = ranks * chunks
+    if chunks == 1 and order == "1F1B":
+        return np.minimum(ranks - np.arange(ranks), micro).astype(float)
+    if chunks == 1 and order == "GPipe":
+        return np.full(ranks, float(micro))
+    line = played(order, ranks, min(micro, 2 * FEW * ranks), chunks)
+    found = np.zeros(stages)
+    for rank in range(ranks):
+        rows = slice(line.starts[rank], line.starts[rank + 1])
+        kind = line.kind[rows]
+        change = (kind == Kind.F).astype(float) - np.isin(kind, (Kind.B, Kind.W))
+        each = np.zeros((len(kind), stages))
+        each[np.arange(len(each)), line.stage[rows]] = change
+        live = each.cumsum(0)
+        found += live[live.sum(1).argmax()]
+    return found
+
+
+@lru_cache(512)
+def homes(order: str, ranks: int, chunks: int) -> Rows:
+    """The rank of each stage."""
+    if chunks == 1:
+        return np.arange(ranks)
+    return played(order, ranks, FEW * ranks, chunks).stage_rank.astype(np.int64)

@@ -1,0 +1,108 @@
+"""Limits of a search: read as they are written, kept, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.planner.limits import Limits, asked, limits_of, told
+from schedlang.passes.planner.reasons import slower
+from schedlang.passes.planner.search import search, why
+from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.values import Priced
+from schedlang.passes.simulate.step_time import CLUSTERS
+from tests.planner.decoders import decoder
+
+PROFILES = decoder(8, 1024, 16, 4096, 32000, 1024)
+JOB = Job(8, 32, replace(CLUSTERS["a100"], memory=4 * 2**30))
+
+
+def test_limits_are_read():
+    limits = limits_of(
+        ["tp=2,4", "order=interleaved", "sequence=true", "zero=0"], ["pp=8", "pp=4"], ["dp=2"]
+    )
+    assert limits.pinned["tp"] == (2, 4) and limits.pinned["order"] == ("Interleaved1F1B",)
+    assert limits.pinned["sequence"] == (True,) and limits.forbidden["pp"] == (8, 4)
+    assert limits.admits("dp", 2) and not limits.admits("dp", 1) and not limits.admits("pp", 4)
+    assert limits.text().startswith("tp = 2 or 4, order = Interleaved1F1B, sequence = true")
+    assert asked("tp=4 again=none") == limits_of(["tp=4", "again=none"])
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "says"),
+    [
+        ({"pin": ["tp"]}, "S109", "cannot read `--pin tp`"),
+        ({"pin": ["tp=0"]}, "S109", "at least 1"),
+        ({"pin": ["rowz=2"]}, "S106", "did you mean `rows`"),
+        ({"pin": ["zero=4"]}, "S109", "from 0 to 3"),
+        ({"pin": ["order=1F2B"]}, "S109", "1F1B"),
+        ({"pin": ["again=maybe"]}, "S109", "none, some, all"),
+        ({"forbid": ["sequence=1"]}, "S109", "true or false"),
+        ({"least": ["order=1F1B"]}, "S109", "one number of one of"),
+        ({"pin": ["tp=2"], "forbid": ["tp=2"]}, "S109", "nothing is left of `tp`"),
+        ({"pin": ["dp=2"], "least": ["dp=4"]}, "S109", "dp at least 4"),
+    ],
+)
+def test_what_is_no_limit_is_refused(given, code, says):
+    with pytest.raises(Refusal) as caught:
+        limits_of(**given)
+    told = caught.value.diagnostics[0]
+    assert told.code == code
+    assert says in " ".join([told.title, *told.notes, *told.helps])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        limits_of(["tp=4"]),
+        limits_of(["order=GPipe", "pp=2"]),
+        limits_of(["again=all"]),
+        limits_of(["again=some", "pp=2"]),
+        limits_of(["cp=2", "chunks=2"]),
+        limits_of([], ["zero=1,2,3", "tp=1"], ["pp=2", "rows=2"]),
+        limits_of(["order=BFS", "chunks=2"]),
+    ],
+    ids=Limits.text,
+)
+def test_limits_bind(limits):
+    *_, found = search(PROFILES, replace(JOB, length=1024), limits)
+    assert found.best is not None and limits.admit(found.best.setting)
+    *_, free = search(PROFILES, JOB)
+    assert free.best.least <= found.best.least
+
+
+def test_why_prices_what_is_asked_about():
+    *_, best = search(PROFILES, JOB)
+    slow = why(PROFILES, JOB, asked("tp=8"), best)
+    assert slow.kind == "tp = 8" and told(slow.filled.setting)["tp"] == 8
+    assert slow.reason.endswith(" s more") and "% slower: " in slow.reason
+    large = why(
+        PROFILES, replace(JOB, cluster=replace(JOB.cluster, memory=2**28)), asked("tp=1"), best
+    )
+    assert large.reason.startswith("needs ") and large.reason.endswith(" of 256 MiB")
+    none = why(PROFILES, JOB, asked("pp=3"), best)
+    assert none.reason == "there is no such setting"
+
+
+def test_reasons_compare_parts():
+    best = Priced(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
+    assert slower(best, Priced(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
+        "12.0% slower: tp sends 0.8 s more"
+    )
+    assert slower(best, Priced(30.0, (1.0,), {"computing": 8.0, "idle": 22.0})) == (
+        "200% slower: waits in the pipeline 22 s more"
+    )
+    assert slower(best, best) == "as quick"
+
+
+def test_rejected_are_of_other_kinds_and_not_better():
+    *_, found = search(PROFILES, JOB)
+    mine = told(found.best.setting)
+    assert len(found.rejected) >= 3
+    for one in found.rejected:
+        name, value = one.kind.split(" = ")
+        assert str(told(one.filled.setting)[name]).lower() == value.lower()
+        assert str(mine[name]).lower() != value.lower()
+        assert one.filled.priced is None or one.filled.least >= found.best.least

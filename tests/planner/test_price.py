@@ -1,0 +1,252 @@
+"""The price of a setting: what it adds up, its ways through orders, its cuts, its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from schedlang.passes.planner.price import (
+    causes,
+    composition,
+    even,
+    price,
+    stride,
+    unit_times,
+)
+from schedlang.passes.planner.span import in_flight, longest, played
+from schedlang.passes.planner.values import Placement, Recipe, Setting
+from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.timeline.memory import peak_live
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind
+from tests.planner.decoders import decoder
+
+A100 = CLUSTERS["a100"]
+GPT = decoder(24, 4096, 32, 16384, 51200, 2048)
+EXPERTS = decoder(8, 2048, 16, 4096, 32000, 2048, gated=True, experts=8)
+PLACE = Placement(1, 4, True)
+SETTINGS = [
+    Setting(PLACE, 8, 4, 32),
+    Setting(PLACE, 8, 4, 32, zero=0, again=(3, 3, 3, 3)),
+    Setting(PLACE, 8, 4, 6, "GPipe", zero=2),
+    Setting(Placement(2, 2), 16, 4, 64, "Interleaved1F1B", 2),
+    Setting(Placement(1, 1, cp=4), 8, 4, 40, "ZB-H1"),
+    Setting(PLACE, 64, zero=3, micro=2),
+    Setting(Placement(4), zero=0),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.order} {one.zero} {one.pp}")
+def test_parts_and_causes_add_up(setting: Setting) -> None:
+    """Under weights as well; nothing is idle for less than no time."""
+    chain, weights = GPT(setting.placement), {"product": 1.5, "tp": 2.0, "dp": 3.0}
+    for given in ({}, weights):
+        found = price(chain, setting, A100, weights=given)
+        by_cause = causes(chain, setting, A100, weights=given)
+        assert found.seconds == pytest.approx(sum(found.parts.values()))
+        assert found.seconds == pytest.approx(
+            sum(given.get(name, 1.0) * took for name, took in by_cause.items())
+        )
+        assert min(found.parts.values()) >= -1e-12
+        assert len(found.peaks) == setting.pp
+
+
+def test_one_rank_computes() -> None:
+    """Without a network a step is its operators and the update."""
+    setting = Setting(Placement(1), micro=3, zero=0)
+    chain, found = GPT(setting.placement), price(GPT(setting.placement), setting, A100)
+    took = [run.count * sum(unit_times(run.unit, setting, A100)[:2]) for run in chain.runs]
+    assert found.parts.keys() == {"computing", "gradients", "optimizer"}
+    assert found.parts["computing"] == pytest.approx(3 * sum(took))
+    assert found.parts["gradients"] == 0
+
+
+def test_neighbours() -> None:
+    """Ranks of an axis lie as far apart as the faster axes are long."""
+    setting = Setting(Placement(1, 4, cp=2), dp=8, pp=3)
+    assert [stride(setting, axis) for axis in ("tp", "cp", "pp", "dp", "ep")] == [1, 4, 8, 24, 24]
+    outer = replace(setting, axes=("pp", "dp", "cp", "tp"))
+    assert [stride(outer, axis) for axis in ("tp", "cp", "pp", "dp")] == [1, 4, 64, 8]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.order} {one.zero} {one.pp}")
+def test_quicker_machines_are_quicker(setting: Setting) -> None:
+    """Twice any rate: no step takes longer."""
+    chain = GPT(setting.placement)
+    now = price(chain, setting, A100).seconds
+    for name in ("speed", "stream", "link", "network"):
+        twice = replace(A100, **{name: 2 * getattr(A100, name)})
+        assert price(chain, setting, twice).seconds <= now * (1 + 1e-12)
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+def spans(order: str, ranks: int, chunks: int, micro: int, seed: int) -> tuple[float, float]:
+    """Seconds of the longest way, and as played, of stages drawn at random."""
+    draw = np.random.default_rng(seed)
+    stages = ranks * chunks
+    forward = draw.uniform(0.7, 1.3, stages)
+    halves = forward * draw.uniform(0.9, 1.2), forward * draw.uniform(0.6, 1.0)
+    send = draw.uniform(0, 0.3)
+    took = np.zeros((len(Kind), stages))
+    took[Kind.F], took[Kind.B], took[Kind.I], took[Kind.W] = forward, sum(halves), *halves
+    line = played(order, ranks, micro, chunks)
+    true = timing(line, took[line.kind, line.stage], send).makespan
+    way = longest(order, ranks, chunks, micro, forward, *halves, send)
+    return way.seconds(forward, *halves, send), float(true)
+
+
+SIZES = [
+    (order, ranks, chunks, micro)
+    for order, chunks, sizes in [
+        ("1F1B", 1, [(2, 1), (3, 7), (4, 4), (4, 13), (6, 31), (8, 64)]),
+        ("GPipe", 1, [(2, 3), (5, 9)]),
+        ("ZB-H1", 1, [(4, 8), (4, 50)]),
+        ("Interleaved1F1B", 2, [(4, 8), (4, 56)]),
+        ("ZB-V", 2, [(4, 9), (4, 61)]),
+        ("V-Half", 2, [(4, 40)]),
+    ]
+    for ranks, micro in sizes
+]
+
+
+@pytest.mark.parametrize(("order", "ranks", "chunks", "micro"), SIZES)
+def test_the_longest_way_is_as_played(order: str, ranks: int, chunks: int, micro: int) -> None:
+    """A step is never told longer than it is played, nor 3 % shorter; a short one exactly."""
+    for seed in range(4):
+        told, true = spans(order, ranks, chunks, micro, seed)
+        assert 0.97 * true <= told <= true * (1 + 1e-9)
+        if micro <= 16:
+            assert order == "1F1B" or told == pytest.approx(true)
+
+
+def test_even_stages_wait_as_published() -> None:
+    """(m + p - 1)(F + B), and interleaved (p - 1)/v of waiting (Narayanan et al. 2021)."""
+    ones, halves = np.ones(8), np.ones(16) / 2
+    one = longest("1F1B", 8, 1, 64, ones, ones, ones, 0.0).seconds(ones, ones, ones, 0.0)
+    two = longest("Interleaved1F1B", 8, 2, 64, halves, halves, halves, 0.0)
+    assert one == pytest.approx(3 * (64 + 7))
+    assert two.seconds(halves, halves, halves, 0.0) == pytest.approx(3 * (64 + 7 / 2))
+
+
+@pytest.mark.parametrize(("order", "ranks", "chunks", "micro"), SIZES)
+def test_in_flight_is_what_the_timeline_holds(
+    order: str, ranks: int, chunks: int, micro: int
+) -> None:
+    """Summed over the stages of a rank, the most that it holds at a time."""
+    line = played(order, ranks, micro, chunks)
+    found = np.bincount(line.stage_rank, in_flight(order, ranks, micro, chunks), ranks)
+    assert found.tolist() == peak_live(line).tolist()
+
+
+def test_costs_of_a_table_are_told() -> None:
+    """1F1B as Zero Bubble's 1.5B runs it (Qi et al. 2024, table 9): as played."""
+    f, i, w, send = 18.522, 18.086, 9.337, 0.601
+    times = (np.full(8, f), np.full(8, i), np.full(8, w))
+    span = longest("1F1B", 8, 1, 24, *times, send).seconds(*times, send)
+    true = timing(played("1F1B", 8, 24, 1), Cost(f, i, w, send))
+    assert span == pytest.approx(float(true.makespan), rel=2e-3)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_even_cuts_have_the_least_slowest_stage(stages: int) -> None:
+    """Against every division of an uneven chain."""
+    for seed in range(5):
+        times = tuple(np.random.default_rng(seed).uniform(0.2, 3, 3))
+        chain = decoder(6, 64, 4, 256, 1000, 32)(Placement())
+        flat = [times[0], *[times[1]] * 6, times[2]]
+
+        def slowest(cuts: tuple[int, ...], flat: list[float] = flat) -> float:
+            ends = np.cumsum([0, *cuts])
+            return max(sum(flat[a:b]) for a, b in zip(ends, ends[1:]))
+
+        tried = [
+            tuple(int(n) for n in np.diff([0, *ends, len(flat)]))
+            for ends in combinations(range(1, len(flat)), stages - 1)
+        ]
+        found = even(chain, stages, times)
+        assert sum(found) == len(flat) and min(found) >= 1
+        assert slowest(found) == pytest.approx(min(map(slowest, tried)))
+
+
+def test_composition() -> None:
+    """Stages have units of the runs that they lie in; the first ones are computed again."""
+    chain = decoder(6, 64, 4, 256, 1000, 32)(Placement())
+    made, again = composition(chain, (3, 4, 1), (2, 9, 0))
+    assert made.tolist() == [[1, 2, 0], [0, 4, 0], [0, 0, 1]]
+    assert again.tolist() == [[1, 1, 0], [0, 4, 0], [0, 0, 0]]
+    with pytest.raises(ValueError, match="the cuts have 7 units, and there are 8"):
+        composition(chain, (3, 4))
+    with pytest.raises(ValueError, match="too few for 9 stages"):
+        even(chain, 9, (1.0, 1.0, 1.0))
+    with pytest.raises(ValueError, match="2 stages are cut, and there are 4"):
+        price(chain, Setting(Placement(), pp=4, cuts=(4, 4)), A100)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("zero", "billions"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_state_as_published(zero: int, billions: float) -> None:
+    """7.5 billion parameters over 64 ranks, 16 bytes each (Rajbhandari et al. 2020, figure 1)."""
+    chain = decoder(1, 64, 4, 256, 1000, 32)(Placement(0))
+    ones = [replace(run, unit=replace(run.unit, numbers=0, most=0.0)) for run in chain.runs]
+    ones[1] = replace(ones[1], unit=replace(ones[1].unit, numbers=7_500_000_000))
+    whole = price(replace(chain, runs=tuple(ones)), Setting(Placement(0), dp=64, zero=zero), A100)
+    gathered = 4 * 7.5e9 * (zero == 3)  # of one unit that is the model
+    assert (whole.peak - gathered) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_experts_are_split_over_fewer() -> None:
+    """Their state is that of ep times fewer replicas; other parameters are split over all."""
+    at = Placement(1, ep=4)
+    spread, plain = (
+        sum(run.count * getattr(run.unit, name) for run in EXPERTS(at).runs)
+        for name in ("spread", "numbers")
+    )
+    recipe = Recipe(parameter=0, gradient=0, moments=0, master=1)
+    one = replace(EXPERTS(at), runs=tuple(
+        replace(run, unit=replace(run.unit, kept=0.0, most=0.0)) for run in EXPERTS(at).runs
+    ))  # fmt: skip
+    found = price(one, Setting(at, dp=8, zero=1), A100, recipe)
+    assert found.peak == pytest.approx((plain - spread) / 8 + spread / 2)
+
+
+def test_memory_of_stages() -> None:
+    """The first stage holds most microbatches; computing again leaves inputs and one layer."""
+    setting = Setting(PLACE, 2, 4, 16, cuts=(6, 6, 6, 8))
+    chain = GPT(PLACE)
+    layer = chain.runs[1].unit
+    plain = price(chain, setting, A100)
+    again = price(chain, replace(setting, again=(0, 6, 0, 0)), A100)
+    assert plain.peaks[0] > plain.peaks[1] > plain.peaks[2]
+    less = (3 * 6 - 1) * (layer.kept - layer.input)
+    assert plain.peaks[1] - again.peaks[1] == pytest.approx(less)
+    assert plain.peaks[0] == again.peaks[0]
+    assert again.seconds > plain.seconds
+
+
+@pytest.mark.parametrize(("rows", "tp", "cp"), list(product((1, 2), (1, 2, 4), (1, 2)))[1:])
+def test_a_decoder_shares_its_work(rows: int, tp: int, cp: int) -> None:
+    """Products of all ranks together are those of one, of so many rows."""
+    one, other = GPT(Placement()), GPT(Placement(rows, tp, cp=cp))
+
+    def flops(chain) -> float:  # type: ignore[no-untyped-def]
+        return sum(
+            run.count * op.count * op.flops
+            for run in chain.runs
+            for op in run.unit.forward.operators
+        )
+
+    assert flops(other) * tp * cp == pytest.approx(rows * flops(one))
+    assert sum(run.count * run.unit.kept for run in other.runs) < rows * sum(
+        run.count * run.unit.kept for run in one.runs
+    ) / cp * (1 + 1e-9)
