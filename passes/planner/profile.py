@@ -22,6 +22,7 @@ from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
+from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.planner.values import (
     Chain,
@@ -95,7 +96,11 @@ class Profiles:
         if key not in self._rows:
             mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
             asked = Asked(self.trial, self.trial.all, mesh, self.batch)
-            self._rows[key] = rows_by_role(asked, [])
+            found = rows_by_role(asked, [])
+            if placement.sequence and placement.tp > 1:
+                parts = sequence_rows(self.trial, found["parts"], "tp", placement.tp)
+                found["parts"] = parts
+            self._rows[key] = found
         return self._rows[key]
 
     @cached_property
@@ -148,7 +153,7 @@ class Profiles:
         calls: list[tuple[n.Call, Sequence[str]]] = []
         for line, row in enumerate(rows, 1):
             made = n.placed(row.call, Span(source, line, 1, line, len(str(row)) + 1))
-            sites = dict.fromkeys(fqn for name in row.names for fqn in blocks.named.get(name, ()))
+            sites = dict.fromkeys(fqn for name in row.names for fqn in blocks.sites(name))
             calls.append((made, tuple(sites)))
         return of_calls(calls, blocks.facts, Mesh(axes), "profile", relaxed)
 

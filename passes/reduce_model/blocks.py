@@ -172,6 +172,10 @@ class Blocks:
             found.setdefault(self.common(fqn), []).append(fqn)
         return {name: tuple(group) for name, group in found.items()}
 
+    def sites(self, name: str) -> tuple[str, ...]:
+        """The modules of a common name, or the one of a name that says its numbers."""
+        return self.named.get(name) or ((name,) if name in self.facts.sites else ())
+
     def of(self, facts: ModelFacts) -> Blocks:
         """The same lists in a model that has fewer blocks."""
         return Blocks(facts, self.lists)
