@@ -24,6 +24,7 @@ from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
+from schedlang.passes.planner.affine import extended
 from schedlang.passes.planner.values import (
     Chain,
     Kind,
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
+# rows of microbatches that are played; with one row alone some operators differ.  The fullest
+# moment is a maximum of lines: between these rows it is told as too full, beyond nearly right
+FEW = (2, 16)
 
 
 @dataclass
@@ -76,11 +80,20 @@ class Profiles:
         found = self._known.get(placement)
         if found is None:
             try:
-                found = self._chain(placement)
+                found = self._extended(placement) or self._chain(placement)
             except Refusal as refusal:
                 found = refusal
             self._known[placement] = found
         return found
+
+    def _extended(self, placement: Placement) -> Chain | None:
+        """The chain of many rows, from those of few; None where they do not tell."""
+        if placement.rows in (1, *FEW):
+            return None
+        one, two = (self(replace(placement, rows=rows)) for rows in FEW)
+        if isinstance(one, Refusal):
+            raise one
+        return None if isinstance(two, Refusal) else extended(one, two, placement.rows)
 
     @property
     def recipe(self) -> Recipe:
