@@ -326,7 +326,10 @@ def _latest(total: Array, most: float, stages: int) -> list[int]:
 def composition(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
-    """Units of each run at each stage [stages, runs], and of them those that are computed again."""
+    """Units of each run at each stage [stages, runs], and of them those that are computed again.
+
+    One that would keep no less then is not.
+    """
     ends = np.cumsum([run.count for run in chain.runs])
     begins = ends - [run.count for run in chain.runs]
     last = np.cumsum(cuts)
@@ -340,7 +343,8 @@ def composition(
         return found
 
     more = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
-    return within(last), within(first + more)
+    spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
+    return within(last), within(first + more) * spares
 
 
 # -- data axes -------------------------------------------------------------------------------------
