@@ -41,6 +41,9 @@ class zero(Slicing):  # noqa: N801
     first where `overlap(gradients)` lets them begin in the backward (DDP, Li et al. 2020; the
     fusion buffer of Horovod, Sergeev and Del Balso 2018).  Without it: 25 MiB.
 
+    `rows=[3, 1]` deals rows unevenly, as to ranks of unlike speed (Whale, Jia et al. 2022): of four
+    rows the first rank along `over` gets three.  The loss stays the mean over all rows.
+
     ZeRO (Rajbhandari et al. 2020), MiCS (Zhang et al. 2022), by torch's fully_shard.
     """
 
@@ -49,6 +52,7 @@ class zero(Slicing):  # noqa: N801
     prefetch: int = field(default=0, kw_only=True)
     reshard: bool = field(default=True, kw_only=True)
     bucket: Bytes | None = field(default=None, kw_only=True)
+    rows: tuple[int, ...] = field(default=(), kw_only=True)
 
     example = "zero(stage=1, over=dp)"
     reads = frozenset({"structure", "shape", "dtype", "placement", "stage"})
@@ -80,6 +84,12 @@ class zero(Slicing):  # noqa: N801
                 "`bucket` must be above 0",
                 helps=("for example `bucket=25MiB`, the default of DDP",),
             )
+        if any(count < 1 for count in self.rows):
+            refuse(
+                "S304",
+                f"`rows` must be 1 or more for each rank, not {list(self.rows)}",
+                helps=("a rank without rows has nothing to do: make the axis shorter",),
+            )
         if self.prefetch < 0:
             refuse(
                 "S304",
@@ -88,9 +98,16 @@ class zero(Slicing):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes that already have other work."""
+        """Refuse axes that already have other work, and `rows` that are not one for each rank."""
         refuse_inside("zero", site.fqn)
         mine = set(plan.mesh.fold(self.over))
+        if self.rows and len(self.rows) != (size := plan.mesh.size(self.over)):
+            refuse(
+                "S304",
+                f"`rows` has {len(self.rows)} number{'s' * (len(self.rows) > 1)}, but"
+                f" `{', '.join(map(str, self.over))}` has {size} ranks",
+                helps=(f"give one for each: `rows={[*self.rows, *[1] * size][:size]}`",),
+            )
         for other in plan.replicas:
             for axis in sorted(mine & set(plan.mesh.fold(other.axes))):
                 refuse(
@@ -130,7 +147,7 @@ class zero(Slicing):  # noqa: N801
 
         bucket = None if self.bucket is None else int(self.bucket)
         axes, row = tuple(map(str, self.over)), plan.next_row
-        mine = Replicas(axes, self.stage, self.prefetch, self.reshard, bucket, row=row)
+        mine = Replicas(axes, self.stage, self.prefetch, self.reshard, bucket, self.rows, row=row)
         return replace(plan, replicas=(*plan.replicas, mine))
 
     @property
@@ -145,4 +162,4 @@ class zero(Slicing):  # noqa: N801
 
     def unsliced(self) -> zero:
         """The row at stage 0; what else it says is about slices."""
-        return zero(stage=0, over=self.over)
+        return zero(stage=0, over=self.over, rows=self.rows)

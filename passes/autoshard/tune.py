@@ -196,7 +196,7 @@ def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
     from schedlang.runtime.batch import sample_of
 
     plan = completed(plan, job.batch, job.loss)
-    sample = sample_of(job.batch, plan.shares, plan.micro)
+    sample = sample_of(job.batch, plan.dealt, plan.micro)
     prepared = prepare(plan, sample, job.loss, job.weight)
     mesh = dict(plan.mesh.sizes)
     state = max(one.state for one in rank_classes(plan, prepared.staged, prepared.holdings))

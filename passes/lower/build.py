@@ -317,6 +317,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         tokens=prepared.tokens,
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
+        dealt=plan.dealt if any(one.rows for one in plan.replicas) else None,
         **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
     return _trained(plan, staged, assembly, lying, given)
@@ -362,7 +363,7 @@ def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
     from schedlang.runtime.comm import world
 
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
+        sample = sample_of(batch, 1 if given.local else plan.dealt, plan.micro)
     found = prepare(plan, sample, given.loss, given.weight, trains=False)
     # each rank has measured its own table of bits, on a machine of its own: the first one's counts
     return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
@@ -374,7 +375,7 @@ def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> Dr
     from schedlang.runtime.batch import rows_of, sample_of
 
     kind = given.dropout or ("logical" if given.seed is not None else None)
-    sample = sample_of(batch, 1 if given.local else plan.shares, plan.micro)
+    sample = sample_of(batch, 1 if given.local else plan.dealt, plan.micro)
     return DropoutOptions(kind, given.seed, rows_of(sample), given.on_meta)
 
 

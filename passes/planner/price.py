@@ -445,29 +445,44 @@ def peaks(
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
     rank = homes(setting.order, setting.pp, setting.chunks)
-    kept, less, most = np.array([[unit.kept, unit.input, unit.most] for unit in units]).T
+    kept, less, most, enters = np.array(
+        [[unit.kept, unit.input, unit.most, unit.entering] for unit in units]
+    ).T
     number = np.array([unit.numbers for unit in units])
     once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    return tuple((found + activations(setting, made, again, kept, less, once)).tolist())
+    holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
+    return tuple((found + holds).tolist())
 
 
-def activations(
-    setting: Setting, made: Array, again: Array, kept: Array, less: Array, most: Array
-) -> Array:
+def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
     """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
 
-    Of one unit of each run: `kept` for its backward, `less` where it is computed again, and then
-    all of it at that moment; `most` beside these.
+    `each` tells of one unit of each run: what is kept for its backward, what is where it is
+    computed again (and then all of it at that moment), the most beside these, what the first unit
+    of a stage keeps besides, and its gradients: where all forwards run before the first backward,
+    those of units that are still to come are not there yet.
     """
+    kept, less, most, enters, slope = each
     rank = homes(setting.order, setting.pp, setting.chunks)
     flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
-    held = np.bincount(rank, flying * (made @ kept - again @ (kept - less)), setting.pp)
-    moment = np.where(made > 0, most + (again > 0) * (kept - less), 0.0).max(1)
-    fullest = np.zeros(setting.pp)
-    np.maximum.at(fullest, rank, moment)
+    stages = np.arange(len(made))
+    first = (made > 0).argmax(1)
+    entering = np.where(stages > 0, enters[first], 0.0)
+    until = (made * kept - again * (kept - less)).cumsum(1) + entering[:, None]
+    whole = until[:, -1]  # of one microbatch
+    moments = until + most + (again > 0) * (kept - less) - whole[:, None]
+    moments[made == 0] = -np.inf
+    held = np.bincount(rank, flying * whole, setting.pp)
+    fullest = np.full(setting.pp, -np.inf)
+    np.maximum.at(fullest, rank, moments.max(1))
     found: Array = held + fullest
-    return found
+    if setting.chunks > 1:
+        return found
+    gone = (made * slope).cumsum(1) - made * slope  # gradients of the units before
+    early = (flying * whole + (moments - gone).max(1), found - whole)
+    return np.where(flying >= setting.micro, np.maximum(*early), found)
 
 
 def states(

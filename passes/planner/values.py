@@ -45,7 +45,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes and sends in a stretch of a step."""
+    """Operators that one rank runs, and messages that it sends, in a stretch of a step."""
 
     operators: tuple[Operator, ...] = ()
     sent: tuple[Sent, ...] = ()
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """What decides how much one unit costs one rank: the axes that split tensors, and the rows.
+    """Axes that split tensors, and rows: they decide how much one unit costs one rank.
 
     rows      of a microbatch on one rank
     sequence  activations between the layers of `tp` are split along the sequence as well
@@ -74,7 +74,8 @@ class Unit:
     with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
     already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
     backward; `input`, which is kept instead where the unit is computed again; `most` that forward
-    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit.
+    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
+    `entering` kept besides by the first unit of a stage, which holds what another one sent it.
     """
 
     name: str
@@ -86,11 +87,12 @@ class Unit:
     most: float
     handed: float
     spread: int = 0
+    entering: float = 0.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """So many equal units in a row."""
+    """Equal units, `count` of them in a row."""
 
     unit: Unit
     count: int
@@ -115,7 +117,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How numbers are held: bytes of a parameter, of a gradient, of an optimizer's state.
+    """Bytes of each number of a parameter, of its gradient, and of its optimizer's state.
 
     master  bytes of a copy in 32 bits that the optimizer keeps, and ZeRO splits with its state
     """
@@ -157,7 +159,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Priced:
-    """What a setting costs.
+    """Seconds of a step of a setting, and bytes of its ranks.
 
     seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending of
              axes, idle in the pipeline, gradients, optimizer

@@ -159,7 +159,7 @@ def trace(plan: Plan, batch: Batch, loss: Any) -> None:
 
     micro = plan.micro
     try:
-        sample = split(dict(batch), plan.shares, micro)[0][0].inputs
+        sample = split(dict(batch), plan.dealt, micro)[0][0].inputs
     except Refusal:  # fewer rows than parts: shapes can be followed all the same
         sample = dict(batch)
     prepare(plan, sample, loss)

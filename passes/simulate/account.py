@@ -157,10 +157,10 @@ def _of_a_step(
 
     plan = completed(plan, batch, loss)
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.shares, plan.micro)
+        sample = sample_of(batch, plan.dealt, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
-    if not even(batch, plan.shares, plan.micro):
+    if not even(batch, plan.dealt, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
     if why := drawn_logically(plan, prepared, rows_of(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")

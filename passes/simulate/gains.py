@@ -74,7 +74,7 @@ def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     if not plan.rows_with(Gaining):
         return ()
     try:
-        return gains(plan, split(batch, plan.shares, plan.micro)[0][0].inputs)
+        return gains(plan, split(batch, plan.dealt, plan.micro)[0][0].inputs)
     except Refusal as refusal:
         if refusal.diagnostic.code == "S888":
             raise

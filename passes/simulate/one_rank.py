@@ -117,7 +117,7 @@ def one_rank(
     if not 0 <= rank < plan.mesh.world:
         title = f"the mesh has ranks 0 to {plan.mesh.world - 1}, not {rank}"
         raise Refusal.of("S109", title, helps=("give one of them: `--rank 0`",))
-    sample = sample_of(batch, plan.shares, plan.micro)
+    sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepare(plan, sample, loss), sample, loss)
     with alone(step, rank) as (program, tap):
         groups = {tuple(range(plan.mesh.world)), *(lane.ranks for lane in tap.lanes)}

@@ -41,6 +41,13 @@ class Step:
     weight: Any = None
 
     @cached_property
+    def even(self) -> Plan:
+        """The plan that deals as many rows to each rank: all play the sample, the largest part."""
+        if not any(one.rows for one in self.plan.replicas):
+            return self.plan
+        return replace(self.plan, replicas=tuple(replace(r, rows=()) for r in self.plan.replicas))
+
+    @cached_property
     def batch(self) -> dict[str, Any]:
         """The batch of a whole step, of which every part is the sample."""
         return repeated(self.sample, self.plan.shares * self.plan.micro)
@@ -131,7 +138,7 @@ def alone(
     from schedlang.runtime.offload.saved_tensors import watched
     from schedlang.runtime.storage.footprint import Message
 
-    plan = step.plan
+    plan = step.even
     row, _ = slicing(plan)
     state = () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
 

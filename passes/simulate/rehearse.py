@@ -163,8 +163,10 @@ def rehearse(
     """
     from schedlang.runtime.batch import sample_of
 
-    sample = sample_of(batch, plan.shares, plan.micro)
-    step = Step(plan, prepared, sample, loss)
+    sample = sample_of(batch, plan.dealt, plan.micro)
+    short, staged = _short(plan, prepared.staged)
+    # one step for all kinds: their programs share what stands for other stages
+    step = Step(short, replace(prepared, staged=staged), sample, loss)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}
@@ -200,12 +202,11 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
     from schedlang.runtime.played import play
     from schedlang.runtime.storage.footprint import Footprint
 
-    short, staged = _short(step.plan, step.prepared.staged)
-    step = replace(step, plan=short, prepared=replace(step.prepared, staged=staged))
+    short, staged = step.plan, step.prepared.staged
     footprint = Footprint("meta", works)
     with alone(step, of.first, _adamw, footprint) as (program, _):
         away = {name for name, one in tiers_of(short).items() if one.each[2] != DEVICE}
-        _start(program, footprint, away)
+        state_held(program, footprint, away)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, step.batch, footprint)
@@ -238,7 +239,7 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return AdamW([parameter for _, parameter in named])
 
 
-def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+def state_held(program: Program, footprint: Footprint, away: Collection[str]) -> None:
     """Record what is held before any step but the first: parameters, buffers, moments.
 
     `away` are parameters whose moments lie elsewhere.

@@ -54,7 +54,7 @@ class Cluster:
         """
         return sum(
             often * max(flops / self.speed, moved / self.stream)
-            for (flops, moved), often in work.operators.items()
+            for (_, flops, moved), often in work.operators.items()
         )
 
     def sending(self, message: Message) -> float:
@@ -437,7 +437,7 @@ def estimated(
     from schedlang.runtime.batch import sample_of
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = sample_of(batch, plan.shares, micro)
+    sample = sample_of(batch, plan.dealt, micro)
     staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
     cost, notes = _cost(staged, machine)
     return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)

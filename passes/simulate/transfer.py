@@ -140,5 +140,5 @@ def _holdings(plan: Plan, batch: Mapping[str, Any] | None, loss: Any) -> Mapping
         helps = ("define `batch(seed)` in the model file",)
         raise Refusal.of("S642", title, helps=helps)
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.shares, plan.micro)
+        sample = sample_of(batch, plan.dealt, plan.micro)
     return prepare(plan, sample, loss).holdings

@@ -185,7 +185,7 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
 
     plan = step.plan
     micro = plan.micro
-    shares = split(batch, plan.shares, micro)
+    shares = split(batch, plan.dealt, micro)
     found = [part for row in shares for whole in row for part in _tokens(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")

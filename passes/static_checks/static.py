@@ -68,7 +68,7 @@ def static(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
         )
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, plan.shares, plan.micro)
+        sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     with kept_outside(plan.model.model):
         told = gradients(plan, step.prepared, sample, loss)

@@ -92,7 +92,7 @@ def _met(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
 
     def parts(batches: Iterable[Batch]) -> Iterator[Part]:
         """Return one part of each shape."""
-        shares = chain(*(split(batch, plan.shares, plan.micro) for batch in batches))
+        shares = chain(*(split(batch, plan.dealt, plan.micro) for batch in batches))
         yield from {signature(part.inputs): part for part in chain(*shares)}.values()
 
     with ExitStack() as stack:

@@ -68,7 +68,7 @@ class Probe:
     @cached_property
     def shares(self) -> list[list[Part]]:
         """The microbatches of each data-parallel rank."""
-        return split(self.batch, self.case.plan.shares, self.case.plan.micro)
+        return split(self.batch, self.case.plan.dealt, self.case.plan.micro)
 
     @property
     def parts(self) -> list[Part]:

@@ -43,7 +43,7 @@ from schedlang.passes.verify.relaxed import (
 )
 from schedlang.runtime import whole
 from schedlang.runtime.activation_memory.quantized import Found
-from schedlang.runtime.batch import followed, split
+from schedlang.runtime.batch import Shares, followed, split
 from schedlang.runtime.checkpointing.holding import first_rank
 from schedlang.runtime.comm import world
 from schedlang.runtime.float64 import Float64, as_float64
@@ -85,10 +85,10 @@ class Case:
     meant: tuple[Plan, Batch] | None = None
 
     @property
-    def cuts(self) -> tuple[int, int]:
-        """The number of replicas that share a batch, and of microbatches in each share."""
+    def cuts(self) -> tuple[Shares, int]:
+        """The replicas that share a batch, and the number of microbatches in each share."""
         order = self.plan.order
-        return self.plan.shares, 1 if order is None else order.micro
+        return self.plan.dealt, 1 if order is None else order.micro
 
     @property
     def table(self) -> Table | None:
@@ -109,7 +109,7 @@ def prepared(case: Case) -> Case:
     case = replace(case, plan=plan)
     micro = plan.micro
     with at_the_forward(plan.model.model):
-        sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
+        sample = split(case.batches[0], plan.dealt, micro)[0][0].inputs
     bits = case.prepared.bits if case.prepared is not None else None
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight, bits))
 
@@ -259,7 +259,7 @@ def _loop(
         return Sequential(module, condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
-    weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
+    weigh = case.weight or weight_of(case.prepared.traced, case.plan.shares * micro)
     options |= {
         "split": lambda batch: split(batch, replicas, micro),
         "weigh": weigh,

@@ -95,6 +95,7 @@ class Replicas(Annotation):
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
     Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
     Of stage 0: gradients are summed in buckets of up to so many bytes (None: the runtime's own).
+    `rows`: how many rows each gets, in relation to the others; (): all as many.
     """
 
     axes: tuple[str, ...]
@@ -102,6 +103,7 @@ class Replicas(Annotation):
     prefetch: int = 0
     reshard: bool = True
     bucket: int | None = None
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

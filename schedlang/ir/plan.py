@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -330,6 +331,17 @@ class Plan:
     def shares(self) -> int:
         """The number of parts that the rows of a batch are split into."""
         return self.mesh.size(self.row_axes)
+
+    @property
+    def dealt(self) -> int | tuple[int, ...]:
+        """The number of `shares` that get as many rows; else the weight of each in what it gets."""
+        uneven = [one for one in self.replicas if one.rows]
+        if not uneven:
+            return self.shares
+        ranks = (self.mesh.member(0, self.row_axes, place) for place in range(self.shares))
+        return tuple(
+            math.prod(one.rows[self.mesh.index(rank, one.axes)] for one in uneven) for rank in ranks
+        )
 
     @property
     def copies(self) -> tuple[Replicas, ...]:

@@ -13,7 +13,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.facets import Boundary
 from schedlang.ir.model import Adapting
 from schedlang.ir.placement import Layout
-from schedlang.runtime.batch import Batch, Part
+from schedlang.runtime.batch import Batch, Part, Shares
 from schedlang.runtime.checkpointing.holding import Holding, Ways
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.context_parallel.install import ExchangeKeys
@@ -75,6 +75,7 @@ class Assembly:
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)  # of modules
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
+    dealt: Shares | None = None  # how rows are dealt; None: as many to each
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
     ways: Ways = field(default_factory=dict)  # by which parts have become whole
 
@@ -108,12 +109,13 @@ class Assembly:
         return tuple(axis for axis in self.replicas if axis not in self.context)
 
     @cached_property
-    def parts(self) -> tuple[int, int, int]:
-        """The number of parts by rows, that by rows and tokens, and which part is this rank's.
+    def parts(self) -> tuple[Shares, int, int]:
+        """The parts by rows, the number by rows and tokens, and which part is this rank's.
 
         Constants of every step."""
         mesh = self.ranks.mesh
-        return mesh.size(self.row_axes), mesh.size(self.replicas), self.place(self.ranks.rank)
+        dealt = self.dealt or mesh.size(self.row_axes)
+        return dealt, mesh.size(self.replicas), self.place(self.ranks.rank)
 
     @cached_property
     def is_primary(self) -> bool:

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -62,6 +64,7 @@ _of_class = lru_cache(maxsize=256)(partial(_named, skipped=1))
 
 
 Batch = Mapping[str, Any]
+Shares = int | tuple[int, ...]  # so many that get as many rows, or one for each weight
 
 
 @dataclass(frozen=True)
@@ -280,14 +283,26 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
         ) from error
 
 
-def shares(count: int, parts: int) -> list[range]:
-    """`count` rows in `parts` runs that differ by at most one row, larger ones first."""
-    base, extra = divmod(count, parts)
-    starts = [place * base + min(place, extra) for place in range(parts + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:])]
+def shares(count: int, parts: Shares) -> list[range]:
+    """`count` rows in `parts` runs that differ by at most one row, larger ones first.
+
+    Of weights there is a run for each: what is left of whole rows goes to those that lack most of
+    one (Hamilton's method).
+    """
+    if isinstance(parts, int):
+        base, extra = divmod(count, parts)
+        starts = [place * base + min(place, extra) for place in range(parts + 1)]
+        return [range(a, b) for a, b in zip(starts, starts[1:])]
+    whole = sum(parts)
+    sizes = [count * weight // whole for weight in parts]
+    lacking = sorted(range(len(parts)), key=lambda place: -(count * parts[place] % whole))
+    for place in lacking[: count - sum(sizes)]:
+        sizes[place] += 1
+    ends = list(accumulate(sizes, initial=0))
+    return [range(a, b) for a, b in zip(ends, ends[1:])]
 
 
-def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
+def split(batch: Batch, replicas: Shares, micro: int) -> list[list[Part]]:
     """Split a batch among `replicas` data-parallel ranks, each rank's rows into `micro`
     microbatches.
 
@@ -303,31 +318,49 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
     return out
 
 
-def sample_of(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
-    """The first of the parts, which is as large as any: found without the others.  Or S606."""
+def sample_of(batch: Batch, replicas: Shares, micro: int) -> dict[str, Any]:
+    """The first of the largest parts, found without the others.  Or S606."""
     count = _enough(batch, replicas, micro)
-    share = (count + replicas - 1) // replicas
-    return cut(batch, range((share + micro - 1) // micro), count)
+    if isinstance(replicas, int):
+        share = range((count + replicas - 1) // replicas)
+    else:
+        share = max(shares(count, replicas), key=len)
+    return cut(batch, range(share.start, share.start + (len(share) + micro - 1) // micro), count)
 
 
-def even(batch: Batch, replicas: int, micro: int) -> bool:
+def even(batch: Batch, replicas: Shares, micro: int) -> bool:
     """Return whether all parts have as many rows."""
-    return rows_of(batch) % (replicas * micro) == 0
+    if isinstance(replicas, int):
+        return rows_of(batch) % (replicas * micro) == 0
+    sizes = {len(share) for share in shares(rows_of(batch), replicas)}
+    return len(sizes) == 1 and sizes.pop() % micro == 0
 
 
-def _enough(batch: Batch, replicas: int, micro: int) -> int:
-    """The rows of a batch, which are as many as its parts at least (S606)."""
-    count = rows_of(batch)
+def _enough(batch: Batch, among: Shares, micro: int) -> int:
+    """The rows of a batch, of which each replica gets one for each microbatch at least (S606)."""
+    count, dealt = rows_of(batch), ""
+    if isinstance(among, int):
+        replicas, least, needed = among, count // among, among * micro
+    else:
+        each = (min(map(len, shares(rows, among))) for rows in itertools.count(count))
+        replicas, least = len(among), next(each)
+        needed = (
+            count
+            if least >= micro
+            else next(n for n, k in enumerate(each, count + 1) if k >= micro)
+        )
+        dealt = f", rows dealt {' : '.join(map(str, among))}"
     if replicas * micro > 1:
         _check_closed(batch, count)
-    if count < replicas * micro:
+    if least < micro:
         raise Refusal.of(
             "S606",
-            f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are needed",
+            f"the batch has {count} row{'s' * (count != 1)}, but {needed} are needed",
             notes=(
-                f"{replicas} data-parallel ranks with {micro} microbatch{'es' * (micro > 1)} each",
+                f"{replicas} data-parallel ranks with {micro} microbatch{'es' * (micro > 1)} each"
+                + dealt,
             ),
-            helps=(f"use a batch of at least {replicas * micro} rows",),
+            helps=(f"use a batch of at least {needed} rows",),
         )
     return count
 

@@ -130,7 +130,7 @@ def _facade(a: Assembly, model: Any, run: Run) -> Any:
 
     kind: Any = type(model)
     shares, _, _ = a.parts
-    least = shares * a.micro
+    least = (shares if isinstance(shares, int) else sum(shares)) * a.micro
     multiples = {split: _multiple(a, split) for split in (True, False)}
     fed = 0  # tokens of the last forward without a cache of ours
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from schedlang.uncollected import seldom
 from schedlang.verbs.ending import UNCHECKED, ended, show_json
 
 
@@ -128,6 +129,8 @@ def verb(function: Verb) -> Verb:
 
     @functools.wraps(options_of)
     def run(*args: Any, **options: Any) -> Any:
+        seldom()
+
         def call() -> int:
             options_of(*args, **options)
             return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.uncollected import seldom, uncollected
+from schedlang.uncollected import uncollected
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
@@ -79,7 +79,6 @@ def verify(
     # cannot be forked from here, and imports everything again
     if "numpy" not in sys.modules:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    seldom()
     with uncollected():  # imports leave next to no garbage, and it would look at all of them
         from schedlang.diagnostics.diagnostic import Refusal
         from schedlang.ir.modelfile import load_model_file

@@ -259,6 +259,35 @@ class Counting(nn.Module):
         return x * self.gain
 
 
+class Moved(nn.Module):
+    """Adds a weight to what it is given, in place, and gives nothing back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> None:
+        x += self.by
+
+
+class Writing(nn.Module):
+    """Writes in place: into an argument, into an output of a layer, into a view of it."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.moved = nn.LayerNorm(width), Moved(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h = self.up(self.norm(x))
+        h.tanh_()
+        out = self.down(h)
+        self.moved(out)
+        out += x
+        out[:, 1:] += 0.5 * x[:, :-1]
+        return out
+
+
 class _Squared(torch.autograd.Function):
     """Squared ReLU with a backward of its own."""
 

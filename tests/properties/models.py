@@ -83,6 +83,8 @@ class Block(Short):
                 return kinds.Twice(width, dropout)
             case "counting":
                 return kinds.Counting(width, self.average)
+            case "writing":
+                return kinds.Writing(width, self.hidden)
             case "custom":
                 return kinds.Custom(width, self.hidden)
         raise ValueError(self.kind)
@@ -218,6 +220,7 @@ class Drawn(nn.Module):
 
 KINDS = (
     *("chain", "mlp", "attention", "experts", "routed", "conv", "twice", "counting", "custom"),
+    "writing",
     *("mlp", "attention"),  # most rows are about these
 )
 

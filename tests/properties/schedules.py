@@ -196,7 +196,7 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found = []
     for place, block in enumerate(config.blocks):
         at, claim = _at(place), [f"kernel {_at(place)}"]
-        if block.kind in ("mlp", "chain", "twice"):
+        if block.kind in ("mlp", "chain", "twice", "writing"):
             for how in ("", "backend=inductor", "rounding=eager"):
                 found.append(step("fuse", [f"{at}  fuse({how})"], claim))
         if block.kind == "mlp":
@@ -386,6 +386,11 @@ def overlap(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 GATHERS = ("3, prefetch=1", "3, reshard=false", "3, prefetch=2, reshard=false")
 
 
+def _uneven(ranks: int) -> tuple[str, str]:
+    """Stages whose ranks get unlike numbers of rows."""
+    return f"1, rows={[2, *[1] * (ranks - 1)]}", f"3, rows={[*[1] * (ranks - 1), 2]}"
+
+
 @generator
 def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Every stage over each data axis, and over both folded."""
@@ -398,7 +403,7 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             [axis],
         )
         for axis in data
-        for stage in (0, "0, bucket=1KiB", 1, 2, 3, *GATHERS)
+        for stage in (0, "0, bucket=1KiB", 1, 2, 3, *GATHERS, *_uneven(sizes[axis]))
     ]
     if len(data) == 2:
         both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]

@@ -36,7 +36,7 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             at = _at(place)
             claim, wide = [f"shard {at}"], config.width % n == 0
             match block.kind:
-                case "mlp" | "custom" if block.hidden % n == 0:
+                case "mlp" | "custom" | "writing" if block.hidden % n == 0:
                     found += _pair(at, ["up"], "down", axis)
                 case "experts" if block.hidden % n == 0:
                     found += _pair(f"{at}.experts.*", ["up", "gate"], "down", axis)

@@ -22,6 +22,29 @@ def test_shares_are_even(count: int, parts: int) -> None:
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
 
 
+@given(st.integers(0, 60), st.lists(st.integers(1, 7), min_size=1, max_size=6))
+def test_shares_by_weight(count: int, weights: list[int]) -> None:
+    """Consecutive runs that cover all rows, each within one row of its quota; equal weights are
+    dealt as no weights."""
+    runs = shares(count, tuple(weights))
+    assert [row for run in runs for row in run] == list(range(count))
+    quotas = [count * weight / sum(weights) for weight in weights]
+    assert all(abs(len(run) - quota) < 1 for run, quota in zip(runs, quotas, strict=True))
+    if len(set(weights)) == 1:
+        assert runs == shares(count, len(weights))
+
+
+def test_a_replica_without_enough_rows_is_refused() -> None:
+    """By name, with the rows that are enough."""
+    batch = {"x": torch.zeros(5, 2)}
+    assert [len(part.rows) for (part,) in split(batch, (3, 1), 1)] == [4, 1]
+    assert len(sample_of(batch, (1, 3), 1)["x"]) == 4
+    with pytest.raises(Refusal, match="S606.*5 rows, but 7 are needed") as refused:
+        split(batch, (3, 1), 2)
+    assert "at least 7 rows" in str(refused.value.diagnostics[0].helps)
+    assert len(split({"x": torch.zeros(7, 2)}, (3, 1), 2)[1]) == 2
+
+
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
 def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:

@@ -182,10 +182,16 @@ def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
             'pipeline(order="1F1B", micro=3)',
             "pp=2, dp=2",
         ),
+        ("zero(stage=1, over=dp, rows=[5, 2])", "dp=2"),
+        (
+            "zero(stage=3, over=a, rows=[1, 3])\nzero(stage=0, over=b, rows=[2, 1])\n"
+            'pipeline(order="1F1B", micro=1)',
+            "b=2, a=2",
+        ),
     ],
 )
 def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
-    """Hybrids, gathers ahead and kept parameters: equal to the original."""
+    """Hybrids, gathers ahead, kept parameters, unlike shares of rows: equal to the original."""
     proven(threads, _plan(rows, mesh), [_batch(17), _batch()])
 
 
@@ -249,6 +255,8 @@ def test_a_weight_of_several_units_stays_whole(threads: Threads) -> None:
         ("zero(stage=2, over=dp, prefetch=1)", "S306"),
         ("zero(stage=1, over=dp, reshard=false)", "S306"),
         ("zero(stage=3, over=dp, prefetch=-1)", "S304"),
+        ("zero(stage=1, over=dp, rows=[3])", "S304"),
+        ("zero(stage=1, over=dp, rows=[3, 0])", "S304"),
     ],
 )
 def test_refusals(row: str, code: str) -> None:
