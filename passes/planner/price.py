@@ -50,6 +50,11 @@ def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, f
     return forward, sum(back.values()), forward
 
 
+def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
+    """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
+    return _of_unit(unit, _where(setting), cluster)
+
+
 def _where(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
@@ -61,11 +66,14 @@ def _where(setting: Setting) -> Where:
 def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
     """Seconds of a unit's forward, of its backward, and of its backward's gradients of weights.
 
-    The last are half of a backward's products: one of both that each product of a forward has.
+    The last are half of a backward's products with weights: of two for each of a forward one.
     """
     sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
     ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
-    products = Work(tuple(op for op in unit.backward.operators if op.kind == "product"))
+    weighed = (
+        op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
+    )
+    products = Work(tuple(weighed))
     half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
     return ahead, back, half
 
@@ -118,6 +126,11 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
     if inside == ranks:
         return start + share * size / cluster.link
     return start + share * size / min(cluster.link, cluster.network * inside)
+
+
+def overlap(cluster: Cluster) -> float:
+    """What share of messages beside the computing it hides."""
+    return float(getattr(cluster, "overlap", 1.0))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -226,8 +239,8 @@ def _step(
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
     busiest = setting.micro * ((once + more) @ forward + once @ backward)
-    held = numbers(chain, made, rank, setting.pp).max(0)
-    data = _data(setting, held, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
+    data = _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
     return _Step(
         names,
         weight,
@@ -362,6 +375,7 @@ def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> 
 def _data(
     setting: Setting,
     held: Array,
+    units: int,
     cluster: Cluster,
     recipe: Recipe,
     busiest: Causes,
@@ -371,8 +385,8 @@ def _data(
 
     Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
     parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
-    microbatch, from the third on parameters gathered twice: beside the computing, and counted where
-    this takes longer.  Parts of context have the same parameters, and sum along.
+    microbatch, from the third on parameters gathered twice, unit by unit.  Of these and of the
+    computing the shorter is hidden as far as the cluster overlaps them.  Context sums along.
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
@@ -383,7 +397,7 @@ def _data(
         found: dict[str, float] = {}
         for number, (ranks, far) in zip(held.tolist(), places):
             if number:
-                buckets = math.ceil(number / BUCKET)
+                buckets = units if zero > 2 else math.ceil(number / BUCKET)
                 each = _sending(cluster, "dp", op, number * size / buckets, ranks, far)
                 for cause, one in each:
                     found[cause] = found.get(cause, 0.0) + often * buckets * one
@@ -403,10 +417,11 @@ def _data(
     often = 2 * setting.micro * (zero > 2)
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
-    hidden = {c: t for c, t in busiest.items() if c not in BESIDE}
-    if _total(beside, weights) <= _total(hidden, weights):
-        return after
-    return both(after, beside) | {cause: -took for cause, took in hidden.items()}
+    share = overlap(cluster)
+    computing = {c: t for c, t in busiest.items() if c not in BESIDE}
+    if _total(beside, weights) <= _total(computing, weights):
+        return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
+    return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
 
 
 BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
