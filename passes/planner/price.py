@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -240,7 +240,11 @@ def _step(
     once, more = made[mine].sum(0), again[mine].sum(0)
     busiest = setting.micro * ((once + more) @ forward + once @ backward)
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
-    data = _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    data = dict(
+        _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    )
+    for cause, took in _shared(chain, setting, cluster, recipe, made, rank):
+        data[cause] = data.get(cause, 0.0) + took
     return _Step(
         names,
         weight,
@@ -364,12 +368,23 @@ def composition(
 
 
 def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts."""
+    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts.
+
+    What runs share a rank has once.
+    """
     units = [run.unit for run in chain.runs]
     each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
     found = np.zeros((places, 2))
     np.add.at(found, rank, made @ each)
+    for first, second in chain.tied:
+        both = _has(made, rank, first) & _has(made, rank, second)
+        found[sorted(both), 0] -= min(units[first].numbers, units[second].numbers)
     return found
+
+
+def _has(made: Array, rank: NDArray[np.int64], run: int) -> set[int]:
+    """Places that have units of a run."""
+    return set(rank[made[:, run] > 0].tolist())
 
 
 def _data(
@@ -422,6 +437,23 @@ def _data(
     if _total(beside, weights) <= _total(computing, weights):
         return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
     return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
+
+
+def _shared(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe,
+    made: Array,
+    rank: NDArray[np.int64],
+) -> Iterator[tuple[str, float]]:
+    """Seconds of sums of gradients that two places share, by cause."""
+    for first, second in chain.tied:
+        one, other = (_has(made, rank, run) for run in (first, second))
+        if one and other and not one & other:
+            size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
+            far = stride(setting, "pp") * abs(min(one) - min(other))
+            yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
 BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.pipeline.schedules import OrderError
 from schedlang.pipeline.schedules import order as named
 from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
 
@@ -62,7 +63,7 @@ def longest(
     """The longest way through a step of so many microbatches.
 
     `forward`, `inputs` and `weights` are seconds of one microbatch at each stage.  Raises
-    OrderError for sizes that the order does not have.
+    OrderError for sizes that the order does not have, and for orders that are not priced.
     """
     backward = inputs + weights
     if ranks * chunks == 1:
@@ -231,8 +232,15 @@ def _network(order: str, ranks: int, micro: int, chunks: int) -> _Network:
 
 @lru_cache(256)
 def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
-    """The operations of an order."""
-    return named(order, ranks, micro, chunks)
+    """The operations of an order: forwards and backwards of stages of which there is one each."""
+    line = named(order, ranks, micro, chunks)
+    if line.replicas > 1 or not np.isin(line.kind, PLAIN).all():
+        reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
+        raise OrderError(reason, "a planner prices orders that do not, as 1F1B and ZB-V")
+    return line
+
+
+PLAIN = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 
 
 @lru_cache(512)
