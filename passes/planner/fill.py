@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock, span_floor
-from schedlang.passes.planner.limits import Limits
 from schedlang.passes.planner.price import composition, even, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes

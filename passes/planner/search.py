@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor, sums_floor
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits, told
+from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Placement, Setting

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.limits import Limits
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.step_time import Cluster
 

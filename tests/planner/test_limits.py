@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.planner.limits import Limits, asked, limits_of, told
+from schedlang.diagnostics.source import Source
+from schedlang.ir.limits import Limits
+from schedlang.language.printer import fmt
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner.limits import asked, kept, limits_of, told
 from schedlang.passes.planner.reasons import slower
 from schedlang.passes.planner.search import search, why
 from schedlang.passes.planner.space import Job
@@ -40,7 +45,7 @@ def test_limits_are_read():
         ({"pin": ["order=1F2B"]}, "S109", "1F1B"),
         ({"pin": ["again=maybe"]}, "S109", "none, some, all"),
         ({"forbid": ["sequence=1"]}, "S109", "true or false"),
-        ({"least": ["order=1F1B"]}, "S109", "one number of one of"),
+        ({"least": ["order=1F1B"]}, "S109", "one number, of dp"),
         ({"pin": ["tp=2"], "forbid": ["tp=2"]}, "S109", "nothing is left of `tp`"),
         ({"pin": ["dp=2"], "least": ["dp=4"]}, "S109", "dp at least 4"),
     ],
@@ -51,6 +56,41 @@ def test_what_is_no_limit_is_refused(given, code, says):
     told = caught.value.diagnostics[0]
     assert told.code == code
     assert says in " ".join([told.title, *told.notes, *told.helps])
+
+
+def expanded(*lines: str) -> Limits:
+    text = "\n".join(["schedule 1", "", "knob t: int = 4", "", *lines, ""])
+    assert fmt(Source("x.sched", text)) == text
+    return expand(parse(Source("x.sched", text)), None).limits
+
+
+def test_a_schedule_binds_a_search():
+    limits = expanded(
+        "search pin tp = [t, 2]",
+        'search forbid order = [GPipe, "1f1b"]',
+        "search at least dp = t // 2",
+        "search pin sequence = true",
+    )
+    assert limits == limits_of(["tp=4,2", "sequence=true"], ["order=GPipe,1F1B"], ["dp=2"])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("search tp = 4", "S003", "`pin`"),
+        ("search pin tp", "S003", "`=`"),
+        ("search pin rowz = 4", "S106", "rows"),
+        ("search at least order = GPipe", "S109", "no least value"),
+        ("search pin tp = 1.5", "S109", "`tp` cannot be `1.5`"),
+        ("search pin tp = 2\nsearch forbid tp = 2", "S109", "nothing is left of `tp`"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
+    with pytest.raises(Refusal) as caught:
+        expanded(*line.split("\n"))
+    found = caught.value.diagnostics[0]
+    assert found.code == code and says in " ".join([found.title, *found.notes, *found.helps])
+    assert found.primary.span.line == 5 + line.count("\n")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +108,7 @@ def test_what_is_no_limit_is_refused(given, code, says):
 )
 def test_limits_bind(limits):
     *_, found = search(PROFILES, replace(JOB, length=1024), limits)
-    assert found.best is not None and limits.admit(found.best.setting)
+    assert found.best is not None and kept(limits, found.best.setting)
     *_, free = search(PROFILES, JOB)
     assert free.best.least <= found.best.least
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import (
     Clock,
     bytes_floor,
@@ -19,7 +20,7 @@ from schedlang.passes.planner.bounds import (
     sums_floor,
 )
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits
+from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.price import collective, operator, price
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
@@ -202,7 +203,7 @@ def test_what_is_pinned_is_kept_and_never_better(case, pin):
     limits = Limits(pinned={name: (pin[1],)})
     pinned = last(profiles, job, limits)
     assert seconds(pinned) >= seconds(free) * (1 - 1e-12)
-    assert pinned.best is None or limits.admit(pinned.best.setting)
+    assert pinned.best is None or kept(limits, pinned.best.setting)
     if free.best is not None:
         told = why(profiles, job, limits, free)
         assert told.reason
