@@ -131,14 +131,20 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
 
 
 def of_calls(
-    calls: Sequence[tuple[n.Call, Sequence[str]]], facts: ModelFacts, mesh: Mesh, step: str
+    calls: Sequence[tuple[n.Call, Sequence[str]]],
+    facts: ModelFacts,
+    mesh: Mesh,
+    step: str,
+    relax: tuple[str, ...] = (),
 ) -> Plan:
     """The plan of calls at modules (none: at the model itself), as of one step on a mesh.
+
+    `relax`: what the step gives up.
 
     Raises Refusal where one is refused, at the place of that call.
     """
     runner = Expander(start(facts, Settings()).with_mesh(mesh))
-    with runner.inside(n.Step(step, (), n.Block(()))):
+    with runner.inside(n.Step(step, relax, n.Block(()))):
         for call, sites in calls:
             runner.call(call, tuple(sites) or ("",), runner.state.names, chosen=bool(sites))
     plan = runner.state.plan
