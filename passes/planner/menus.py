@@ -97,12 +97,12 @@ def _away(layer: Layer, link: float, name: str) -> Way:
 
 
 Choice = Callable[[Layer, Devices], Way]
-# what replicas add: (way, bytes of weights, replicas, bytes per second) -> way
-Replicas = Callable[[Way, float, int, float], Way]
+# what replicas add: (way, bytes of weights, replicas, bytes per second, microbatches) -> way
+Replicas = Callable[[Way, float, int, float, int], Way]
 
 
 @dataclass(frozen=True)
-class Menu:
+class LayerMenu:
     """Ways of a stage of layers, each of which has the same choices.
 
     degrees   how many ranks may split each layer, of so many devices; the others are replicas
@@ -114,51 +114,62 @@ class Menu:
     micro: int
     choices: Sequence[Choice] = (keep,)
     degrees: Callable[[int], Iterable[int]] = lambda size: (1,)
-    replicas: Replicas = lambda way, weights, copies, link: way
+    replicas: Replicas = lambda way, weights, copies, link, micro: way
     flight: Callable[[int], float] | None = None
-    _fronts: dict[tuple[int, int, float, range], list[Way]] = field(default_factory=dict)
+    _fronts: dict[object, list[Way]] = field(default_factory=dict)
+    _stages: dict[object, list[Way]] = field(default_factory=dict)
 
-    def __call__(self, first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+    def __call__(self, first: int, last: int, devices: range, after: int) -> list[Way]:
         """The ways of layers `first` to before `last`, with `after` stages behind them."""
         flight = self.flight(after) if self.flight else min(after + 1, self.micro)
+        if math.isinf(self.devices.memory):
+            flight = 1.0  # of no matter
+        link, speed = self.devices.between(devices), self.devices.speed(devices)
+        start = devices.start % self.devices.node
+        key = first, last, len(devices), start, link, speed, flight
+        if key not in self._stages:
+            self._stages[key] = list(self._ways(first, last, devices, flight))
+        return self._stages[key]
+
+    def _ways(self, first: int, last: int, devices: range, flight: float) -> Iterator[Way]:
         weights = sum(layer.weights for layer in self.layers[first:last])
         link, speed = self.devices.between(devices), self.devices.speed(devices)
         for degree in self.degrees(len(devices)):
             copies, rest = divmod(len(devices), degree)
             if rest:
                 continue
-            group = range(devices.start, devices.start + degree)
-            for way in self._front(first, last, flight, group):
+            groups = (range(at, at + degree) for at in range(devices.start, devices.stop, degree))
+            meet = min(map(self.devices.between, groups))
+            for way in self._front(first, last, flight / copies, degree, meet):
                 shared = _scaled(way, 1 / speed / copies, 1 / copies)
-                yield self.replicas(shared, weights / degree, copies, link)
+                yield self.replicas(shared, weights / degree, copies, link, self.micro)
 
-    def _front(self, first: int, last: int, flight: float, group: range) -> list[Way]:
+    def _front(self, first: int, last: int, flight: float, ranks: int, link: float) -> list[Way]:
         """Ways of all choices, less those that take and hold no less than another one."""
         if first == last:
             return [Way(0.0, 0.0, name=())]
-        # where a group lies matters for its link alone
-        link = self.devices.between(group)
-        key = (first, last, flight, group if link != self.devices.link else range(len(group)))
+        key = first, last, flight, ranks, link
         if key not in self._fronts:
-            more = self._front(first + 1, last, flight, group)
-            one = [self._split(self.layers[first], choice, group) for choice in self.choices]
+            more = self._front(first + 1, last, flight, ranks, link)
+            one = [self._split(self.layers[first], choice, ranks, link) for choice in self.choices]
             joined = [added(mine, rest) for mine in one for rest in more]
             room = self.devices.memory
             fits = [way for way in joined if _bytes(way, flight) <= room]
             self._fronts[key] = _unbeaten(fits, flight)
         return self._fronts[key]
 
-    def _split(self, layer: Layer, choice: Choice, group: range) -> Way:
-        """One layer over the ranks of a group, which meet in a ring twice each way."""
-        ranks = len(group)
-        way = _scaled(choice(layer, self.devices), 1 / ranks, 1 / ranks)
-        if ranks == 1:
-            return way
-        meet = 2 * (ranks - 1) / ranks * layer.meets / self.devices.between(group)
+    def _split(self, layer: Layer, choice: Choice, ranks: int, link: float) -> Way:
+        """One layer over ranks that meet in a ring, once each way and once more where it runs
+        again."""
+        way = choice(layer, self.devices)
+        meet = 2 * (ranks - 1) / ranks * layer.meets / link
         twice = 2 if way.name == ("again",) else 1
-        held = way.held / ranks
         return replace(
-            way, forward=way.forward + meet, backward=way.backward + twice * meet, held=held
+            way,
+            forward=way.forward / ranks + meet,
+            backward=way.backward / ranks + twice * meet,
+            held=way.held / ranks,
+            kept=way.kept / ranks,
         )
 
 
@@ -203,12 +214,17 @@ def _ring(weights: float, copies: int, link: float) -> float:
     return 2 * (copies - 1) / copies * weights / link
 
 
-def each_step(way: Way, weights: float, copies: int, link: float) -> Way:
-    """Replicas add their gradients up once a step (DAPPLE, Alpa, AMP, Piper's and ours)."""
+def each_step(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
+    """Replicas share each microbatch, and add their gradients up once a step."""
     return replace(way, sync=_ring(weights, copies, link))
 
 
-def each_batch(way: Way, weights: float, copies: int, link: float) -> Way:
+def shared_out(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
+    """Replicas take turns; a step's sum of gradients is dealt out to its microbatches (Piper)."""
+    return replace(way, backward=way.backward + _ring(weights, copies, link) / micro)
+
+
+def each_batch(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
     """Replicas take turns, and each adds its gradients up after each of its microbatches.
 
     PipeDream counts twice a ring, for gradients and weights of a server, beside the computing.

@@ -76,6 +76,14 @@ def _added(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return known[0] + way.both, max(known[1], way.both)
 
 
+def _added_and_synced(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    return (*_added(known[:2], way, micro, after), max(known[2], way.sync))
+
+
+def _fullest(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    return (max(known[0], way.held + min(after + 1, micro) * way.kept),)
+
+
 def _through(known: Vector, way: Way, micro: int, after: int) -> Vector:
     """Longest ways through the pipeline, that turn in one stage and stay there for the rest."""
     first = max(micro * way.both, way.both + known[0])
@@ -112,6 +120,24 @@ SUM = Objective(
     lambda known, micro: known[0] + (micro - 1) * known[1],
 )
 
+# The same, and the longest sum of gradients behind it.
+SUM_AND_SYNC = Objective(
+    "sum and sync",
+    (0.0, 0.0, 0.0),
+    _added_and_synced,
+    lambda known, seconds, micro: (*SUM.link(known[:2], seconds, micro), known[2]),
+    lambda known, micro: SUM.total(known[:2], micro) + known[2],
+)
+
+# Bytes of the fullest device under 1F1B: mCAP, which cares for nothing else.
+PEAK = Objective(
+    "peak",
+    (0.0,),
+    _fullest,
+    lambda known, seconds, micro: known,
+    lambda known, micro: known[0],
+)
+
 # Warm-up, steady phase and ending about a pivot, then the sum of gradients.  DAPPLE (Fan et al.,
 # PPoPP 2021) picks the pivot by a rule; here it is the one that makes the step longest.
 PIVOT = Objective(
@@ -131,7 +157,7 @@ PHASES = Objective(
     lambda known, micro: known[0] + known[1] + max(0, micro - 1) * known[2],
 )
 
-OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, PIVOT, PHASES)}
+OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, PHASES, PEAK)}
 
 # (first unit, unit behind the last, devices, stages behind it) -> ways
 Menu = Callable[[int, int, range, int], Iterable[Way]]
@@ -208,49 +234,56 @@ def _least(problem: Problem, objective: Objective, limit: float, width: int | No
     most = problem.stages or min(problem.units, problem.devices)
     ends: Ends = {(problem.units, problem.devices): [_End(objective.empty)]}
     best: _End | None = None
+
+    def total(end: _End) -> float:
+        return objective.total(end.known, problem.micro)
+
     for after in range(most):
         ends = _longer(problem, objective, ends, after, limit, width)
-        if problem.stages is None or after + 1 == problem.stages:
-            for end in ends.get((0, 0), ()):
-                if best is None or _total(objective, problem, end) < _total(
-                    objective, problem, best
-                ):
-                    best = end
-    return _told(objective.total(best.known, problem.micro), best) if best else None
-
-
-def _total(objective: Objective, problem: Problem, end: _End) -> float:
-    return objective.total(end.known, problem.micro)
+        whole = ends.pop((0, 0), [])
+        if whole and problem.stages in (None, after + 1):
+            best = min(whole + ([best] if best else []), key=total)
+            limit = min(limit, total(best))
+    return _told(total(best), best) if best else None
 
 
 def _longer(
     problem: Problem, objective: Objective, ends: Ends, after: int, limit: float, width: int | None
 ) -> Ends:
     """Ends with one stage more, those alone that another one of the same kind does not beat."""
-    found: dict[tuple[int, int], list[_End]] = {}
+    found: Ends = {}
     micro = problem.micro
-    left = problem.stages - after - 1 if problem.stages else 0  # stages still to come
+    left = problem.stages - after - 1 if problem.stages else None  # stages still to come
     for (last, behind), tails in ends.items():
-        if last == 0:
-            continue
         seconds = problem.send(last, behind) if after else 0.0
         known = [objective.link(tail.known, seconds, micro) for tail in tails]
-        lowest = last - 1 if not left and problem.stages else 0
-        for size in problem.sizes:
-            at = behind - size
-            if at < left or (problem.stages and not left and at):
-                continue
-            firsts = (0,) if problem.stages and not left else range(lowest, last)
-            for first in firsts:
-                if first < left:
-                    continue
-                for way in problem.ways(first, last, range(at, behind), after):
-                    for tail, before in zip(tails, known, strict=True):
-                        vector = objective.stage(before, way, micro, after)
-                        if objective.total(vector, micro) <= limit:
-                            end = _End(vector, last - first, size, way, tail)
-                            found.setdefault((first, at), []).append(end)
+        if min(objective.total(before, micro) for before in known) > limit:
+            continue
+        for first, at in _places(problem, last, behind, left):
+            for way in problem.ways(first, last, range(at, behind), after):
+                for tail, before in zip(tails, known, strict=True):
+                    vector = objective.stage(before, way, micro, after)
+                    if objective.total(vector, micro) <= limit:
+                        end = _End(vector, last - first, behind - at, way, tail)
+                        found.setdefault((first, at), []).append(end)
     return {key: _unbeaten(ends, objective, micro, width) for key, ends in found.items()}
+
+
+def _places(
+    problem: Problem, last: int, behind: int, left: int | None
+) -> Iterator[tuple[int, int]]:
+    """First unit and first device of a stage, with so many stages still to come (None: any)."""
+    for size in problem.sizes:
+        at = behind - size
+        if left == 0:
+            if at == 0:
+                yield 0, 0
+        elif at >= (left or 0):
+            # a first stage has all that is left, both of units and of devices
+            lowest = left if left else 1
+            yield from ((first, at) for first in range(lowest, last) if at)
+            if left is None and at == 0:
+                yield 0, 0
 
 
 def _unbeaten(ends: list[_End], objective: Objective, micro: int, width: int | None) -> list[_End]:
