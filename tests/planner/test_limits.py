@@ -25,6 +25,7 @@ JOB = Job(8, 32, replace(CLUSTERS["a100"], memory=4 * 2**30))
 
 
 def test_limits_are_read():
+    """Options become limits, with names of orders as the catalogue has them."""
     limits = limits_of(
         ["tp=2,4", "order=interleaved", "sequence=true", "zero=0"], ["pp=8", "pp=4"], ["dp=2"]
     )
@@ -51,6 +52,7 @@ def test_limits_are_read():
     ],
 )
 def test_what_is_no_limit_is_refused(given, code, says):
+    """A mistaken option is refused with its code and what would be legal."""
     with pytest.raises(Refusal) as caught:
         limits_of(**given)
     told = caught.value.diagnostics[0]
@@ -65,6 +67,7 @@ def expanded(*lines: str) -> Limits:
 
 
 def test_a_schedule_binds_a_search():
+    """Statements of a schedule are the limits that options are, and print as written."""
     limits = expanded(
         "search pin tp = [t, 2]",
         'search forbid order = [GPipe, "1f1b"]',
@@ -86,6 +89,7 @@ def test_a_schedule_binds_a_search():
     ],
 )
 def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
+    """A mistaken limit is refused on its line."""
     with pytest.raises(Refusal) as caught:
         expanded(*line.split("\n"))
     found = caught.value.diagnostics[0]
@@ -107,6 +111,7 @@ def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
     ids=Limits.text,
 )
 def test_limits_bind(limits):
+    """The best under limits keeps them and is not better than the free one."""
     *_, found = search(PROFILES, replace(JOB, length=1024), limits)
     assert found.best is not None and kept(limits, found.best.setting)
     *_, free = search(PROFILES, JOB)
@@ -114,6 +119,7 @@ def test_limits_bind(limits):
 
 
 def test_why_prices_what_is_asked_about():
+    """A question is answered by a price and a reason, or why there is none."""
     *_, best = search(PROFILES, JOB)
     slow = why(PROFILES, JOB, asked("tp=8"), best)
     assert slow.kind == "tp = 8" and told(slow.filled.setting)["tp"] == 8
@@ -127,6 +133,7 @@ def test_why_prices_what_is_asked_about():
 
 
 def test_reasons_compare_parts():
+    """The cause told is the part of a step that grew most."""
     best = Priced(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
     assert slower(best, Priced(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
         "12.0% slower: tp sends 0.8 s more"
@@ -138,6 +145,7 @@ def test_reasons_compare_parts():
 
 
 def test_rejected_are_of_other_kinds_and_not_better():
+    """What was rejected differs as it says, and is slower or too large."""
     *_, found = search(PROFILES, JOB)
     mine = told(found.best.setting)
     assert len(found.rejected) >= 3
