@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ COMPUTING = "computing"
 
 
 def stride(setting: Setting, axis: str) -> int:
-    """How far neighbours of an axis lie apart; ep is folded into dp."""
+    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
     at = setting.placement
     sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
     place = setting.axes.index("dp" if axis == "ep" else axis)
@@ -129,7 +129,7 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
 
 
 def overlap(cluster: Cluster) -> float:
-    """What share of messages beside the computing it hides."""
+    """Share of messages beside the computing that it hides."""
     return float(getattr(cluster, "overlap", 1.0))
 
 
@@ -194,7 +194,7 @@ SENDING = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is made of.
+    """Values that a step is made of.
 
     names                    causes of units
     forward, backward, half  seconds of one of each run [runs, causes]
@@ -240,7 +240,11 @@ def _step(
     once, more = made[mine].sum(0), again[mine].sum(0)
     busiest = setting.micro * ((once + more) @ forward + once @ backward)
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
-    data = _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    data = dict(
+        _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    )
+    for cause, took in _shared(chain, setting, cluster, recipe, made, rank):
+        data[cause] = data.get(cause, 0.0) + took
     return _Step(
         names,
         weight,
@@ -320,7 +324,7 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
 
 
 def _reached(total: Array, most: float, stages: int) -> int:
-    """How many units so many stages take, each as many as `most` seconds allow."""
+    """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
         at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
@@ -339,7 +343,10 @@ def _latest(total: Array, most: float, stages: int) -> list[int]:
 def composition(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
-    """Units of each run at each stage [stages, runs], and of them those that are computed again."""
+    """Units of each run at each stage [stages, runs], and of them those that are computed again.
+
+    One that would keep no less then is not.
+    """
     ends = np.cumsum([run.count for run in chain.runs])
     begins = ends - [run.count for run in chain.runs]
     last = np.cumsum(cuts)
@@ -353,19 +360,31 @@ def composition(
         return found
 
     more = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
-    return within(last), within(first + more)
+    spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
+    return within(last), within(first + more) * spares
 
 
 # -- data axes -------------------------------------------------------------------------------------
 
 
 def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts."""
+    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts.
+
+    What runs share a rank has once.
+    """
     units = [run.unit for run in chain.runs]
     each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
     found = np.zeros((places, 2))
     np.add.at(found, rank, made @ each)
+    for first, second in chain.tied:
+        both = _has(made, rank, first) & _has(made, rank, second)
+        found[sorted(both), 0] -= min(units[first].numbers, units[second].numbers)
     return found
+
+
+def _has(made: Array, rank: NDArray[np.int64], run: int) -> set[int]:
+    """Places that have units of a run."""
+    return set(rank[made[:, run] > 0].tolist())
 
 
 def _data(
@@ -418,6 +437,23 @@ def _data(
     if _total(beside, weights) <= _total(computing, weights):
         return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
     return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
+
+
+def _shared(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe,
+    made: Array,
+    rank: NDArray[np.int64],
+) -> Iterator[tuple[str, float]]:
+    """Seconds of sums of gradients that two places share, by cause."""
+    for first, second in chain.tied:
+        one, other = (_has(made, rank, run) for run in (first, second))
+        if one and other and not one & other:
+            size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
+            far = stride(setting, "pp") * abs(min(one) - min(other))
+            yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
 BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM

@@ -118,7 +118,7 @@ class Profiles:
         self, placement: Placement, short: Short, units: Sequence[str]
     ) -> tuple[Plan, Sequence[Seen]]:
         plan = self._plan(placement, short.blocks)
-        one = self._some_rows(placement.rows)
+        one = self.some_rows(placement.rows)
         prepared = prepare(plan, one, self.loss, self.weight)
         return plan, by_unit(Step(plan, prepared, one, self.loss, self.weight), units)
 
@@ -139,7 +139,7 @@ class Profiles:
             calls.append((made, tuple(sites)))
         return of_calls(calls, blocks.facts, Mesh(axes), "profile", relaxed)
 
-    def _some_rows(self, rows: int) -> Mapping[str, Any]:
+    def some_rows(self, rows: int) -> Mapping[str, Any]:
         """A microbatch: the first row of the batch, so often."""
         from schedlang.runtime.batch import rows_of, split
 
