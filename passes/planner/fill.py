@@ -160,7 +160,7 @@ class Held:
         return np.array([mine + mine[-1:] * (longest - len(mine)) for mine in ends])
 
     def _kept(self, found: Ints, none: bool, every: bool) -> Ints | None:
-        """What was found, where it may be none and all."""
+        """The number found, where it may be none and all."""
         if not found.any() and not none:
             found[0] = 1
         if (found == np.array(self.cut.cuts)).all() and not every:
@@ -168,7 +168,7 @@ class Held:
         return found
 
     def _spread(self, often: Ints, rank: Ints, cuts: Ints) -> Ints:
-        """How many units of each stage, of so many of each rank."""
+        """Units of each stage, of so many of each rank."""
         found, left = np.zeros_like(cuts), often.copy()
         for stage in range(len(cuts)):
             found[stage] = min(cuts[stage], left[rank[stage]])

@@ -31,7 +31,7 @@ MOVES = 60  # of a unit from stage to stage, for the best
 
 @dataclass(frozen=True)
 class Counts:
-    """How many ways there were, and what became of them.
+    """Numbers of ways, by what became of them.
 
     all      that keep the hard rules
     large    too large by their bound already
@@ -109,7 +109,7 @@ class _Opened:
     known: set[int] = field(default_factory=set)
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
-        """Which of them have another value of a name than a setting."""
+        """Find those that have another value of a name than a setting."""
         mine = told(setting)[name]
         if name == "order":
             values = np.array(self.ways.names)[self.ways.order]
@@ -282,6 +282,6 @@ def why(profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits
 
 
 def _nearest(found: Found) -> Filled | None:
-    """Of what does not fit, what needs least."""
+    """The setting that needs least of those that do not fit."""
     large = [one.filled for one in found.rejected if one.filled is not None]
     return min(large, key=lambda one: one.needs, default=None)

@@ -35,7 +35,7 @@ SLICE = 1024  # tokens that a rank of `cp` has at least, where nothing is pinned
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what.
+    """A batch to be trained on a cluster.
 
     ranks    of the cluster; `rows` of the batch of a whole step
     length   tokens of a row, where it may be split; 0: it may not
