@@ -19,7 +19,7 @@ from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor, s
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
-from schedlang.passes.planner.space import Floats, Ints, Job, Ways, groups, rows_of, ways
+from schedlang.passes.planner.space import Floats, Ints, Job, Ways, check, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Placement, Setting
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
@@ -90,8 +90,9 @@ def search(
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
     computed again; then so many `moves` of a unit from stage to stage were tried on it.  It has no
-    best where nothing fits.
+    best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
     """
+    check(limits)
     return _Search(profiles, job, limits, progress, moves).run()
 
 

@@ -12,12 +12,14 @@ from schedlang.ir.limits import Limits
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner import space
 from schedlang.passes.planner.limits import asked, kept, limits_of, told
 from schedlang.passes.planner.reasons import slower
 from schedlang.passes.planner.search import search, why
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Priced
 from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.pipeline.schedules import ORDERS
 from tests.planner.decoders import decoder
 
 PROFILES = decoder(8, 1024, 16, 4096, 32000, 1024)
@@ -154,3 +156,18 @@ def test_rejected_are_of_other_kinds_and_not_better():
         assert str(told(one.filled.setting)[name]).lower() == value.lower()
         assert str(mine[name]).lower() != value.lower()
         assert one.filled.priced is None or one.filled.least >= found.best.least
+
+
+def test_an_order_without_a_price_is_refused():
+    """A pinned order that has no price is refused before the search begins."""
+    with pytest.raises(Refusal) as caught:
+        search(PROFILES, JOB, asked("order=Chimera"))
+    found = caught.value.diagnostics[0]
+    assert found.code == "S109" and "does not price `Chimera`" in found.title
+    every = {one.name: asked(f"order={one.name}") for one in ORDERS if not one.searched}
+    for name, limits in every.items():
+        try:
+            *_, last = search(PROFILES, JOB, limits, moves=0)
+            assert last.best is None or last.best.setting.order == name
+        except Refusal:
+            assert name not in space.ORDERS
