@@ -506,10 +506,12 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     stages = np.arange(len(made))
     first = (made > 0).argmax(1)
     entering = np.where(stages > 0, enters[first], 0.0)
-    until = (made * kept - again * (kept - less)).cumsum(1) + entering[:, None]
+    own = made * kept - again * (kept - less)
+    until = own.cumsum(1) + entering[:, None]
     whole = until[:, -1]  # of one microbatch
-    moments = until + most + (again > 0) * (kept - less) - whole[:, None]
-    moments[made == 0] = -np.inf
+    last = np.where(made > again, until, -np.inf)
+    once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
+    moments = np.maximum(last, once) + most - whole[:, None]
     held = np.bincount(rank, flying * whole, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))

@@ -18,6 +18,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts, inside
+from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
@@ -26,12 +27,13 @@ from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
 from schedlang.passes.propagate.original import rejected
+from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
 from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
 from schedlang.passes.simulate.played_step import Step, repeated
+from schedlang.passes.verify.probe import batch_norm
 
 if TYPE_CHECKING:
-    from schedlang.ir.plan import Plan
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
     from schedlang.runtime.storage.footprint import Message
@@ -59,7 +61,6 @@ class Profiles:
     _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units, known once one was played: where stages may start
-    relax: str = ""  # what the step of the data gives up
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """The chain of a placement, or why there is none."""
@@ -90,6 +91,13 @@ class Profiles:
         """The model on which rows are tried."""
         blocks = blocks_of(self.facts)
         return Trial(self.facts, blocks, self.batch, self.loss, self.weight)
+
+    @cached_property
+    def relax(self) -> str:
+        """What a step in parts gives up: a model may take statistics of each by itself."""
+        model = self.short.blocks.facts
+        traced = propagate(Plan(model), self.trial.sample, self.loss)
+        return "batch_stats" if batch_norm(model.model, traced) is not None else ""
 
     # -- one play ----------------------------------------------------------------------------------
 
