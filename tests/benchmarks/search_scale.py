@@ -100,7 +100,9 @@ def _told(found: Found) -> str:
 
 def _setting(one: Setting) -> str:
     at = one.placement
-    axes = f"tp {at.tp}{' sequence' * at.sequence}, cp {at.cp}, ep {at.ep}, pp {one.pp}, dp {one.dp}"
+    axes = (
+        f"tp {at.tp}{' sequence' * at.sequence}, cp {at.cp}, ep {at.ep}, pp {one.pp}, dp {one.dp}"
+    )
     again = f", {sum(one.again)} of {sum(one.cuts)} units again" if one.again else ""
     return (
         f"{axes}, {at.rows} rows x {one.micro}, {one.order} with {one.chunks}, "
