@@ -155,7 +155,7 @@ class LayerMenu:
             joined = [added(mine, rest) for mine in one for rest in more]
             room = self.devices.memory
             fits = [way for way in joined if _bytes(way, flight) <= room]
-            self._fronts[key] = _unbeaten(fits, flight)
+            self._fronts[key] = _unbeaten(fits, 0.0 if math.isinf(room) else flight)
         return self._fronts[key]
 
     def _split(self, layer: Layer, choice: Choice, ranks: int, link: float) -> Way:
@@ -196,8 +196,11 @@ def _bytes(way: Way, flight: float) -> float:
 
 
 def _unbeaten(ways: list[Way], flight: float) -> list[Way]:
+    """Ways that no other beats in time and bytes; bytes do not count where nothing is in flight."""
+
     def costs(way: Way) -> tuple[float, ...]:
-        return way.forward, way.backward, way.sync, _bytes(way, flight)
+        size = _bytes(way, flight) if flight else 0.0
+        return way.forward, way.backward, way.sync, size
 
     front: list[Way] = []
     for way in sorted(ways, key=costs):

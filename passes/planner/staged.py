@@ -80,10 +80,15 @@ class Staged:
     arranged: bool = False
 
     def problem(
-        self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None = None
+        self,
+        layers: Sequence[Layer],
+        devices: Devices,
+        micro: int,
+        stages: int | None = None,
+        flight: Callable[[int], float] | None = None,
     ) -> Problem:
         """What the programme solves for these layers."""
-        menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas)
+        menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas, flight)
 
         def send(unit: int, device: int) -> float:
             if not self.links:
@@ -99,6 +104,7 @@ class Staged:
             stages,
             send,
             devices.memory,
+            flight,
         )
 
     def plan(
