@@ -1,0 +1,181 @@
+"""One way, filled in: its cuts, and the fewest units computed again with which it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.bounds import Clock, span_floor
+from schedlang.passes.planner.price import composition, even, peaks, price
+from schedlang.passes.planner.space import Floats, Ints, Job
+from schedlang.passes.planner.span import homes
+from schedlang.passes.planner.values import Chain, Priced, Setting
+
+FAR = 16  # stages apart between which a unit is moved
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A setting that was looked at.
+
+    least   seconds that it takes at least
+    needs   bytes of its fullest rank
+    priced  None where it was not worth a price: it is too slow by its bound, or does not fit
+    """
+
+    setting: Setting
+    least: float
+    needs: float
+    priced: Priced | None = None
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Ways filled in for one job; times of chains are kept."""
+
+    job: Job
+    limits: Limits = Limits()
+
+    def filled(
+        self,
+        clock: Clock,
+        way: Setting,
+        worst: float = np.inf,
+        beside: float = 0.0,
+        after: float = 0.0,
+    ) -> Filled:
+        """Cut a way, find what must be computed again, and price it if it may beat `worst`.
+
+        Its replicas send at least so many seconds `beside` its pipeline and `after` it.
+        """
+        chain, memory = clock.chain, self.job.cluster.memory
+        times = clock.times(way.pp)[:2].sum(0)
+        cut = way if way.cuts else replace(way, cuts=even(chain, way.pp * way.chunks, tuple(times)))
+        least = max(span_floor(clock, cut), beside) + after
+        if least >= worst:
+            return Filled(cut, least, 0.0)
+        held = Held(chain, self.job, cut)
+        again = held.least(memory, *self._bounds(cut))
+        if again is None:
+            return Filled(cut, least, held.fullest)
+        full = replace(cut, again=tuple(again.tolist()) if again.any() else ())
+        least = max(span_floor(clock, full), beside) + after if full.again else least
+        if least >= worst:
+            return Filled(full, least, held.fullest)
+        priced = price(chain, full, self.job.cluster, self.job.recipe)
+        return Filled(full, priced.seconds, priced.peak, priced)
+
+    def improved(self, clock: Clock, filled: Filled, moves: int) -> Filled:
+        """Move units from stage to stage, so many times, where this makes a step quicker.
+
+        A rank that must compute much again so comes to have fewer units than the others.
+        """
+        best, moved = filled, True
+        while moved:
+            moved = False
+            for cuts in _moves(best.setting.cuts):
+                if not moves:
+                    return best
+                moves -= 1
+                one = self.filled(clock, replace(best.setting, cuts=cuts, again=()), best.least)
+                if one.priced is not None and one.least < best.least * (1 - 1e-6):
+                    best, moved = one, True
+                    break
+        return best
+
+    def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
+        """Whether none, some, all units may be computed again."""
+        none, some, every = (self.limits.admits("again", name) for name in ("none", "some", "all"))
+        return none, some, every
+
+
+def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Cuts with one unit moved from one stage to another, near ones first."""
+    stages = range(len(cuts))
+    for far in range(1, min(len(cuts), FAR + 1)):
+        for one in stages:
+            for other in (one - far, one + far):
+                if cuts[one] > 1 and other in stages:
+                    moved = list(cuts)
+                    moved[one] -= 1
+                    moved[other] += 1
+                    yield tuple(moved)
+
+
+@dataclass
+class Held:
+    """Bytes of the ranks of a cut, by how many units each computes again."""
+
+    chain: Chain
+    job: Job
+    cut: Setting
+    fullest: float = field(default=0.0)
+
+    def least(self, memory: float, none: bool, some: bool, every: bool) -> Ints | None:
+        """The fewest units of each stage to compute again so that all ranks fit; None: none do.
+
+        The more units of a run are computed again, the less a rank holds; but with the first of
+        them a unit's activations come back beside what is kept.  So the ends of runs are tried from
+        the first on, and the number is halved upon before the first that fits, all ranks at once.
+        Of several stages on a rank the first is filled first, whose activations are held longest.
+        """
+        cuts, rank = np.array(self.cut.cuts), homes(self.cut.order, self.cut.pp, self.cut.chunks)
+        free = self.bytes(np.zeros_like(cuts))
+        if none and (free <= memory).all():
+            return np.zeros_like(cuts)
+        if not some:
+            self.fullest = float(self.bytes(cuts).max())
+            return cuts if every and self.fullest <= memory else None
+        ends = self._ends(rank)
+        low, high = np.zeros_like(free, dtype=np.int64), np.where(free <= memory, 0, -1)
+        needs = free
+        for end in ends.T:
+            if (high >= 0).all():
+                break
+            held = self.bytes(self._spread(end, rank, cuts))
+            needs = np.minimum(needs, held)
+            low = np.where((high < 0) & (held > memory), end, low)
+            high = np.where((high < 0) & (held <= memory), end, high)
+        self.fullest = float(needs.max())
+        if (high < 0).any():
+            return None
+        while (open_ := high - low > 1).any():  # high fits, low does not
+            middle = np.where(open_, (low + high) // 2, high)
+            fits = self.bytes(self._spread(middle, rank, cuts)) <= memory
+            high, low = np.where(open_ & fits, middle, high), np.where(open_ & ~fits, middle, low)
+        return self._kept(self._spread(high, rank, cuts), none, every)
+
+    def _ends(self, rank: Ints) -> Ints:
+        """Units of each place up to the end of each run on it [places, runs], in their order."""
+        made, _ = composition(self.chain, self.cut.cuts)
+        ends: list[list[int]] = [[] for _ in range(self.cut.pp)]
+        for stage, runs in enumerate(made.astype(np.int64).tolist()):
+            mine = ends[rank[stage]]
+            for count in filter(None, runs):
+                mine.append((mine[-1] if mine else 0) + count)
+        longest = max(map(len, ends))
+        return np.array([mine + mine[-1:] * (longest - len(mine)) for mine in ends])
+
+    def _kept(self, found: Ints, none: bool, every: bool) -> Ints | None:
+        """The number found, where it may be none and all."""
+        if not found.any() and not none:
+            found[0] = 1
+        if (found == np.array(self.cut.cuts)).all() and not every:
+            return None
+        return found
+
+    def _spread(self, often: Ints, rank: Ints, cuts: Ints) -> Ints:
+        """Units of each stage, of so many of each rank."""
+        found, left = np.zeros_like(cuts), often.copy()
+        for stage in range(len(cuts)):
+            found[stage] = min(cuts[stage], left[rank[stage]])
+            left[rank[stage]] -= found[stage]
+        return found
+
+    def bytes(self, again: Ints) -> Floats:
+        """Bytes of the rank of each place at its fullest moment."""
+        made, more = composition(self.chain, self.cut.cuts, tuple(again.tolist()))
+        return np.array(peaks(self.chain, self.cut, self.job.recipe, made, more))

@@ -1,0 +1,69 @@
+"""Limits of a search as options say them, and settings held against them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.limits import FORBID, LEAST, PIN, Limits, Value
+from schedlang.passes.planner.values import Setting
+
+
+def told(setting: Setting) -> dict[str, Value]:
+    """Every name that limits know, with its value in a setting that has its cuts."""
+    one, again = setting.placement, sum(setting.again)
+    return {
+        "dp": setting.dp,
+        "pp": setting.pp,
+        "tp": one.tp,
+        "cp": one.cp,
+        "ep": one.ep,
+        "rows": one.rows,
+        "micro": setting.micro,
+        "chunks": setting.chunks,
+        "zero": setting.zero,
+        "sequence": one.sequence,
+        "order": setting.order,
+        "again": "none" if not again else "all" if setting.again == setting.cuts else "some",
+    }
+
+
+def kept(limits: Limits, setting: Setting) -> bool:
+    """Return whether a setting keeps all limits."""
+    return all(limits.admits(*pair) for pair in told(setting).items())
+
+
+def limits_of(
+    pin: Iterable[str] = (), forbid: Iterable[str] = (), least: Iterable[str] = ()
+) -> Limits:
+    """The limits of options as they are written: `tp=4`, of several values `tp=2,4`.
+
+    Raises Refusal S106 for a name that there is not, S109 for what cannot be read or met.
+    """
+    found = Limits()
+    for how, option, texts in ((PIN, "--pin", pin), (FORBID, "--forbid", forbid)):
+        for text in texts:
+            found = found.limited(how, *_read(option, text))
+    for text in least:
+        found = found.limited(LEAST, *_read("--least", text))
+    return found
+
+
+def asked(text: str) -> Limits:
+    """The limits of a question: `tp=4`, or several of them, `tp=4 order=GPipe`."""
+    return limits_of(pin=text.split())
+
+
+def _read(option: str, text: str) -> tuple[str, tuple[Value, ...]]:
+    name, equals, values = (part.strip() for part in text.partition("="))
+    if not equals or not values:
+        title = f"cannot read `{option} {text}`"
+        raise Refusal.of("S109", title, helps=(f"write a name and its value: `{option} tp=4`",))
+    return name, tuple(_value(value.strip()) for value in values.split(","))
+
+
+def _value(text: str) -> Value:
+    """A number, true or false, or a word."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text

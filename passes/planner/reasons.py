@@ -1,0 +1,117 @@
+"""Reasons in words: why a setting was rejected, by its parts beside those of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from schedlang.diagnostics.tables import size
+from schedlang.ir.limits import Value
+from schedlang.passes.planner.fill import Filled
+from schedlang.passes.planner.limits import told
+from schedlang.passes.planner.values import Priced, Setting
+
+# names in which a rejected setting differs from the best
+KINDS = ("tp", "pp", "cp", "ep", "order", "chunks", "zero", "rows", "sequence")
+DOES = {  # parts of a step as what a rank does
+    "computing": "computes",
+    "idle": "waits in the pipeline",
+    "gradients": "sums gradients",
+    "optimizer": "updates parameters",
+}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A setting beside the best one.
+
+    kind    what makes it another: `tp = 4`
+    filled  None where there is no such setting at all
+    reason  in words, with figures
+    """
+
+    kind: str
+    filled: Filled | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The quickest of each value of each name: of those that fit, and of those that do not."""
+
+    fit: dict[tuple[str, Value], Filled] = field(default_factory=dict)
+    large: dict[tuple[str, Value], Filled] = field(default_factory=dict)
+
+    def note(self, one: Filled) -> None:
+        """Keep a setting where it is the quickest of one of its kinds."""
+        known = self.large if one.priced is None else self.fit
+        for kind in told(one.setting).items():
+            if kind not in known or one.least < known[kind].least:
+                known[kind] = one
+
+    def rejected(self, best: Filled | None, memory: float) -> tuple[Rejected, ...]:
+        """The best of each other kind, the quickest first, with the reason.
+
+        The quickest that does not fit comes before them, where it would be quicker; where nothing
+        fits, those that need least.
+        """
+        if best is None:
+            nearest = sorted(self.large.items(), key=lambda item: item[1].needs)
+            return tuple(_kinds(best, nearest, memory))
+        mine = told(best.setting)
+        large, fit = (
+            sorted(
+                ((kind, one) for kind, one in known.items() if mine[kind[0]] != kind[1]),
+                key=lambda item: item[1].least,
+            )
+            for known in (self.large, self.fit)
+        )
+        large = [(kind, one) for kind, one in large if one.least < best.least]
+        fit = [(kind, one) for kind, one in fit if kind[0] in KINDS]
+        return (*_kinds(best, large[:1], memory), *_kinds(best, fit, memory))
+
+
+def _kinds(
+    best: Filled | None, some: Iterable[tuple[tuple[str, Value], Filled]], memory: float
+) -> Iterable[Rejected]:
+    """No name and no setting twice; what follows from other names is not one."""
+    names, settings = {"dp", "micro"}, set[Setting]()
+    for (name, value), one in some:
+        if name not in names and one.setting not in settings:
+            names.add(name)
+            settings.add(one.setting)
+            yield against(best, one, memory, f"{name} = {_shown(value)}")
+
+
+def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -> Rejected:
+    """One setting beside the best: why it is not it."""
+    if one is None:
+        return Rejected(kind, None, "there is no such setting")
+    if one.priced is None:
+        return Rejected(kind, one, f"needs {size(round(one.needs))} of {size(round(memory))}")
+    if best is None or best.priced is None:
+        return Rejected(kind, one, "")
+    return Rejected(kind, one, slower(best.priced, one.priced))
+
+
+def slower(best: Priced, one: Priced) -> str:
+    """12 % slower: tp sends 0.8 s more"""
+    share = one.seconds / best.seconds - 1
+    if abs(share) < 5e-4:
+        return "as quick"
+    much = f"{abs(share):.1%}" if abs(share) < 1 else f"{abs(share):.0%}"
+    sign = 1 if share > 0 else -1
+    said = f"{much} {'slower' if share > 0 else 'quicker'}"
+    more = {
+        cause: sign * (one.parts.get(cause, 0.0) - best.parts.get(cause, 0.0))
+        for cause in sorted({*best.parts, *one.parts})
+    }
+    cause = max(more, key=more.__getitem__, default="")
+    if more.get(cause, 0.0) <= 0:
+        return said
+    does = DOES.get(cause, f"{cause} sends")
+    return f"{said}: {does} {more[cause]:.3g} s {'more' if share > 0 else 'less'}"
+
+
+def _shown(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

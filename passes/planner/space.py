@@ -1,0 +1,201 @@
+"""The space of a search: every way to lay a job on its ranks, as columns of numbers.
+
+A way is what a `Setting` says but for its cuts and what is computed again: these follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.span import played
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
+from schedlang.passes.simulate.step_time import Cluster
+from schedlang.pipeline.schedules import OrderError, find, sized
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# orders of the catalogue that a search tries unasked, and the stages on each rank of each.  Those
+# with more need no other message than these; the others must be pinned
+ORDERS: dict[str, tuple[int, ...]] = {
+    "1F1B": (1,),
+    "Interleaved1F1B": (2, 3, 4, 6, 8),
+    "ZB-H1": (1,),
+    "ZB-V": (2,),
+    "V-Half": (2,),
+    "V-Min": (2,),
+    "GPipe": (1,),
+}
+SLICE = 1024  # tokens that a rank of `cp` has at least, where nothing is pinned
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch to be trained on a cluster.
+
+    ranks    of the cluster; `rows` of the batch of a whole step
+    length   tokens of a row, where it may be split; 0: it may not
+    experts  of a layer, where they may lie apart; 0: there are none
+    across   tensors may be split over nodes too
+    """
+
+    ranks: int
+    rows: int
+    cluster: Cluster
+    recipe: Recipe = Recipe()
+    length: int = 0
+    experts: int = 0
+    across: bool = False
+    orders: tuple[str, ...] = tuple(ORDERS)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """All ways of one placement, in columns."""
+
+    chain: Chain
+    pp: Ints
+    dp: Ints
+    micro: Ints
+    order: Ints  # place in `names`
+    chunks: Ints
+    zero: Ints
+    names: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    def setting(self, at: int) -> Setting:
+        """Return one of them."""
+        pp, dp, micro, order, chunks, zero = (
+            int(column[at])
+            for column in (self.pp, self.dp, self.micro, self.order, self.chunks, self.zero)
+        )
+        return Setting(self.chain.placement, dp, pp, micro, self.names[order], chunks, zero)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*low, *(number // k for k in low)})
+
+
+def groups(job: Job, limits: Limits) -> Iterator[Placement]:
+    """Ways to split tensors, for one row; those that split least come first."""
+    sizes = [
+        (tp * cp, ep, tp, cp)
+        for tp in _tensors(job, limits)
+        for cp in _contexts(job, limits, job.ranks // tp)
+        for ep in _experts(job, limits, job.ranks // tp // cp)
+    ]
+    for _, ep, tp, cp in sorted(sizes):
+        for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
+            yield Placement(1, tp, bool(sequence), cp, ep)
+
+
+def _tensors(job: Job, limits: Limits) -> list[int]:
+    most = job.ranks if job.across or "tp" in limits.pinned else job.cluster.node
+    return _counts(limits, "tp", (k for k in divisors(job.ranks) if k <= most))
+
+
+def _contexts(job: Job, limits: Limits, ranks: int) -> list[int]:
+    least = 2 if "cp" in limits.pinned else SLICE
+    legal = (
+        k
+        for k in divisors(ranks)
+        if k == 1 or (job.length % (2 * k) == 0 and job.length >= k * least)
+    )
+    return _counts(limits, "cp", legal)
+
+
+def _experts(job: Job, limits: Limits, replicas: int) -> list[int]:
+    legal = (k for k in divisors(replicas) if k == 1 or (job.experts and job.experts % k == 0))
+    return _counts(limits, "ep", legal)
+
+
+def _counts(limits: Limits, name: str, legal: Iterable[int]) -> list[int]:
+    return [int(value) for value in limits.admitted(name, legal)]
+
+
+def rows_of(job: Job, group: Placement, limits: Limits) -> list[int]:
+    """Rows that a microbatch of one rank may have, the fewest first."""
+    return _counts(limits, "rows", divisors(job.rows))
+
+
+def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
+    """All ways of one placement that keep the hard rules; None where there is none.
+
+    Ranks are used up, the batch fills the microbatches, experts fit into the replicas, a stage has
+    a unit at least, the order exists for its sizes.
+    """
+    one, found = chain.placement, []
+    rest = job.ranks // (one.tp * one.cp)
+    more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
+    names = tuple(name for name in (*job.orders, *more) if limits.admits("order", name))
+    for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= chain.length)):
+        dp = rest // pp
+        if dp % one.ep or job.rows % (dp * one.rows) or not limits.admits("dp", dp):
+            continue
+        micro = job.rows // (dp * one.rows)
+        if not limits.admits("micro", micro):
+            continue
+        zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
+        orders = _orders(names, pp, micro, chain.length // pp, limits)
+        found += [(pp, dp, micro, *way, zero) for way in orders for zero in zeros]
+    if not found:
+        return None
+    pps, dps, micros, at, chunks, stages = np.array(found, dtype=np.int64).T
+    return Ways(chain, pps, dps, micros, at, chunks, stages, names)
+
+
+def _orders(
+    names: Sequence[str], pp: int, micro: int, most: int, limits: Limits
+) -> list[tuple[int, int]]:
+    """Orders by their places in `names`, and their chunks; one rank has no need of several."""
+    if pp == 1:
+        alone = [(at, 1) for at, name in enumerate(names) if name == "1F1B"]
+        return alone if limits.admits("chunks", 1) else []
+    return [
+        (at, chunks)
+        for at, name in enumerate(names)
+        for chunks in _chunks(name, limits)
+        if chunks <= most and exists(name, pp, micro, chunks)
+    ]
+
+
+def _chunks(name: str, limits: Limits) -> list[int]:
+    own = ORDERS.get(name) or find(name).chunks or (2, 3, 4, 6, 8)
+    if "chunks" in limits.pinned and len(own) > 1:
+        own = tuple(int(value) for value in limits.pinned["chunks"])
+    return _counts(limits, "chunks", own)
+
+
+def check(limits: Limits) -> None:
+    """Refuse (S109) orders that are pinned, and cannot be priced."""
+    for name in limits.pinned.get("order", ()):
+        for chunks in _chunks(str(name), Limits()):
+            try:
+                played(str(name), 4, 8, chunks)
+                break
+            except OrderError as error:
+                reason = error
+        else:
+            title = f"a search does not price `{name}`: {reason.reason}"
+            raise Refusal.of("S109", title, helps=(reason.legal,))
+
+
+@lru_cache(maxsize=100_000)
+def exists(name: str, pp: int, micro: int, chunks: int) -> bool:
+    """Return whether an order of the catalogue exists for these sizes."""
+    try:
+        sized(find(name), pp, micro, chunks)
+    except OrderError:
+        return False
+    return True

@@ -1,0 +1,215 @@
+"""Stages cut by one programme equal brute force under every objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.passes.planner.partition import (
+    OBJECTIVES,
+    PIVOT,
+    SLOWEST,
+    SUM,
+    Cut,
+    Objective,
+    Problem,
+    Way,
+    ceilings,
+    cut,
+    partition,
+)
+from schedlang.passes.planner.simulated import simulated
+from schedlang.pipeline.schedules import order
+from schedlang.pipeline.timeline.simulation import timing
+from schedlang.pipeline.timeline.table import Kind
+
+TIMES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8)
+
+
+def parts(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of so many, each of one at least."""
+    for bars in combinations(range(1, total), count - 1):
+        yield tuple(b - a for a, b in zip((0, *bars), (*bars, total), strict=True))
+
+
+def value(
+    problem: Problem, objective: Objective, units: tuple[int, ...], devices: tuple[int, ...]
+) -> float:
+    """The least value of these stages, over all ways of each."""
+    ends, at = [0], [0]
+    for size, count in zip(units, devices, strict=True):
+        ends.append(ends[-1] + size)
+        at.append(at[-1] + count)
+    stages = len(units)
+    menus = [
+        list(problem.ways(ends[s], ends[s + 1], range(at[s], at[s + 1]), stages - 1 - s))
+        for s in range(stages)
+    ]
+    best = math.inf
+    for ways in product(*menus):
+        known = objective.empty
+        for stage in reversed(range(stages)):
+            if stage + 1 < stages:
+                send = problem.send(ends[stage + 1], at[stage + 1])
+                known = objective.link(known, send, problem.micro)
+            known = objective.stage(known, ways[stage], problem.micro, stages - 1 - stage)
+        best = min(best, objective.total(known, problem.micro))
+    return best
+
+
+def forced(problem: Problem, objective: Objective) -> float:
+    """The least value of all stages, one after the other."""
+    most = min(problem.units, problem.devices)
+    counts = (problem.stages,) if problem.stages else range(1, most + 1)
+    return min(
+        value(problem, objective, units, devices)
+        for count in counts
+        for units in parts(problem.units, count)
+        for devices in parts(problem.devices, count)
+        if set(devices) <= set(problem.sizes)
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Chains whose stages may take several devices, and may be computed again."""
+    times = draw(TIMES)
+    count = len(times)
+    devices = draw(st.integers(1, 4))
+    held, kept = (draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)) for _ in "hk")
+    handed = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    memory = draw(st.sampled_from([math.inf, 40, 20, 10]))
+    menus = draw(st.booleans())
+
+    def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
+        ahead, back = (sum(side[first:last]) for side in zip(*times, strict=True))
+        state, acts, size = sum(held[first:last]), sum(kept[first:last]), len(some)
+        sync = state * (size - 1) / size
+        yield Way(ahead / size, back / size, sync, state, acts / size)
+        if menus:
+            yield Way(ahead / size, (ahead + back) / size, sync, state, kept[first] / size)
+
+    sizes = draw(st.sampled_from([(1,), (1, 2), (1, 2, 3, 4)]))
+    return Problem(
+        count,
+        menu,
+        draw(st.integers(1, 6)),
+        devices,
+        sizes,
+        send=lambda unit, device: handed[unit - 1],
+        memory=memory,
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=lambda one: one.name)
+@given(problem=problems())
+@settings(max_examples=60)
+def test_least_value_is_that_of_brute_force(objective: Objective, problem: Problem) -> None:
+    try:
+        best = forced(problem, objective)
+    except ValueError:
+        best = math.inf  # the devices cannot be dealt to the units
+    found = cut(problem, objective)
+    if not math.isfinite(best):
+        assert found is None
+        return
+    assert found is not None
+    assert found.value == pytest.approx(best)
+    assert sum(found.units) == problem.units and sum(found.devices) == problem.devices
+    assert value(problem, objective, found.units, found.devices) == pytest.approx(best)
+
+
+@given(problem=problems())
+@settings(max_examples=40)
+def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem) -> None:
+    links = Problem(**{**vars(problem), "send": lambda unit, device: 0.0})
+    one, other = cut(links, SUM), ceilings(links)
+    assert (one and pytest.approx(one.value)) == (other and other.value)
+
+
+@given(times=TIMES, stages=st.integers(1, 4), micro=st.integers(1, 5))
+@settings(max_examples=60)
+def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
+    times: list[tuple[int, int]], stages: int, micro: int
+) -> None:
+    if stages > len(times):
+        with pytest.raises(ValueError, match="do not make"):
+            partition(times, stages, micro)
+        return
+    units = partition(times, stages, micro)
+    assert units is not None
+    found = _pivot(times, units, micro)
+    assert found <= _played("1F1B", times, units, micro) + 1e-9
+    even = [(1, 2)] * stages
+    assert _pivot(even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
+
+
+def _pivot(times: list[tuple[int, int]], units: tuple[int, ...], micro: int) -> float:
+    known, at = PIVOT.empty, len(times)
+    for after, size in enumerate(reversed(units)):
+        some = times[at - size : at]
+        known = PIVOT.stage(known, Way(*(sum(s) for s in zip(*some, strict=True))), micro, after)
+        at -= size
+    return PIVOT.total(known, micro)
+
+
+def _played(
+    name: str, times: list[tuple[int, int]], units: tuple[int, ...], micro: int, chunks: int = 1
+) -> float:
+    line = order(name, len(units) // chunks, micro, chunks)
+    at, rows = 0, []
+    for size in units:
+        rows.append([sum(s) for s in zip(*times[at : at + size], strict=True)])
+        at += size
+    share = {Kind.F: (1, 0), Kind.B: (0, 1), Kind.I: (0, 0.5), Kind.W: (0, 0.5)}
+    took = [
+        float(sum(a * b for a, b in zip(share[Kind(k)], rows[s], strict=True)))
+        for k, s in zip(line.kind.tolist(), line.stage.tolist(), strict=True)
+    ]
+    return float(timing(line, np.array(took)).makespan)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1F1B", 1), ("GPipe", 1), ("ZB-H1", 1), ("Interleaved1F1B", 2)]
+)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_what_is_played_is_quickest_of_all_cuts(
+    name: str, chunks: int, data: st.DataObject
+) -> None:
+    stages = data.draw(st.integers(2, 4 // chunks)) * chunks
+    each = st.tuples(st.integers(1, 9), st.integers(1, 9))
+    times = data.draw(st.lists(each, min_size=stages, max_size=7))
+    micro = data.draw(st.integers(1, 3)) * (stages // chunks)
+    line = order(name, stages // chunks, micro, chunks)
+    found = simulated(line, times)
+    assert found is not None and found.proven
+    best = min(_played(name, times, u, micro, chunks) for u in parts(len(times), stages))
+    assert found.seconds == pytest.approx(best)
+
+
+def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
+    times = [(1.0, 2.0)] * 8
+    even = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
+    assert even == (2, 2, 2, 2)
+    uneven = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=6)
+    assert uneven is not None and uneven[0] == 1
+    assert all(u * (4 - at) <= 6 for at, u in enumerate(uneven))
+    assert partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=3) is None
+
+
+def test_a_result_tells_units_devices_and_ways() -> None:
+    def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
+        yield Way(float(last - first) / len(some), 0.0, name=(first, last))
+
+    found = cut(Problem(6, menu, devices=3, sizes=(1, 2)), SLOWEST)
+    assert isinstance(found, Cut)
+    assert found.value == 2.0
+    assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
+    assert found.ways[0].name == (0, found.units[0])

@@ -1,0 +1,215 @@
+"""The search of a planner against every way priced, and what must hold whatever a machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.bounds import (
+    Clock,
+    bytes_floor,
+    seconds_floor,
+    span_floor,
+    sums_floor,
+)
+from schedlang.passes.planner.fill import Filled, Filler
+from schedlang.passes.planner.limits import kept
+from schedlang.passes.planner.price import collective, operator, price
+from schedlang.passes.planner.search import ANY, Found, search, why
+from schedlang.passes.planner.space import Job, groups, rows_of, ways
+from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
+from schedlang.passes.simulate.step_time import CLUSTERS, Cluster
+from tests.planner.decoders import decoder
+
+A100 = CLUSTERS["a100"]
+Profiles = Callable[[Placement], Chain]
+FEW = settings(max_examples=8, deadline=None)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Profiles, Job]:
+    """Small decoders on small clusters whose memory may be short, and links slow."""
+    experts = draw(st.sampled_from([0, 0, 4]))
+    profiles = decoder(
+        draw(st.integers(2, 6)),
+        draw(st.sampled_from([256, 1024])),
+        8,
+        draw(st.sampled_from([512, 4096])),
+        draw(st.sampled_from([512, 32000])),
+        2048,
+        flash=draw(st.booleans()),
+        experts=experts,
+    )
+    cluster = replace(
+        A100,
+        node=draw(st.sampled_from([2, 8])),
+        network=draw(st.sampled_from([1e9, 25e9])),
+        memory=int(draw(st.floats(0.05, 8.0)) * 2**30),
+    )
+    ranks = draw(st.sampled_from([2, 4, 6, 8]))
+    rows = ranks * draw(st.sampled_from([1, 2, 3]))
+    return profiles, Job(ranks, rows, cluster, Recipe(), 2048, experts)
+
+
+def every(profiles: Profiles, job: Job, limits: Limits = ANY) -> list[tuple[Clock, Setting]]:
+    """All ways, with the times of their chains."""
+    found = []
+    for group in groups(job, limits):
+        for rows in rows_of(job, group, limits):
+            chain = profiles(replace(group, rows=rows))
+            some = ways(job, chain, limits)
+            if some is not None:
+                clock = Clock(chain, job)
+                found += [(clock, some.setting(at)) for at in range(len(some))]
+    return found
+
+
+def last(profiles: Profiles, job: Job, limits: Limits = ANY) -> Found:
+    *_, found = search(profiles, job, limits, moves=0)
+    assert found.done
+    return found
+
+
+def seconds(found: Found) -> float:
+    return found.best.least if found.best else np.inf
+
+
+@FEW
+@given(jobs())
+def test_what_is_found_is_the_best_of_all_ways(case):
+    """What best-first search finds is the least of all ways filled in and priced, each better."""
+    profiles, job = case
+    filler = Filler(job)
+    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job)]
+    fit = [one.least for one in all_ if one.priced is not None]
+    for one in all_:
+        assert one.priced is None or one.needs == one.priced.peak
+    found = list(search(profiles, job, moves=0))
+    assert seconds(found[-1]) == pytest.approx(min(fit, default=np.inf))
+    assert found[-1].counts.all <= len(all_) and found[-1].counts.pruned >= 0
+    assert found[-1].best is not None or found[-1].rejected[0].reason.startswith("needs")
+    assert [seconds(one) for one in found[:-1]] == sorted({seconds(one) for one in found[:-1]})[
+        ::-1
+    ]
+    *_, moved = search(profiles, job, moves=20)
+    assert seconds(moved) <= seconds(found[-1])
+    if moved.best is not None:
+        best = moved.best
+        again = price(_chain(profiles, best), best.setting, job.cluster, job.recipe)
+        assert again.seconds == best.least and again.peak <= job.cluster.memory
+
+
+def _chain(profiles: Profiles, filled: Filled) -> Chain:
+    return profiles(filled.setting.placement)
+
+
+@FEW
+@given(jobs(), st.randoms(use_true_random=False))
+def test_no_bound_is_above_a_price(case, random):
+    """Bounds of seconds and bytes hold for any cuts and any units computed again."""
+    profiles, job = case
+    for group in groups(job, Limits()):
+        chain = profiles(replace(group, rows=random.choice(rows_of(job, group, Limits()))))
+        some = ways(job, chain, Limits())
+        if some is None:
+            continue
+        clock, at = Clock(chain, job), random.randrange(len(some))
+        low, least = seconds_floor(some, clock)[at], bytes_floor(some, job)[at]
+        way = some.setting(at)
+        stages = way.pp * way.chunks
+        ends = sorted(random.sample(range(1, chain.length), stages - 1))
+        cuts = tuple(b - a for a, b in zip([0, *ends], [*ends, chain.length]))
+        again = tuple(random.randint(0, cut) for cut in cuts)
+        one = replace(way, cuts=cuts, again=again)
+        priced = price(chain, one, job.cluster, job.recipe)
+        span = priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
+        assert max(low, span_floor(clock, one)) <= span * (1 + 1e-9), one
+        beside, after = (sums[at] for sums in sums_floor(some, job))
+        assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
+        assert least <= priced.peak * (1 + 1e-9), one
+
+
+@settings(max_examples=12, deadline=None)
+@given(jobs(), st.randoms(use_true_random=False), st.floats(-0.1, 1.1))
+def test_the_fewest_units_are_computed_again(case, random, share):
+    """Of all numbers of units computed again on each stage, those of the quickest that fits."""
+    profiles, job = case
+    some = [(c, w) for c, w in every(profiles, job) if w.chunks == 1 and w.pp < 4]
+    clock, way = random.choice(some)
+    cut = (
+        Filler(replace(job, cluster=replace(job.cluster, memory=2**60))).filled(clock, way).setting
+    )
+    prices = [
+        price(clock.chain, replace(cut, again=again), job.cluster, job.recipe)
+        for again in product(*(range(units + 1) for units in cut.cuts))
+    ]
+    peaks = sorted(one.peak for one in prices)
+    memory = int(peaks[0] + share * (prices[0].peak - peaks[0]))
+    filled = Filler(replace(job, cluster=replace(job.cluster, memory=memory))).filled(clock, way)
+    fits = [one.seconds for one in prices if one.peak <= memory]
+    assert (filled.priced is None) == (not fits)
+    if fits:
+        assert filled.least == pytest.approx(min(fits))
+
+
+@FEW
+@given(jobs(), st.sampled_from(["memory", "network", "link"]), st.floats(1.0, 4.0))
+def test_more_memory_or_bandwidth_is_never_slower(case, what, times):
+    """A cluster that has more of one thing never makes the plan slower."""
+    profiles, job = case
+    more = replace(
+        job.cluster, **{what: type(job.cluster.memory)(getattr(job.cluster, what) * times)}
+    )
+    before, after = last(profiles, job), last(profiles, replace(job, cluster=more))
+    assert seconds(after) <= seconds(before) * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Slowed(Cluster):
+    """A cluster on which everything takes so many times as long as on another one."""
+
+    base: Cluster = A100
+    times: float = 1.0
+
+    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+        """Seconds of one operator."""
+        return self.times * operator(self.base, kind, flops, moved)
+
+    def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
+        """Seconds of one collective."""
+        return self.times * collective(self.base, op, size, ranks, apart)
+
+
+@FEW
+@given(jobs(), st.floats(0.1, 10.0))
+def test_scaled_times_leave_the_choice(case, times):
+    """Where everything takes c times as long, so does the best."""
+    profiles, job = case
+    own = {one.name: getattr(job.cluster, one.name) for one in fields(Cluster)}
+    before = last(profiles, job)
+    after = last(profiles, replace(job, cluster=Slowed(**own, base=job.cluster, times=times)))
+    assert seconds(after) == pytest.approx(seconds(before) * times)
+
+
+@FEW
+@given(
+    jobs(), st.sampled_from([("tp", 2), ("pp", 2), ("zero", 0), ("rows", 1), ("order", "GPipe")])
+)
+def test_what_is_pinned_is_kept_and_never_better(case, pin):
+    """A pinned search keeps its pin, and never beats the free one."""
+    profiles, job = case
+    free, name = last(profiles, job), pin[0]
+    limits = Limits(pinned={name: (pin[1],)})
+    pinned = last(profiles, job, limits)
+    assert seconds(pinned) >= seconds(free) * (1 - 1e-12)
+    assert pinned.best is None or kept(limits, pinned.best.setting)
+    if free.best is not None:
+        told = why(profiles, job, limits, free)
+        assert told.reason
