@@ -40,8 +40,19 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
     if forward is None or backward is None:
         return None
-    sizes = {name: max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES}
-    return replace(one, forward=forward, backward=backward, **sizes)
+    kept, given, most, handed, entering = (
+        max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
+    )
+    return replace(
+        one,
+        forward=forward,
+        backward=backward,
+        kept=kept,
+        input=given,
+        most=most,
+        handed=handed,
+        entering=entering,
+    )
 
 
 def _work(one: Work, other: Work, line: Line) -> Work | None:
