@@ -233,6 +233,8 @@ class Expander:
                 self._declare(lambda: declare.view(item, state), name)
             case n.Require():
                 self._declare(lambda: declare.require(item, state))
+            case n.Search():
+                self._declare(lambda: declare.search(item, state))
             case n.Def(name):
                 self._declare(lambda: declare.define(item, state), name)
             case n.Use():

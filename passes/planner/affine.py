@@ -1,87 +1,80 @@
-"""A chain for any number of rows, of two that were played: what units cost grows by the row."""
+"""Chains of many rows from those of few: all that units cost grows by as much with each row."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Work
 
+Line = Callable[[float, float], float]
+SIZES = ("kept", "input", "most", "handed", "entering")
 
-def extended(one: Chain, two: Chain, rows: int) -> Chain | None:
-    """The chain of `rows` rows, on the line through two chains that differ in rows alone.
 
-    None where they are not alike, as where a model computes otherwise with more rows.
+def of_rows(few: Chain, more: Chain, rows: int) -> Chain | None:
+    """The chain of so many rows, from two of the same placement but for theirs.
+
+    None where the two are not alike: other operators ran, or others of them were equal.
     """
-    first, second = one.placement.rows, two.placement.rows
-    share = (rows - first) / (second - first)
-    if [run.count for run in one.runs] != [run.count for run in two.runs] or one.tied != two.tied:
+    low, high = few.placement.rows, more.placement.rows
+    share = (rows - low) / (high - low)
+
+    def line(first: float, second: float) -> float:
+        return first + (second - first) * share
+
+    runs = []
+    for one, other in zip(few.runs, more.runs):
+        unit = _unit(one.unit, other.unit, line) if one.count == other.count else None
+        if unit is None:
+            return None
+        runs.append(Run(unit, one.count))
+    if len(few.runs) != len(more.runs) or few.tied != more.tied:
         return None
-    units = [_unit(a.unit, b.unit, share) for a, b in zip(one.runs, two.runs)]
-    if None in units:
-        return None
-    runs = tuple(Run(unit, run.count) for unit, run in zip(units, one.runs) if unit is not None)
-    return replace(one, placement=replace(one.placement, rows=rows), runs=runs)
+    return replace(few, placement=replace(few.placement, rows=rows), runs=tuple(runs))
 
 
-def _between(one: float, two: float, share: float) -> float:
-    return one + share * (two - one)
-
-
-def _unit(one: Unit, two: Unit, share: float) -> Unit | None:
+def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     forward, backward = (
-        _work(a, b, share)
-        for a, b in ((one.forward, two.forward), (one.backward, two.backward))
+        _work(getattr(one, n), getattr(other, n), line) for n in ("forward", "backward")
     )
-    same = (one.name, one.numbers, one.spread) == (two.name, two.numbers, two.spread)
-    if forward is None or backward is None or not same:
+    if forward is None or backward is None:
         return None
+    kept, given, most, handed, entering = (
+        max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
+    )
     return replace(
         one,
         forward=forward,
         backward=backward,
-        kept=_between(one.kept, two.kept, share),
-        input=_between(one.input, two.input, share),
-        most=max(_between(one.most, two.most, share), min(one.most, two.most)),
-        handed=_between(one.handed, two.handed, share),
+        kept=kept,
+        input=given,
+        most=most,
+        handed=handed,
+        entering=entering,
     )
 
 
-def _work(one: Work, two: Work, share: float) -> Work | None:
-    """Operators of many operations one by one, of the others how often they run and their bytes:
-    which of these are alike differs with the rows."""
-    alike = [_operator(a, b, share) for a, b in zip(_counted(one), _counted(two))]
-    others = _operator(_others(one), _others(two), share)
-    sent = [_sent(a, b, share) for a, b in zip(one.sent, two.sent)]
-    same = len(_counted(one)) == len(_counted(two)) and len(one.sent) == len(two.sent)
-    if not same or others is None or None in alike or None in sent:
-        return None
-    operators = (*filter(None, alike), *([others] if others.count else []))
-    return Work(operators, tuple(filter(None, sent)))
-
-
-def _counted(work: Work) -> list[Operator]:
-    return [one for one in work.operators if one.kind != "other"]
-
-
-def _others(work: Work) -> Operator:
-    """The mean of those that only move bytes."""
-    some = [one for one in work.operators if one.kind == "other"]
-    count = sum(one.count for one in some)
-    flops, moved = (
-        sum(getattr(one, name) * one.count for one in some) / (count or 1)
-        for name in ("flops", "moved")
+def _work(one: Work, other: Work, line: Line) -> Work | None:
+    """The work of a unit; operators are paired by size within their kind."""
+    pairs = list(zip(_each(one), _each(other)))
+    sent = list(zip(one.sent, other.sent))
+    alike = (
+        len(_each(one)) == len(_each(other))
+        and all(a.kind == b.kind for a, b in pairs)
+        and len(one.sent) == len(other.sent)
+        and all((a.op, a.axis, a.count) == (b.op, b.axis, b.count) for a, b in sent)
     )
-    return Operator("other", flops, moved, count)
-
-
-def _operator(one: Operator, two: Operator, share: float) -> Operator | None:
-    if (one.kind, one.count) != (two.kind, two.count):
+    if not alike:
         return None
-    flops = _between(one.flops, two.flops, share)
-    return replace(one, flops=flops, moved=_between(one.moved, two.moved, share))
+    often = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
+    return Work(
+        tuple(Operator(*key, float(count)) for key, count in often.items()),
+        tuple(Sent(a.op, a.axis, line(a.bytes, b.bytes), a.count) for a, b in sent),
+    )
 
 
-def _sent(one: Sent, two: Sent, share: float) -> Sent | None:
-    if (one.op, one.axis, one.count) != (two.op, two.axis, two.count):
-        return None
-    return replace(one, bytes=_between(one.bytes, two.bytes, share))
+def _each(work: Work) -> list[Operator]:
+    """Every operator as often as it runs."""
+    found = [replace(one, count=1) for one in work.operators for _ in range(round(one.count))]
+    return sorted(found, key=lambda one: (one.kind, one.flops, one.moved))

@@ -97,8 +97,8 @@ def _away(layer: Layer, link: float, name: str) -> Way:
 
 
 Choice = Callable[[Layer, Devices], Way]
-# what replicas add: (way, bytes of weights, replicas, bytes per second) -> way
-Replicas = Callable[[Way, float, int, float], Way]
+# what replicas add: (way, bytes of weights, replicas, bytes per second, microbatches) -> way
+Replicas = Callable[[Way, float, int, float, int], Way]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class LayerMenu:
     micro: int
     choices: Sequence[Choice] = (keep,)
     degrees: Callable[[int], Iterable[int]] = lambda size: (1,)
-    replicas: Replicas = lambda way, weights, copies, link: way
+    replicas: Replicas = lambda way, weights, copies, link, micro: way
     flight: Callable[[int], float] | None = None
     _fronts: dict[object, list[Way]] = field(default_factory=dict)
     _stages: dict[object, list[Way]] = field(default_factory=dict)
@@ -138,13 +138,11 @@ class LayerMenu:
             copies, rest = divmod(len(devices), degree)
             if rest:
                 continue
-            groups = (
-                range(at, at + degree) for at in range(devices.start, devices.stop, degree)
-            )
+            groups = (range(at, at + degree) for at in range(devices.start, devices.stop, degree))
             meet = min(map(self.devices.between, groups))
-            for way in self._front(first, last, flight, degree, meet):
+            for way in self._front(first, last, flight / copies, degree, meet):
                 shared = _scaled(way, 1 / speed / copies, 1 / copies)
-                yield self.replicas(shared, weights / degree, copies, link)
+                yield self.replicas(shared, weights / degree, copies, link, self.micro)
 
     def _front(self, first: int, last: int, flight: float, ranks: int, link: float) -> list[Way]:
         """Ways of all choices, less those that take and hold no less than another one."""
@@ -157,7 +155,7 @@ class LayerMenu:
             joined = [added(mine, rest) for mine in one for rest in more]
             room = self.devices.memory
             fits = [way for way in joined if _bytes(way, flight) <= room]
-            self._fronts[key] = _unbeaten(fits, flight)
+            self._fronts[key] = _unbeaten(fits, 0.0 if math.isinf(room) else flight)
         return self._fronts[key]
 
     def _split(self, layer: Layer, choice: Choice, ranks: int, link: float) -> Way:
@@ -198,8 +196,11 @@ def _bytes(way: Way, flight: float) -> float:
 
 
 def _unbeaten(ways: list[Way], flight: float) -> list[Way]:
+    """Ways that no other beats in time and bytes; bytes do not count where nothing is in flight."""
+
     def costs(way: Way) -> tuple[float, ...]:
-        return way.forward, way.backward, way.sync, _bytes(way, flight)
+        size = _bytes(way, flight) if flight else 0.0
+        return way.forward, way.backward, way.sync, size
 
     front: list[Way] = []
     for way in sorted(ways, key=costs):
@@ -216,17 +217,17 @@ def _ring(weights: float, copies: int, link: float) -> float:
     return 2 * (copies - 1) / copies * weights / link
 
 
-def each_step(way: Way, weights: float, copies: int, link: float) -> Way:
+def each_step(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
     """Replicas share each microbatch, and add their gradients up once a step."""
     return replace(way, sync=_ring(weights, copies, link))
 
 
-def shared_out(way: Way, weights: float, copies: int, link: float) -> Way:
+def shared_out(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
     """Replicas take turns; a step's sum of gradients is dealt out to its microbatches (Piper)."""
-    return replace(way, backward=way.backward + _ring(weights, copies, link))
+    return replace(way, backward=way.backward + _ring(weights, copies, link) / micro)
 
 
-def each_batch(way: Way, weights: float, copies: int, link: float) -> Way:
+def each_batch(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
     """Replicas take turns, and each adds its gradients up after each of its microbatches.
 
     PipeDream counts twice a ring, for gradients and weights of a server, beside the computing.

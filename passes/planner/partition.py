@@ -76,6 +76,14 @@ def _added(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return known[0] + way.both, max(known[1], way.both)
 
 
+def _added_and_synced(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    return (*_added(known[:2], way, micro, after), max(known[2], way.sync))
+
+
+def _fullest(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    return (max(known[0], way.held + min(after + 1, micro) * way.kept),)
+
+
 def _through(known: Vector, way: Way, micro: int, after: int) -> Vector:
     """Longest ways through the pipeline, that turn in one stage and stay there for the rest."""
     first = max(micro * way.both, way.both + known[0])
@@ -112,6 +120,24 @@ SUM = Objective(
     lambda known, micro: known[0] + (micro - 1) * known[1],
 )
 
+# The same, and the longest sum of gradients behind it.
+SUM_AND_SYNC = Objective(
+    "sum and sync",
+    (0.0, 0.0, 0.0),
+    _added_and_synced,
+    lambda known, seconds, micro: (*SUM.link(known[:2], seconds, micro), known[2]),
+    lambda known, micro: SUM.total(known[:2], micro) + known[2],
+)
+
+# Bytes of the fullest device under 1F1B: mCAP, which cares for nothing else.
+PEAK = Objective(
+    "peak",
+    (0.0,),
+    _fullest,
+    lambda known, seconds, micro: known,
+    lambda known, micro: known[0],
+)
+
 # Warm-up, steady phase and ending about a pivot, then the sum of gradients.  DAPPLE (Fan et al.,
 # PPoPP 2021) picks the pivot by a rule; here it is the one that makes the step longest.
 PIVOT = Objective(
@@ -131,7 +157,7 @@ PHASES = Objective(
     lambda known, micro: known[0] + known[1] + max(0, micro - 1) * known[2],
 )
 
-OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, PIVOT, PHASES)}
+OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, PHASES, PEAK)}
 
 # (first unit, unit behind the last, devices, stages behind it) -> ways
 Menu = Callable[[int, int, range, int], Iterable[Way]]

@@ -1,4 +1,4 @@
-"""What the units of a model cost under any placement: its steps, played on the meta device.
+"""Chains of a model under any placement, by playing its steps on the meta device.
 
 * A model, a batch and a loss as a source of chains.
 * One play: rows that split its tensors, a model with few layers, what each unit did.
@@ -18,31 +18,23 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts, inside
+from schedlang.ir.plan import Plan
 from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
-from schedlang.passes.planner.affine import extended
-from schedlang.passes.planner.values import (
-    Chain,
-    Kind,
-    Operator,
-    Placement,
-    Recipe,
-    Run,
-    Sent,
-    Unit,
-    Work,
-)
+from schedlang.passes.planner.affine import of_rows
+from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Recipe, Run, Sent, Unit, Work
 from schedlang.passes.propagate.original import rejected
+from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
 from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
 from schedlang.passes.simulate.played_step import Step, repeated
+from schedlang.passes.verify.probe import batch_norm
 
 if TYPE_CHECKING:
-    from schedlang.ir.plan import Plan
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
     from schedlang.runtime.storage.footprint import Message
@@ -52,14 +44,13 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
-# rows of microbatches that are played; with one row alone some operators differ.  The fullest
-# moment is a maximum of lines: between these rows it is told as too full, beyond nearly right
-FEW = (2, 16)
+# rows from which more are told: so many that a unit's fullest moment is that of its activations
+FEW = (8, 16)
 
 
 @dataclass
 class Profiles:
-    """Chains of one model by placement, each played once.
+    """Chains of one model by placement, each played once; of many rows from those of few.
 
     batch  of any number of rows, the length of which is that of training
     dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
@@ -73,27 +64,26 @@ class Profiles:
     _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
     names: tuple[str, ...] = ()  # of all units, known once one was played: where stages may start
-    relax: str = ""  # what the step of the data gives up
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """The chain of a placement, or why there is none."""
         found = self._known.get(placement)
         if found is None:
             try:
-                found = self._extended(placement) or self._chain(placement)
+                found = self._of_few(placement) or self.played(placement)
             except Refusal as refusal:
                 found = refusal
             self._known[placement] = found
         return found
 
-    def _extended(self, placement: Placement) -> Chain | None:
-        """The chain of many rows, from those of few; None where they do not tell."""
-        if placement.rows in (1, *FEW):
+    def _of_few(self, placement: Placement) -> Chain | None:
+        """The chain of many rows; None for few ones, and where two of few rows are not alike."""
+        if placement.rows <= FEW[-1]:
             return None
-        one, two = (self(replace(placement, rows=rows)) for rows in FEW)
-        if isinstance(one, Refusal):
-            raise one
-        return None if isinstance(two, Refusal) else extended(one, two, placement.rows)
+        first, second = (self(replace(placement, rows=rows)) for rows in FEW)
+        if isinstance(first, Refusal) or isinstance(second, Refusal):
+            return None
+        return of_rows(first, second, placement.rows)
 
     @property
     def recipe(self) -> Recipe:
@@ -104,23 +94,35 @@ class Profiles:
         return Recipe(wide, wide, 2 * wide, 0)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
-        """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
-        key = replace(placement, rows=1)
-        if key not in self._rows:
-            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
-            asked = Asked(self.trial, self.trial.all, mesh, self.batch)
-            found = rows_by_role(asked, [])
-            if placement.sequence and placement.tp > 1:
-                parts = sequence_rows(self.trial, found["parts"], "tp", placement.tp)
-                found["parts"] = parts
-            self._rows[key] = found
-        return self._rows[key]
+        """The rows that split tensors, by what for; raises Refusal where nothing can be split.
+
+        Those of sequences do not hang on those of tensors and experts: each is found once.
+        """
+        one = placement
+        found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
+        return found | self._split(Placement(cp=one.cp))
+
+    def _split(self, one: Placement) -> dict[str, list[Row]]:
+        if one not in self._rows:
+            mesh = {axis: size for axis in AXES if (size := getattr(one, axis)) > 1}
+            found = rows_by_role(Asked(self.trial, self.trial.all, mesh, self.batch), [])
+            if one.sequence and one.tp > 1:
+                found["parts"] = sequence_rows(self.trial, found["parts"], "tp", one.tp)
+            self._rows[one] = found
+        return self._rows[one]
 
     @cached_property
     def trial(self) -> Trial:
         """The model on which rows are tried."""
         blocks = blocks_of(self.facts)
         return Trial(self.facts, blocks, self.batch, self.loss, self.weight)
+
+    @cached_property
+    def relax(self) -> str:
+        """The word that a step in parts gives up, where a model takes statistics of each by itself."""
+        model = self.short.blocks.facts
+        traced = propagate(Plan(model), self.trial.sample, self.loss)
+        return "batch_stats" if batch_norm(model.model, traced) is not None else ""
 
     # -- one play ----------------------------------------------------------------------------------
 
@@ -134,7 +136,8 @@ class Profiles:
         """The model as it is."""
         return Short(self.trial.all, {})
 
-    def _chain(self, placement: Placement) -> Chain:
+    def played(self, placement: Placement) -> Chain:
+        """The chain of a placement, played now; raises Refusal where it cannot be."""
         try:
             plan, seen = self._seen(placement, self.short, self.short.units)
         except LookupError:
@@ -149,7 +152,7 @@ class Profiles:
         self, placement: Placement, short: Short, units: Sequence[str]
     ) -> tuple[Plan, Sequence[Seen]]:
         plan = self._plan(placement, short.blocks)
-        one = self._some_rows(placement.rows)
+        one = self.some_rows(placement.rows)
         prepared = prepare(plan, one, self.loss, self.weight)
         return plan, by_unit(Step(plan, prepared, one, self.loss, self.weight), units)
 
@@ -170,7 +173,7 @@ class Profiles:
             calls.append((made, tuple(sites)))
         return of_calls(calls, blocks.facts, Mesh(axes), "profile", relaxed)
 
-    def _some_rows(self, rows: int) -> Mapping[str, Any]:
+    def some_rows(self, rows: int) -> Mapping[str, Any]:
         """A microbatch: the first row of the batch, so often."""
         from schedlang.runtime.batch import rows_of, split
 
@@ -322,8 +325,8 @@ class Short:
 
 
 def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
-    """Of each block of a list the place, among those kept, of one that is alike, with alike ones
-    beside it if there is such a one."""
+    """Places among those kept: of each block of a list one that is alike, with alike ones beside it
+    if there is such a one."""
     facts = whole.facts
     kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]

@@ -47,7 +47,9 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
         steps.append(_step("memory", again, "forward, backward"))
     last = list(_last(profiles.names, cuts, setting))
     if last:
-        steps.append(_step("training", last, "train, steps=3", profiles.relax))
+        parted = setting.dp > 1 or setting.micro > 1
+        relax = profiles.relax if parted else ""
+        steps.append(_step("training", last, "train, steps=3", relax))
     return printer.to_text(parse(Source("written", "\n".join(steps))))
 
 
@@ -70,7 +72,8 @@ def _mesh(setting: Setting) -> dict[str, int]:
     """Axes of several ranks, slowest first; experts lie along some of the replicas."""
     at = setting.placement
     sizes = {"dp": setting.dp // at.ep, "ep": at.ep, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
-    return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
+    order = [one for axis in setting.axes for one in ((axis, "ep") if axis == "dp" else (axis,))]
+    return {axis: sizes[axis] for axis in order if sizes[axis] > 1} or {"dp": 1}
 
 
 def _step(name: str, lines: Sequence[str], proof: str, relax: str = "") -> str:
@@ -98,7 +101,7 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
-    """Those that follow one another, together."""
+    """Names that follow one another, together."""
     runs: list[list[str]] = []
     for k, name in enumerate(everyone):
         if name in mine:
@@ -126,5 +129,5 @@ def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterat
         over = data[0] if len(data) == 1 else data
         yield str(Row((), call("zero", stage=setting.zero, over=over)))
     if setting.pp > 1 or setting.micro > 1:
-        more = {"chunks": setting.chunks} if setting.chunks > 1 else {}
-        yield str(Row((), call("pipeline", order=setting.order, micro=setting.micro, **more)))
+        more = f", chunks={setting.chunks}" if setting.chunks > 1 else ""
+        yield f'pipeline(order="{setting.order}", micro={setting.micro}{more})'

@@ -1,0 +1,246 @@
+"""Planners that are rules: guides and papers that say what to try first, in their order.
+
+* What a guide asks about a job.
+* Rules, and the first setting that fits.
+* The rules of PTD-P, of two guides, and of Parallelization Layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from schedlang.passes.planner.values import Placement, Setting
+
+Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds (forward, backward)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What guides ask about a job.
+
+    needs    bytes of the fullest rank under a setting
+    state    bytes of the model's state on one device, undivided; `largest` of one layer
+    layers   that pipelines may cut between; `heads` that tensor parallelism must divide
+    rows     of the batch of a step
+    fast     nodes are linked as fast as their devices are
+    """
+
+    ranks: int
+    node: int
+    memory: float
+    needs: Callable[[Setting], float]
+    state: float
+    layers: int
+    heads: int
+    rows: int
+    largest: float = 0.0
+    fast: bool = False
+    times: Times = lambda rows: (1.0 * rows, 2.0 * rows)
+
+    def setting(self, tp: int = 1, pp: int = 1, rows: int = 1, zero: int = 0) -> Setting:
+        """Give what is left to replicas; their rows in microbatches of so many."""
+        dp = self.ranks // (tp * pp)
+        micro = self.rows // (dp * rows)
+        return Setting(Placement(rows, tp, tp > 1), dp, pp, micro, zero=zero)
+
+    def whole(self, setting: Setting) -> bool:
+        """Whether ranks and rows divide as the setting says."""
+        used = setting.dp * setting.micro * setting.placement.rows
+        return setting.ranks == self.ranks and used == self.rows and setting.micro > 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a guide: when it holds, what it says to try, and why."""
+
+    when: str
+    holds: Callable[[Case], bool]
+    settings: Callable[[Case], Iterator[Setting]]
+    why: str
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A planner that is a table of rules.
+
+    paper   who gives them, and where; `leaves` what they leave out
+    margin  share of the memory that what they count may fill
+    """
+
+    paper: str
+    leaves: str
+    rules: Sequence[Rule]
+    margin: float = 1.0
+
+    def plan(self, case: Case) -> tuple[Setting, Rule] | None:
+        """The first setting that fits, and the rule that gives it; None where none does."""
+        for rule in self.rules:
+            if rule.holds(case):
+                for setting in rule.settings(case):
+                    if case.whole(setting) and case.needs(setting) <= self.margin * case.memory:
+                        return setting, rule
+        return None
+
+
+def _divisors(number: int, most: float = inf) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0 and k <= most]
+
+
+def _inside(case: Case) -> list[int]:
+    """Degrees of tensor parallelism that divide the heads and stay in a node."""
+    return [k for k in _divisors(case.heads, case.node) if case.ranks % k == 0]
+
+
+def _pipelines(case: Case, tp: int = 1) -> list[int]:
+    return [k for k in _divisors(case.layers) if case.ranks % (tp * k) == 0]
+
+
+def _fits_one(case: Case) -> bool:
+    return case.needs(case.setting()) <= case.memory
+
+
+def _copied(case: Case) -> Iterator[Setting]:
+    yield case.setting()
+
+
+def _sharded(case: Case) -> Iterator[Setting]:
+    yield from (case.setting(zero=stage) for stage in (1, 2, 3))
+
+
+def _split_thrice(case: Case) -> Iterator[Setting]:
+    """Over layers, their tensors and copies; tensors inside of nodes, and no more than must be."""
+    for tp, pp in _by_degree(case):
+        yield case.setting(tp, pp)
+
+
+def _split_and_sharded(case: Case) -> Iterator[Setting]:
+    for tp, pp in _by_degree(case):
+        yield case.setting(tp, pp, zero=1)
+
+
+def _by_degree(case: Case) -> list[tuple[int, int]]:
+    """Degrees, those that split least first, and of these such that split tensors least."""
+    pairs = [(tp, pp) for tp in _inside(case) for pp in _pipelines(case, tp)]
+    return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]))
+
+
+def _megatron(case: Case) -> Iterator[Setting]:
+    """Tensors over a node first, then layers over nodes; rows of a microbatch by the formula."""
+    inside = [tp for tp in _inside(case) if tp & (tp - 1) == 0]
+    shapes = [(tp, 1) for tp in inside]
+    shapes += [(inside[-1], pp) for pp in _pipelines(case, inside[-1]) if pp > 1]
+    for tp, pp in shapes:
+        rows = _rows(case, case.ranks // (tp * pp), pp)
+        yield case.setting(tp, pp, rows)
+        if rows > 1:
+            yield case.setting(tp, pp)
+
+
+def _rows(case: Case, dp: int, pp: int) -> int:
+    """Rows b of a microbatch: least (b'/b + p - 1) (tf(b) + tb(b)), with b' rows of a replica."""
+    own = case.rows // dp
+    return min(_divisors(own) or [1], key=lambda b: (own / b + pp - 1) * sum(case.times(b)))
+
+
+def _pipelined(case: Case) -> Iterator[Setting]:
+    yield from (case.setting(pp=pp) for pp in _pipelines(case) if pp <= case.node)
+
+
+def _tensors(case: Case) -> Iterator[Setting]:
+    yield from (case.setting(tp) for tp in _inside(case))
+
+
+def _unlike(case: Case) -> Iterator[Setting]:
+    """One node's alternatives, in the order of the guide."""
+    yield from _pipelined(case)
+    yield from _sharded(case)
+    yield from _tensors(case)
+
+
+def _always(case: Case) -> bool:
+    return True
+
+
+RULED = {
+    "ptd-p": Ruled(
+        "PTD-P, Megatron-LM (Narayanan et al., SC 2021), its takeaways 1 to 3",
+        "activations: the state alone is counted, and may fill 0.6 of the memory, which gives all"
+        " ten rows of its Table 1; interleaved stages",
+        (
+            Rule(
+                "always",
+                _always,
+                _megatron,
+                "tensors within a node, layers over nodes, copies of what fits then",
+            ),
+        ),
+        margin=0.6,
+    ),
+    "pytorch": Ruled(
+        "PyTorch Distributed Overview, `Applying Parallelism To Scale Your Model`",
+        "time altogether; where FSDP reaches its limits: here where it does not fit, or a rank has"
+        " no row",
+        (
+            Rule("the model fits on one device", _fits_one, _copied, "DDP scales up easily"),
+            Rule(
+                "each rank has a row",
+                lambda case: case.rows >= case.ranks,
+                lambda case: iter((case.setting(zero=3),)),
+                "FSDP2 for a model that does not fit on one device",
+            ),
+            Rule("FSDP2 has reached its limits", _always, _split_thrice, "TP, PP or both"),
+        ),
+    ),
+    "huggingface": Ruled(
+        "Hugging Face, Efficient Training on Multiple GPUs, `Scalability strategy`",
+        "time altogether: where it says to try several, the first that fits is taken",
+        (
+            Rule("case 1: fits on one device", _fits_one, _copied, "DDP, or ZeRO"),
+            Rule(
+                "case 3: the largest layer does not fit on one device",
+                lambda case: case.largest > case.memory and case.ranks <= case.node,
+                _tensors,
+                "stages alone cannot hold the layer",
+            ),
+            Rule(
+                "case 2: does not fit on one device, one node",
+                lambda case: case.ranks <= case.node,
+                _unlike,
+                "PP, ZeRO or TP: as fast as each other where links are fast, else PP is fastest",
+            ),
+            Rule(
+                "several nodes, fast links between them",
+                lambda case: case.fast,
+                _sharded,
+                "ZeRO needs close to no change of the model",
+            ),
+            Rule(
+                "several nodes, fast links between them, and ZeRO does not fit",
+                lambda case: case.fast,
+                _split_thrice,
+                "PP with TP and DP sends less",
+            ),
+            Rule(
+                "several nodes, slow links between them",
+                _always,
+                _split_and_sharded,
+                "DP with PP, TP and ZeRO",
+            ),
+        ),
+    ),
+    "layouts": Ruled(
+        "Parallelization Layouts (Hagemann et al., 2023), its recommendations",
+        "kernels, which it chooses too; sequence parallelism is on wherever tensors are split",
+        (
+            Rule(
+                "always",
+                _always,
+                _split_and_sharded,
+                "microbatches of one row, nothing computed again, the least that fits of tensor and"
+                " pipeline parallelism, and rather pipelines",
+            ),
+        ),
+    ),
+}

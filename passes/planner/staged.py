@@ -1,0 +1,227 @@
+"""Planners of the literature that cut a chain into stages, as settings of one programme.
+
+Each says what a step lasts (an objective), what a stage may choose from (sizes, degrees, choices,
+replicas), and what its model leaves out.  None has code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from schedlang.passes.planner.menus import (
+    Choice,
+    Devices,
+    Layer,
+    LayerMenu,
+    Replicas,
+    again,
+    each_batch,
+    each_step,
+    keep,
+    peer,
+    shared_out,
+    swap,
+)
+from schedlang.passes.planner.partition import (
+    PEAK,
+    PHASES,
+    PIVOT,
+    SLOWEST,
+    SUM,
+    SUM_AND_SYNC,
+    Cut,
+    Objective,
+    Problem,
+    ceilings,
+    cut,
+)
+
+Sizes = Callable[[int], Sequence[int]]  # of so many devices: how many a stage may take
+
+
+def one(count: int) -> tuple[int, ...]:
+    """Each stage has a device."""
+    return (1,)
+
+
+def every(count: int) -> tuple[int, ...]:
+    """A stage has any number of devices."""
+    return tuple(range(1, count + 1))
+
+
+def powers(count: int) -> tuple[int, ...]:
+    """A stage has a power of two."""
+    return tuple(1 << k for k in range(count.bit_length()) if 1 << k <= count)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A planner that cuts a chain of layers into stages.
+
+    paper     who described it, and where
+    leaves    what its model leaves out
+    alike     all stages have as many devices, split alike; every such grid is tried
+    links     messages between stages take time
+    arranged  unlike devices may stand in any order
+    """
+
+    paper: str
+    leaves: str
+    objective: Objective
+    sizes: Sizes = one
+    degrees: Sizes = one
+    choices: tuple[Choice, ...] = (keep,)
+    replicas: Replicas = lambda way, weights, copies, link, micro: way
+    solver: Callable[[Problem, Objective], Cut | None] = cut
+    alike: bool = False
+    links: bool = True
+    arranged: bool = False
+
+    def problem(
+        self,
+        layers: Sequence[Layer],
+        devices: Devices,
+        micro: int,
+        stages: int | None = None,
+        flight: Callable[[int], float] | None = None,
+    ) -> Problem:
+        """What the programme solves for these layers."""
+        menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas, flight)
+
+        def send(unit: int, device: int) -> float:
+            if not self.links:
+                return 0.0
+            return layers[unit - 1].handed / devices.between(range(device - 1, device + 1))
+
+        return Problem(
+            len(layers),
+            menu,
+            micro,
+            devices.count,
+            self.sizes(devices.count),
+            stages,
+            send,
+            devices.memory,
+            flight,
+        )
+
+    def plan(
+        self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None = None
+    ) -> Cut | None:
+        """Its stages, first to last; None where none fit in memory.
+
+        layers   with seconds of one microbatch on one device
+        stages   how many (None: as many as its model likes best)
+        """
+        found = [
+            self.solver(problem, self.objective)
+            for order in self._orders(devices)
+            for problem in self._problems(layers, order, micro, stages)
+        ]
+        fits = [each for each in found if each is not None]
+        return min(fits, key=lambda each: each.value, default=None)
+
+    def _orders(self, devices: Devices) -> Iterator[Devices]:
+        orders = set(permutations(devices.speeds)) if self.arranged else {devices.speeds}
+        return (replace(devices, speeds=speeds) for speeds in sorted(orders))
+
+    def _problems(
+        self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None
+    ) -> Iterator[Problem]:
+        if not self.alike:
+            yield self.problem(layers, devices, micro, stages)
+            return
+        for count in range(1, min(len(layers), devices.count) + 1):
+            size, rest = divmod(devices.count, count)
+            if rest == 0 and stages in (None, count):
+                for degree in self.degrees(size):
+                    fixed = replace(self, sizes=_only(size), degrees=_only(degree))
+                    yield fixed.problem(layers, devices, micro, count)
+
+
+def _only(number: int) -> Sizes:
+    return lambda count: (number,)
+
+
+STAGED = {
+    "pipedream": Staged(
+        "PipeDream (Narayanan et al., SOSP 2019)",
+        "the pipeline's beginning and end, since it never stops; memory of stashed weights",
+        SLOWEST,
+        every,
+        replicas=each_batch,
+    ),
+    "dapple": Staged(
+        "DAPPLE (Fan et al., PPoPP 2021)",
+        "memory; its three policies of placing devices, which lie in one row here",
+        PIVOT,
+        every,
+        replicas=each_step,
+    ),
+    "piper": Staged(
+        "Piper (Tarnawski et al., NeurIPS 2021)",
+        "the pipeline's beginning and end; branches of a graph, which is a chain here",
+        SLOWEST,
+        every,
+        powers,
+        (keep, again),
+        shared_out,
+    ),
+    "alpa": Staged(
+        "Alpa (Zheng et al., OSDI 2022), its stages",
+        "messages between stages, what overlaps, sums of gradients; operators of a stage are split"
+        " alike, where Alpa solves a programme for each",
+        SUM,
+        powers,
+        powers,
+        solver=lambda problem, objective: ceilings(problem),
+        links=False,
+    ),
+    "amp": Staged(
+        "AMP (Li et al., NeurIPS 2022)",
+        "memory of activations that other microbatches keep; where devices stand is given, not"
+        " searched",
+        SUM_AND_SYNC,
+        degrees=powers,
+        replicas=each_step,
+        alike=True,
+    ),
+    "adapipe": Staged(
+        "AdaPipe (Sun et al., ASPLOS 2024)",
+        "messages of the steady phase; layers are computed again whole, not operator by operator",
+        PHASES,
+        choices=(keep, again),
+    ),
+    "whale": Staged(
+        "Whale (Jia et al., USENIX ATC 2022), its stages",
+        "the pipeline's beginning and end; devices that share a stage are alike",
+        SLOWEST,
+    ),
+    "hetpipe": Staged(
+        "HetPipe (Park et al., USENIX ATC 2020), stages of a virtual worker",
+        "waves of several workers, and the server that they share; links depend on places alone",
+        SLOWEST,
+        arranged=True,
+    ),
+    "mcap": Staged(
+        "mCAP (Henkel et al., 2023)",
+        "time altogether: the fullest device decides",
+        PEAK,
+        links=False,
+    ),
+    "mpress": Staged(
+        "MPress (Zhou et al., HPCA 2023)",
+        "who takes what leaves over the peer link, and copies of two layers that meet on a link",
+        PIVOT,
+        choices=(keep, peer, swap, again),
+    ),
+    "swapadvisor": Staged(
+        "SwapAdvisor (Huang et al., ASPLOS 2020)",
+        "when memory is allotted, and to whom; the search by a genetic algorithm, which is exact"
+        " here",
+        SLOWEST,
+        choices=(keep, swap),
+    ),
+}
