@@ -25,6 +25,7 @@ from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
+from schedlang.passes.planner.affine import of_rows
 from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
+FEW = (2, 4)  # rows that are always played; one row alone is often treated otherwise
 
 
 @dataclass
 class Profiles:
-    """Chains of one model by placement, each played once.
+    """Chains of one model by placement, each played once; of many rows from those of few.
 
     batch  of any number of rows, the length of which is that of training
     dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
@@ -67,11 +69,20 @@ class Profiles:
         found = self._known.get(placement)
         if found is None:
             try:
-                found = self._chain(placement)
+                found = self._of_few(placement) or self.played(placement)
             except Refusal as refusal:
                 found = refusal
             self._known[placement] = found
         return found
+
+    def _of_few(self, placement: Placement) -> Chain | None:
+        """The chain of many rows; None for few ones, and where two of few rows are not alike."""
+        if placement.rows <= FEW[-1]:
+            return None
+        first, second = (self(replace(placement, rows=rows)) for rows in FEW)
+        if isinstance(first, Refusal) or isinstance(second, Refusal):
+            return None
+        return of_rows(first, second, placement.rows)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
         """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
@@ -111,7 +122,8 @@ class Profiles:
         """The model as it is."""
         return Short(self.trial.all, {})
 
-    def _chain(self, placement: Placement) -> Chain:
+    def played(self, placement: Placement) -> Chain:
+        """The chain of a placement, played now; raises Refusal where it cannot be."""
         try:
             plan, seen = self._seen(placement, self.short, self.short.units)
         except LookupError:

@@ -47,7 +47,7 @@ class Seen:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-MICRO = 3  # the first, one between, the last: that between is looked at
+MICRO = 2  # the first, and one that finds gradients there: this is looked at
 HEAD, TAIL = "", "after"
 
 
