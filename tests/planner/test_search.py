@@ -98,6 +98,7 @@ def test_what_is_found_is_the_best_of_all_ways(case):
     assert [seconds(one) for one in found[:-1]] == sorted({seconds(one) for one in found[:-1]})[
         ::-1
     ]
+    assert all(one.floor <= seconds(found[-1]) for one in found)
     *_, moved = search(profiles, job, moves=20)
     assert seconds(moved) <= seconds(found[-1])
     if moved.best is not None:
