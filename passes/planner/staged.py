@@ -206,7 +206,7 @@ STAGED = {
         arranged=True,
     ),
     "mcap": Staged(
-        "mCAP (Henkel et al., 2023)",
+        "mCAP (Dreuning et al., Euro-Par 2022)",
         "time altogether: the fullest device decides",
         PEAK,
         links=False,
