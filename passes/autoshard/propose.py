@@ -379,7 +379,7 @@ def propose(
         asked = replace(asked, relax=RELAX)
     if adapters is not None:
         asked = replace(asked, adapters=adapters.rows(blocks, notes))
-    rows = _rows(asked, notes)
+    rows = rows_by_role(asked, notes)
     rest = _rest(asked)
     stages = max(1, mesh.get(asked.axis("stages") or "", 1))
     try:
@@ -428,7 +428,7 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
         raise Refusal.of("S211", title, helps=("`--mesh dp=2,tp=2`", legal))
 
 
-def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
+def rows_by_role(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
     """The rows of each role that splits tensors; an axis for which there are none is refused."""
     found: dict[str, list[Row]] = {}
     for role in ("parts", "experts", "tokens"):

@@ -316,6 +316,22 @@ def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
     return replace(names, knobs={**names.knobs, **new}, axes=axes)
 
 
+# ---- search -------------------------------------------------------------------------------
+
+
+def search(node: n.Search, state: State) -> State:
+    """A limit of a search for settings (S106, S109); nothing else reads it."""
+    name, value = node.limit.name, evaluate(node.limit.value, state.names)
+    values = value if isinstance(value, tuple) else (value,)
+    if any(one is UNKNOWN for one in values):
+        return state
+    sizes = tuple(int(one) if isinstance(one, AxisSize) else one for one in values)
+    try:
+        return replace(state, limits=state.limits.limited(node.how, name, sizes))
+    except Refusal as refusal:
+        raise refusal.at(node.limit.span) from None
+
+
 # ---- definitions and libraries ------------------------------------------------------------
 
 

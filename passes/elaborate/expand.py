@@ -131,14 +131,20 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
 
 
 def of_calls(
-    calls: Sequence[tuple[n.Call, Sequence[str]]], facts: ModelFacts, mesh: Mesh, step: str
+    calls: Sequence[tuple[n.Call, Sequence[str]]],
+    facts: ModelFacts,
+    mesh: Mesh,
+    step: str,
+    relax: tuple[str, ...] = (),
 ) -> Plan:
     """The plan of calls at modules (none: at the model itself), as of one step on a mesh.
+
+    `relax`: what the step gives up.
 
     Raises Refusal where one is refused, at the place of that call.
     """
     runner = Expander(start(facts, Settings()).with_mesh(mesh))
-    with runner.inside(n.Step(step, (), n.Block(()))):
+    with runner.inside(n.Step(step, relax, n.Block(()))):
         for call, sites in calls:
             runner.call(call, tuple(sites) or ("",), runner.state.names, chosen=bool(sites))
     plan = runner.state.plan
@@ -227,6 +233,8 @@ class Expander:
                 self._declare(lambda: declare.view(item, state), name)
             case n.Require():
                 self._declare(lambda: declare.require(item, state))
+            case n.Search():
+                self._declare(lambda: declare.search(item, state))
             case n.Def(name):
                 self._declare(lambda: declare.define(item, state), name)
             case n.Use():

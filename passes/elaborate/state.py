@@ -17,6 +17,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, guess, 
 from schedlang.diagnostics.other_systems import VERBS
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Resolved
+from schedlang.ir.limits import Limits
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import nodes as n
@@ -126,6 +127,7 @@ class State:
     step: n.Step | None = None
     plan: Plan | None = None
     idle: tuple[Span, ...] = ()  # rows that selected nothing
+    limits: Limits = Limits()  # of a search for settings
 
     @property
     def axes(self) -> Mapping[str, int]:

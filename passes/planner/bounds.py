@@ -147,7 +147,7 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     """Bytes that the fullest rank of each way holds at least, however it is cut.
 
     The fullest holds at least the mean: of the state, and of what one microbatch keeps where all
-    units are computed again.
+    units are computed again, less gradients that may not be there yet.
     """
     runs, recipe, one = ways.chain.runs, job.recipe, ways.chain.placement
     numbers, spread = _numbers(ways.chain)
@@ -160,6 +160,7 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
         held += size * ((numbers - spread) / split + spread / apart)
     kept = sum(min(run.unit.kept, run.unit.input) * run.count for run in runs)
     least = min(run.unit.most for run in runs)
+    kept = max(0.0, kept - numbers * recipe.gradient)
     found: Floats = (held + kept) / ways.pp + least
     return found
 

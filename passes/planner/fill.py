@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock, span_floor
-from schedlang.passes.planner.limits import Limits
 from schedlang.passes.planner.price import composition, even, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes
@@ -117,35 +117,50 @@ class Held:
     def least(self, memory: float, none: bool, some: bool, every: bool) -> Ints | None:
         """The fewest units of each stage to compute again so that all ranks fit; None: none do.
 
-        A rank holds the less, the more of its units are computed again, but for the first: then a
-        unit's activations come back beside what is kept.  So the number of each is halved upon, all
-        ranks at once.  Of several stages on a rank the first is filled first, whose activations are
-        held for longest.
+        The more units of a run are computed again, the less a rank holds; but with the first of
+        them a unit's activations come back beside what is kept.  So the ends of runs are tried from
+        the first on, and the number is halved upon before the first that fits, all ranks at once.
+        Of several stages on a rank the first is filled first, whose activations are held longest.
         """
         cuts, rank = np.array(self.cut.cuts), homes(self.cut.order, self.cut.pp, self.cut.chunks)
-        units = np.bincount(rank, cuts, self.cut.pp).astype(np.int64)
-        nothing = np.zeros_like(units)
-        free = self.bytes(self._spread(nothing, rank, cuts))
+        free = self.bytes(np.zeros_like(cuts))
         if none and (free <= memory).all():
-            return nothing[rank] * 0
-        whole = self.bytes(cuts)
-        over = np.minimum(free, whole) > memory if some else whole > memory
-        self.fullest = float(np.minimum(free, whole).max() if some else whole.max())
-        if over.any() or not (some or every):
-            return None
+            return np.zeros_like(cuts)
         if not some:
-            return cuts
-        low, high = nothing.copy(), np.where(free <= memory, 0, units)  # high fits, low does not
-        while (high - low > 1).any():
-            middle = np.where(high - low > 1, (low + high) // 2, high)
+            self.fullest = float(self.bytes(cuts).max())
+            return cuts if every and self.fullest <= memory else None
+        ends = self._ends(rank)
+        low, high = np.zeros_like(free, dtype=np.int64), np.where(free <= memory, 0, -1)
+        needs = free
+        for end in ends.T:
+            if (high >= 0).all():
+                break
+            held = self.bytes(self._spread(end, rank, cuts))
+            needs = np.minimum(needs, held)
+            low = np.where((high < 0) & (held > memory), end, low)
+            high = np.where((high < 0) & (held <= memory), end, high)
+        self.fullest = float(needs.max())
+        if (high < 0).any():
+            return None
+        while (open_ := high - low > 1).any():  # high fits, low does not
+            middle = np.where(open_, (low + high) // 2, high)
             fits = self.bytes(self._spread(middle, rank, cuts)) <= memory
-            open_ = high - low > 1
             high, low = np.where(open_ & fits, middle, high), np.where(open_ & ~fits, middle, low)
-        found = self._spread(high, rank, cuts)
-        return self._kept(found, none, every)
+        return self._kept(self._spread(high, rank, cuts), none, every)
+
+    def _ends(self, rank: Ints) -> Ints:
+        """Units of each place up to the end of each run on it [places, runs], in their order."""
+        made, _ = composition(self.chain, self.cut.cuts)
+        ends: list[list[int]] = [[] for _ in range(self.cut.pp)]
+        for stage, runs in enumerate(made.astype(np.int64).tolist()):
+            mine = ends[rank[stage]]
+            for count in filter(None, runs):
+                mine.append((mine[-1] if mine else 0) + count)
+        longest = max(map(len, ends))
+        return np.array([mine + mine[-1:] * (longest - len(mine)) for mine in ends])
 
     def _kept(self, found: Ints, none: bool, every: bool) -> Ints | None:
-        """What was found, where it may be none and all."""
+        """The number found, where it may be none and all."""
         if not found.any() and not none:
             found[0] = 1
         if (found == np.array(self.cut.cuts)).all() and not every:
@@ -153,7 +168,7 @@ class Held:
         return found
 
     def _spread(self, often: Ints, rank: Ints, cuts: Ints) -> Ints:
-        """How many units of each stage, of so many of each rank."""
+        """Units of each stage, of so many of each rank."""
         found, left = np.zeros_like(cuts), often.copy()
         for stage in range(len(cuts)):
             found[stage] = min(cuts[stage], left[rank[stage]])

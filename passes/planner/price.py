@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ COMPUTING = "computing"
 
 
 def stride(setting: Setting, axis: str) -> int:
-    """How far neighbours of an axis lie apart; ep is folded into dp."""
+    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
     at = setting.placement
     sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
     place = setting.axes.index("dp" if axis == "ep" else axis)
@@ -50,6 +50,11 @@ def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, f
     return forward, sum(back.values()), forward
 
 
+def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
+    """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
+    return _of_unit(unit, _where(setting), cluster)
+
+
 def _where(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
@@ -61,11 +66,14 @@ def _where(setting: Setting) -> Where:
 def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
     """Seconds of a unit's forward, of its backward, and of its backward's gradients of weights.
 
-    The last are half of a backward's products: one of both that each product of a forward has.
+    The last are half of a backward's products with weights: of two for each of a forward one.
     """
     sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
     ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
-    products = Work(tuple(op for op in unit.backward.operators if op.kind == "product"))
+    weighed = (
+        op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
+    )
+    products = Work(tuple(weighed))
     half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
     return ahead, back, half
 
@@ -118,6 +126,11 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
     if inside == ranks:
         return start + share * size / cluster.link
     return start + share * size / min(cluster.link, cluster.network * inside)
+
+
+def overlap(cluster: Cluster) -> float:
+    """Share of messages beside the computing that it hides."""
+    return float(getattr(cluster, "overlap", 1.0))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -181,7 +194,7 @@ SENDING = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is made of.
+    """Values that a step is made of.
 
     names                    causes of units
     forward, backward, half  seconds of one of each run [runs, causes]
@@ -226,8 +239,12 @@ def _step(
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
     busiest = setting.micro * ((once + more) @ forward + once @ backward)
-    held = numbers(chain, made, rank, setting.pp).max(0)
-    data = _data(setting, held, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
+    data = dict(
+        _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+    )
+    for cause, took in _shared(chain, setting, cluster, recipe, made, rank):
+        data[cause] = data.get(cause, 0.0) + took
     return _Step(
         names,
         weight,
@@ -307,7 +324,7 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
 
 
 def _reached(total: Array, most: float, stages: int) -> int:
-    """How many units so many stages take, each as many as `most` seconds allow."""
+    """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
         at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
@@ -326,7 +343,10 @@ def _latest(total: Array, most: float, stages: int) -> list[int]:
 def composition(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
-    """Units of each run at each stage [stages, runs], and of them those that are computed again."""
+    """Units of each run at each stage [stages, runs], and of them those that are computed again.
+
+    One that would keep no less then is not.
+    """
     ends = np.cumsum([run.count for run in chain.runs])
     begins = ends - [run.count for run in chain.runs]
     last = np.cumsum(cuts)
@@ -340,24 +360,37 @@ def composition(
         return found
 
     more = np.minimum(again, cuts) if again else np.zeros(len(cuts), dtype=np.int64)
-    return within(last), within(first + more)
+    spares = np.array([run.unit.input < run.unit.kept for run in chain.runs])
+    return within(last), within(first + more) * spares
 
 
 # -- data axes -------------------------------------------------------------------------------------
 
 
 def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts."""
+    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts.
+
+    What runs share a rank has once.
+    """
     units = [run.unit for run in chain.runs]
     each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
     found = np.zeros((places, 2))
     np.add.at(found, rank, made @ each)
+    for first, second in chain.tied:
+        both = _has(made, rank, first) & _has(made, rank, second)
+        found[sorted(both), 0] -= min(units[first].numbers, units[second].numbers)
     return found
+
+
+def _has(made: Array, rank: NDArray[np.int64], run: int) -> set[int]:
+    """Places that have units of a run."""
+    return set(rank[made[:, run] > 0].tolist())
 
 
 def _data(
     setting: Setting,
     held: Array,
+    units: int,
     cluster: Cluster,
     recipe: Recipe,
     busiest: Causes,
@@ -367,8 +400,8 @@ def _data(
 
     Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
     parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
-    microbatch, from the third on parameters gathered twice: beside the computing, and counted where
-    this takes longer.  Parts of context have the same parameters, and sum along.
+    microbatch, from the third on parameters gathered twice, unit by unit.  Of these and of the
+    computing the shorter is hidden as far as the cluster overlaps them.  Context sums along.
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
@@ -379,7 +412,7 @@ def _data(
         found: dict[str, float] = {}
         for number, (ranks, far) in zip(held.tolist(), places):
             if number:
-                buckets = math.ceil(number / BUCKET)
+                buckets = units if zero > 2 else math.ceil(number / BUCKET)
                 each = _sending(cluster, "dp", op, number * size / buckets, ranks, far)
                 for cause, one in each:
                     found[cause] = found.get(cause, 0.0) + often * buckets * one
@@ -399,10 +432,28 @@ def _data(
     often = 2 * setting.micro * (zero > 2)
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
-    hidden = {c: t for c, t in busiest.items() if c not in BESIDE}
-    if _total(beside, weights) <= _total(hidden, weights):
-        return after
-    return both(after, beside) | {cause: -took for cause, took in hidden.items()}
+    share = overlap(cluster)
+    computing = {c: t for c, t in busiest.items() if c not in BESIDE}
+    if _total(beside, weights) <= _total(computing, weights):
+        return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
+    return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
+
+
+def _shared(
+    chain: Chain,
+    setting: Setting,
+    cluster: Cluster,
+    recipe: Recipe,
+    made: Array,
+    rank: NDArray[np.int64],
+) -> Iterator[tuple[str, float]]:
+    """Seconds of sums of gradients that two places share, by cause."""
+    for first, second in chain.tied:
+        one, other = (_has(made, rank, run) for run in (first, second))
+        if one and other and not one & other:
+            size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
+            far = stride(setting, "pp") * abs(min(one) - min(other))
+            yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
 BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
@@ -430,29 +481,46 @@ def peaks(
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
     rank = homes(setting.order, setting.pp, setting.chunks)
-    kept, less, most = np.array([[unit.kept, unit.input, unit.most] for unit in units]).T
+    kept, less, most, enters = np.array(
+        [[unit.kept, unit.input, unit.most, unit.entering] for unit in units]
+    ).T
     number = np.array([unit.numbers for unit in units])
     once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    return tuple((found + activations(setting, made, again, kept, less, once)).tolist())
+    holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
+    return tuple((found + holds).tolist())
 
 
-def activations(
-    setting: Setting, made: Array, again: Array, kept: Array, less: Array, most: Array
-) -> Array:
+def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
     """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
 
-    Of one unit of each run: `kept` for its backward, `less` where it is computed again, and then
-    all of it at that moment; `most` beside these.
+    `each` tells of one unit of each run: what is kept for its backward, what is where it is
+    computed again (and then all of it at that moment), the most beside these, what the first unit
+    of a stage keeps besides, and its gradients: where all forwards run before the first backward,
+    those of units that are still to come are not there yet.
     """
+    kept, less, most, enters, slope = each
     rank = homes(setting.order, setting.pp, setting.chunks)
     flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
-    held = np.bincount(rank, flying * (made @ kept - again @ (kept - less)), setting.pp)
-    moment = np.where(made > 0, most + (again > 0) * (kept - less), 0.0).max(1)
-    fullest = np.zeros(setting.pp)
-    np.maximum.at(fullest, rank, moment)
+    stages = np.arange(len(made))
+    first = (made > 0).argmax(1)
+    entering = np.where(stages > 0, enters[first], 0.0)
+    own = made * kept - again * (kept - less)
+    until = own.cumsum(1) + entering[:, None]
+    whole = until[:, -1]  # of one microbatch
+    last = np.where(made > again, until, -np.inf)
+    once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
+    moments = np.maximum(last, once) + most - whole[:, None]
+    held = np.bincount(rank, flying * whole, setting.pp)
+    fullest = np.full(setting.pp, -np.inf)
+    np.maximum.at(fullest, rank, moments.max(1))
     found: Array = held + fullest
-    return found
+    if setting.chunks > 1:
+        return found
+    gone = (made * slope).cumsum(1) - made * slope  # gradients of the units before
+    early = (flying * whole + (moments - gone).max(1), found - whole)
+    return np.where(flying >= setting.micro, np.maximum(*early), found)
 
 
 def states(

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schedlang.diagnostics.tables import size
+from schedlang.ir.limits import Value
 from schedlang.passes.planner.fill import Filled
-from schedlang.passes.planner.limits import Value, told
+from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.values import Priced, Setting
 
 # names in which a rejected setting differs from the best

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor, sums_floor
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits, told
+from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
-from schedlang.passes.planner.space import Floats, Ints, Job, Ways, groups, rows_of, ways
+from schedlang.passes.planner.space import Floats, Ints, Job, Ways, check, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Placement, Setting
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
@@ -30,7 +31,7 @@ MOVES = 60  # of a unit from stage to stage, for the best
 
 @dataclass(frozen=True)
 class Counts:
-    """How many ways there were, and what became of them.
+    """Numbers of ways, by what became of them.
 
     all      that keep the hard rules
     large    too large by their bound already
@@ -89,8 +90,9 @@ def search(
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
     computed again; then so many `moves` of a unit from stage to stage were tried on it.  It has no
-    best where nothing fits.
+    best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
     """
+    check(limits)
     return _Search(profiles, job, limits, progress, moves).run()
 
 
@@ -108,7 +110,7 @@ class _Opened:
     known: set[int] = field(default_factory=set)
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
-        """Which of them have another value of a name than a setting."""
+        """Find those that have another value of a name than a setting."""
         mine = told(setting)[name]
         if name == "order":
             values = np.array(self.ways.names)[self.ways.order]
@@ -281,6 +283,6 @@ def why(profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits
 
 
 def _nearest(found: Found) -> Filled | None:
-    """Of what does not fit, what needs least."""
+    """The setting that needs least of those that do not fit."""
     large = [one.filled for one in found.rejected if one.filled is not None]
     return min(large, key=lambda one: one.needs, default=None)

@@ -12,9 +12,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.limits import Limits
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.span import played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.step_time import Cluster
+from schedlang.pipeline.schedules import OrderError, find, sized
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,7 +38,7 @@ SLICE = 1024  # tokens that a rank of `cp` has at least, where nothing is pinned
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained on what.
+    """A batch to be trained on a cluster.
 
     ranks    of the cluster; `rows` of the batch of a whole step
     length   tokens of a row, where it may be split; 0: it may not
@@ -134,8 +137,8 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
     """
     one, found = chain.placement, []
     rest = job.ranks // (one.tp * one.cp)
-    names = tuple(name for name in job.orders if limits.admits("order", name))
-    names = names or tuple(str(name) for name in limits.pinned.get("order", ()))
+    more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
+    names = tuple(name for name in (*job.orders, *more) if limits.admits("order", name))
     for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= chain.length)):
         dp = rest // pp
         if dp % one.ep or job.rows % (dp * one.rows) or not limits.admits("dp", dp):
@@ -143,7 +146,7 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
         micro = job.rows // (dp * one.rows)
         if not limits.admits("micro", micro):
             continue
-        zeros = _counts(limits, "zero", range(4) if dp * one.cp > 1 else (0,))
+        zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
         orders = _orders(names, pp, micro, chain.length // pp, limits)
         found += [(pp, dp, micro, *way, zero) for way in orders for zero in zeros]
     if not found:
@@ -168,19 +171,29 @@ def _orders(
 
 
 def _chunks(name: str, limits: Limits) -> list[int]:
-    from schedlang.pipeline.schedules import find
-
     own = ORDERS.get(name) or find(name).chunks or (2, 3, 4, 6, 8)
     if "chunks" in limits.pinned and len(own) > 1:
         own = tuple(int(value) for value in limits.pinned["chunks"])
     return _counts(limits, "chunks", own)
 
 
+def check(limits: Limits) -> None:
+    """Refuse (S109) orders that are pinned, and cannot be priced."""
+    for name in limits.pinned.get("order", ()):
+        for chunks in _chunks(str(name), Limits()):
+            try:
+                played(str(name), 4, 8, chunks)
+                break
+            except OrderError as error:
+                reason = error
+        else:
+            title = f"a search does not price `{name}`: {reason.reason}"
+            raise Refusal.of("S109", title, helps=(reason.legal,))
+
+
 @lru_cache(maxsize=100_000)
 def exists(name: str, pp: int, micro: int, chunks: int) -> bool:
     """Return whether an order of the catalogue exists for these sizes."""
-    from schedlang.pipeline.schedules import OrderError, find, sized
-
     try:
         sized(find(name), pp, micro, chunks)
     except OrderError:

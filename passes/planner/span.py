@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.pipeline.schedules import OrderError
 from schedlang.pipeline.schedules import order as named
 from schedlang.pipeline.timeline.table import Kind, Timeline, dependencies
 
@@ -62,7 +63,7 @@ def longest(
     """The longest way through a step of so many microbatches.
 
     `forward`, `inputs` and `weights` are seconds of one microbatch at each stage.  Raises
-    OrderError for sizes that the order does not have.
+    OrderError for sizes that the order does not have, and for orders that are not priced.
     """
     backward = inputs + weights
     if ranks * chunks == 1:
@@ -159,80 +160,92 @@ CLOSED: dict[str, Callable[[Array, Array, int, float], Way]] = {
 class _Network:
     """Operations of an order by level: each needs only what is on levels before its own.
 
-    rows    of each level
-    before  rows that each of them needs, filled up with a row that ends at zero
-    apart   where what it needs comes from another rank
+    levels       where each ends
+    kind, stage  of each operation
+    before       what it needs, filled up with a last one that is over at zero [operations, needs]
+    apart        where that comes from another rank
     """
 
-    line: Timeline
-    rows: tuple[Rows, ...]
-    before: tuple[Rows, ...]
-    apart: tuple[Array, ...]
+    levels: tuple[int, ...]
+    kind: Rows
+    stage: Rows
+    before: Rows
+    apart: Array
 
     def longest(self, forward: Array, inputs: Array, weights: Array, send: float) -> Way:
         """Find the longest way, every operation as early as can be."""
-        line = self.line
         took = np.zeros((len(Kind), len(forward)))
         took[Kind.F] = took[Kind.RECOMPUTE] = forward
         took[Kind.B], took[Kind.I], took[Kind.W] = inputs + weights, inputs, weights
-        each = took[line.kind, line.stage]
-        end = np.zeros(len(line) + 1)
-        back = np.full(len(line) + 1, -1)
-        far = np.zeros(len(line) + 1, dtype=bool)
-        for rows, before, apart in zip(self.rows, self.before, self.apart):
-            ready = end[before] + send * apart
-            which = ready.argmax(1)
-            at = np.arange(len(rows))
-            end[rows] = ready[at, which] + each[rows]
-            back[rows] = before[at, which]
-            far[rows] = apart[at, which] > 0
-        way, row = list[int](), int(end[:-1].argmax())
-        while row < len(line):
-            way.append(row)
-            row = int(back[row])
-        passed = np.zeros((len(Kind), len(forward)))
-        np.add.at(passed, (line.kind[way], line.stage[way]), 1.0)
+        each, lag = took[self.kind, self.stage], send * self.apart
+        end, low = np.zeros(len(each) + 1), 0
+        for high in self.levels:
+            ready = (end[self.before[low:high]] + lag[low:high]).max(1)
+            np.add(ready, each[low:high], out=end[low:high])
+            low = high
+        passed, sends, at = np.zeros(took.shape), 0.0, int(end[:-1].argmax())
+        while at < len(each):
+            passed[self.kind[at], self.stage[at]] += 1
+            which = int((end[self.before[at]] + lag[at]).argmax())
+            sends += self.apart[at, which]
+            at = int(self.before[at, which])
         ahead, whole = passed[Kind.F] + passed[Kind.RECOMPUTE], passed[Kind.B]
-        return Way(ahead, whole + passed[Kind.I], whole + passed[Kind.W], float(far[way].sum()))
+        return Way(ahead, whole + passed[Kind.I], whole + passed[Kind.W], float(sends))
 
 
 @lru_cache(256)
 def _network(order: str, ranks: int, micro: int, chunks: int) -> _Network:
-    """Sort the operations of an order by level (Kahn 1962)."""
+    """Sort the operations of an order by level."""
     line = played(order, ranks, micro, chunks)
+    count = len(line)
     made, used = dependencies(line)
     ahead = np.flatnonzero(line.rank[1:] == line.rank[:-1])
     made, used = np.concatenate([made, ahead]), np.concatenate([used, ahead + 1])
+    levels = _levels(count, made, used)
+    rows = np.concatenate(levels)
+    place = np.empty(count + 1, dtype=np.int64)
+    place[rows], place[-1] = np.arange(count), count
+    made, used = place[made], place[used]
     sort = np.argsort(used, kind="stable")
     made, used = made[sort], used[sort]
-    apart = (line.rank[made] != line.rank[used]).astype(float)
-    count = np.bincount(used, minlength=len(line))
-    first = np.concatenate([[0], np.cumsum(count)[:-1]])
-    before = np.full((len(line), max(1, count.max())), len(line))
-    far = np.zeros(before.shape)
-    column = np.arange(len(used)) - first[used]
-    before[used, column], far[used, column] = made, apart
-    levels, level = list[Rows](), np.zeros(len(line) + 1, dtype=bool)
-    level[-1] = True
-    open_ = np.arange(len(line))
-    while len(open_):
-        can = level[before[open_]].all(1)
-        assert can.any(), "an order of the catalogue ends"
-        levels.append(open_[can])
-        level[open_[can]] = True
-        open_ = open_[~can]
-    return _Network(
-        line,
-        tuple(levels),
-        tuple(before[rows] for rows in levels),
-        tuple(far[rows] for rows in levels),
-    )
+    needs = np.bincount(used, minlength=count)
+    column = np.arange(len(used)) - (np.cumsum(needs) - needs)[used]
+    before = np.full((count, max(1, needs.max())), count)
+    before[used, column] = made
+    apart = np.zeros(before.shape)
+    apart[used, column] = line.rank[rows[made]] != line.rank[rows[used]]
+    ends = np.cumsum([len(level) for level in levels]).tolist()
+    kind, stage = (column[rows].astype(np.int64) for column in (line.kind, line.stage))
+    return _Network(tuple(ends), kind, stage, before, apart)
+
+
+def _levels(count: int, made: Rows, used: Rows) -> list[Rows]:
+    """Rows that need nothing, then those that need only these, and so on (Kahn 1962)."""
+    sort = np.argsort(made, kind="stable")
+    users, first = used[sort], np.searchsorted(made[sort], np.arange(count + 1))
+    open_ = np.bincount(used, minlength=count)
+    found, level = list[Rows](), np.flatnonzero(open_ == 0)
+    while len(level):
+        found.append(level)
+        low, many = first[level], first[level + 1] - first[level]
+        within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+        freed = users[np.repeat(low, many) + within]
+        np.subtract.at(open_, freed, 1)
+        level = np.unique(freed[open_[freed] == 0])
+    return found
 
 
 @lru_cache(256)
 def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
-    """The operations of an order."""
-    return named(order, ranks, micro, chunks)
+    """The operations of an order: forwards and backwards of stages of which there is one each."""
+    line = named(order, ranks, micro, chunks)
+    if line.replicas > 1 or not np.isin(line.kind, PLAIN).all():
+        reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
+        raise OrderError(reason, "a planner prices orders that do not, as 1F1B and ZB-V")
+    return line
+
+
+PLAIN = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 
 
 @lru_cache(512)

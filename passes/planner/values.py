@@ -74,7 +74,8 @@ class Unit:
     with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
     already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
     backward; `input`, which is kept instead where the unit is computed again; `most` that forward
-    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit.
+    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
+    `entering` kept besides by the first unit of a stage, which holds what another one sent it.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Unit:
     most: float
     handed: float
     spread: int = 0
+    entering: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,11 @@ def kinds(plan: Plan, trunk: str) -> list[Kind]:
             if inside(site, root)
         )
         starts = tuple(k for k, fqn in enumerate(cuts) if inside(fqn, root))
-        out.append((_kind(facts, root), trained, rows, starts))
+        out.append((kind_of(facts, root), trained, rows, starts))
     return out
 
 
-def _kind(facts: ModelFacts, root: str) -> object:
+def kind_of(facts: ModelFacts, root: str) -> object:
     """The modules of a block, by their paths inside it and what they are."""
     return frozenset((f[len(root) :], facts.sites[f].kind) for f in facts.sites if inside(f, root))
 
@@ -172,6 +172,10 @@ class Blocks:
             found.setdefault(self.common(fqn), []).append(fqn)
         return {name: tuple(group) for name, group in found.items()}
 
+    def sites(self, name: str) -> tuple[str, ...]:
+        """The modules of a common name, or the one of a name that says its numbers."""
+        return self.named.get(name) or ((name,) if name in self.facts.sites else ())
+
     def of(self, facts: ModelFacts) -> Blocks:
         """The same lists in a model that has fewer blocks."""
         return Blocks(facts, self.lists)
@@ -210,7 +214,7 @@ def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
     for common in blocks.lists:
         for fqn in blocks.named.get(common, ()):
             children = blocks.facts.children(fqn)
-            kinds = [_kind(blocks.facts, f"{fqn}.{child}") for child in children]
+            kinds = [kind_of(blocks.facts, f"{fqn}.{child}") for child in children]
             places = fewest(kinds, stages)
             if len(places) < len(children):
                 kept[fqn] = [children[place] for place in places]

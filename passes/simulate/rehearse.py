@@ -206,7 +206,7 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
     footprint = Footprint("meta", works)
     with alone(step, of.first, _adamw, footprint) as (program, _):
         away = {name for name, one in tiers_of(short).items() if one.each[2] != DEVICE}
-        _start(program, footprint, away)
+        state_held(program, footprint, away)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, step.batch, footprint)
@@ -239,7 +239,7 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return AdamW([parameter for _, parameter in named])
 
 
-def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+def state_held(program: Program, footprint: Footprint, away: Collection[str]) -> None:
     """Record what is held before any step but the first: parameters, buffers, moments.
 
     `away` are parameters whose moments lie elsewhere.

@@ -54,7 +54,7 @@ class Cluster:
         """
         return sum(
             often * max(flops / self.speed, moved / self.stream)
-            for (flops, moved), often in work.operators.items()
+            for (_, flops, moved), often in work.operators.items()
         )
 
     def sending(self, message: Message) -> float:

@@ -262,6 +262,10 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         """view cp of (ring, ulysses)"""
         return n.View(str(name), size, tuple(map(str, axes)), span=self._span(at))
 
+    def search(self, at: Meta, how: Token, limit: n.Keyword) -> n.Search:
+        """search at least dp = 2"""
+        return n.Search(" ".join(how.split()), limit, span=self._span(at))
+
     def params(self, at: Meta, *params: n.Param) -> tuple[n.Param, ...]:
         """(over: axis, out=R)"""
         return params

@@ -226,6 +226,14 @@ class Require(Node):
 
 
 @dataclass(frozen=True)
+class Search(Node):
+    """search pin tp = 4, search forbid order = GPipe, search at least dp = 2"""
+
+    how: str
+    limit: Keyword
+
+
+@dataclass(frozen=True)
 class Param(Node):
     """A parameter of a def or a pattern."""
 
@@ -277,7 +285,7 @@ class Drop(Node):
 
 Stmt: TypeAlias = Union[Rule, Do, At, When, Expect]  # noqa: UP007
 Item: TypeAlias = Union[  # noqa: UP007
-    Use, Mesh, View, Knob, Require, Pattern, Def, Step, Override, Drop, Stmt
+    Use, Mesh, View, Knob, Require, Search, Pattern, Def, Step, Override, Drop, Stmt
 ]
 
 

@@ -94,6 +94,8 @@ def head(node: n.Node) -> str:
             return f"knob {name}: {kind}" + _opt(" = ", default) + _opt(" in ", domain)
         case n.Require(test):
             return f"require {expr(test)}"
+        case n.Search(how, limit):
+            return f"search {how} {limit.name} = {expr(limit.value)}"
         case n.Expect(test, on):
             return f"expect {expr(test)}" + _if(" on ", on)
         case n.Drop(name):

@@ -155,7 +155,19 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
 
 
 DECLARATIONS = (
-    *("use", "mesh", "view", "knob", "require", "pattern", "def", "step", "override", "drop"),
+    *(
+        "use",
+        "mesh",
+        "view",
+        "knob",
+        "require",
+        "search",
+        "pattern",
+        "def",
+        "step",
+        "override",
+        "drop",
+    ),
 )
 STATEMENTS = ("at", "when", "expect")
 KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
@@ -182,6 +194,9 @@ WORDS = {
     "_NL": "the end of the line",
     "$END": "the end of the file",
     "SCHEDULE": "`schedule 1`",
+    "PIN": "`pin`",
+    "FORBID": "`forbid`",
+    "LEAST": "`at least`",
 }
 
 

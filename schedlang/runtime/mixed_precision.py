@@ -240,6 +240,15 @@ def cast(model: nn.Module, casts: Iterable[tuple[str, str, bool]], keeps: bool =
     return region
 
 
+def as_in(module: nn.Module, copied: nn.Module) -> AbstractContextManager[None]:
+    """Cast parameters of a copy of a module as those of the module itself would be now."""
+    own, other = (
+        next((m._parameters for m in one.modules() if isinstance(m._parameters, Used)), None)
+        for one in (module, copied)
+    )
+    return nullcontext() if own is None or other is None else other.region.using(own.region.dtype)
+
+
 class Auto:
     """The layer around a module's forward: torch.autocast.
 

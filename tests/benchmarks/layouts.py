@@ -238,8 +238,11 @@ def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
     head = {"logits": (0.0, logits), "gathered": (0.0, logits * (tp > 1))}
     places = [0, one.pp - 1]
 
+    none = np.zeros(3)
+
     def filled(kept: Array, most: Array) -> Array:
-        return activations(at, made, made * 0, kept, kept, most)[places]
+        each = np.array([kept, kept, most, none, none])
+        return activations(at, made, made * 0, each)[places]
 
     found = []
     for name in MEMORY:

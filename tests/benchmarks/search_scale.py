@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.passes.planner.limits import Limits, asked
+from schedlang.ir.limits import Limits
+from schedlang.passes.planner.limits import asked
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job
 from schedlang.passes.simulate.step_time import CLUSTERS

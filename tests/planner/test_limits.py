@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.planner.limits import Limits, asked, limits_of, told
+from schedlang.diagnostics.source import Source
+from schedlang.ir.limits import Limits
+from schedlang.language.printer import fmt
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner import space
+from schedlang.passes.planner.limits import asked, kept, limits_of, told
 from schedlang.passes.planner.reasons import slower
 from schedlang.passes.planner.search import search, why
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Priced
 from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.pipeline.schedules import ORDERS
 from tests.planner.decoders import decoder
 
 PROFILES = decoder(8, 1024, 16, 4096, 32000, 1024)
@@ -20,6 +27,7 @@ JOB = Job(8, 32, replace(CLUSTERS["a100"], memory=4 * 2**30))
 
 
 def test_limits_are_read():
+    """Options become limits, with names of orders as the catalogue has them."""
     limits = limits_of(
         ["tp=2,4", "order=interleaved", "sequence=true", "zero=0"], ["pp=8", "pp=4"], ["dp=2"]
     )
@@ -40,17 +48,55 @@ def test_limits_are_read():
         ({"pin": ["order=1F2B"]}, "S109", "1F1B"),
         ({"pin": ["again=maybe"]}, "S109", "none, some, all"),
         ({"forbid": ["sequence=1"]}, "S109", "true or false"),
-        ({"least": ["order=1F1B"]}, "S109", "one number of one of"),
+        ({"least": ["order=1F1B"]}, "S109", "one number, of dp"),
         ({"pin": ["tp=2"], "forbid": ["tp=2"]}, "S109", "nothing is left of `tp`"),
         ({"pin": ["dp=2"], "least": ["dp=4"]}, "S109", "dp at least 4"),
     ],
 )
 def test_what_is_no_limit_is_refused(given, code, says):
+    """A mistaken option is refused with its code and what would be legal."""
     with pytest.raises(Refusal) as caught:
         limits_of(**given)
     told = caught.value.diagnostics[0]
     assert told.code == code
     assert says in " ".join([told.title, *told.notes, *told.helps])
+
+
+def expanded(*lines: str) -> Limits:
+    text = "\n".join(["schedule 1", "", "knob t: int = 4", "", *lines, ""])
+    assert fmt(Source("x.sched", text)) == text
+    return expand(parse(Source("x.sched", text)), None).limits
+
+
+def test_a_schedule_binds_a_search():
+    """Statements of a schedule are the limits that options are, and print as written."""
+    limits = expanded(
+        "search pin tp = [t, 2]",
+        'search forbid order = [GPipe, "1f1b"]',
+        "search at least dp = t // 2",
+        "search pin sequence = true",
+    )
+    assert limits == limits_of(["tp=4,2", "sequence=true"], ["order=GPipe,1F1B"], ["dp=2"])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("search tp = 4", "S003", "`pin`"),
+        ("search pin tp", "S003", "`=`"),
+        ("search pin rowz = 4", "S106", "rows"),
+        ("search at least order = GPipe", "S109", "no least value"),
+        ("search pin tp = 1.5", "S109", "`tp` cannot be `1.5`"),
+        ("search pin tp = 2\nsearch forbid tp = 2", "S109", "nothing is left of `tp`"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_at_its_place(line, code, says):
+    """A mistaken limit is refused on its line."""
+    with pytest.raises(Refusal) as caught:
+        expanded(*line.split("\n"))
+    found = caught.value.diagnostics[0]
+    assert found.code == code and says in " ".join([found.title, *found.notes, *found.helps])
+    assert found.primary.span.line == 5 + line.count("\n")
 
 
 @pytest.mark.parametrize(
@@ -67,13 +113,15 @@ def test_what_is_no_limit_is_refused(given, code, says):
     ids=Limits.text,
 )
 def test_limits_bind(limits):
+    """The best under limits keeps them and is not better than the free one."""
     *_, found = search(PROFILES, replace(JOB, length=1024), limits)
-    assert found.best is not None and limits.admit(found.best.setting)
+    assert found.best is not None and kept(limits, found.best.setting)
     *_, free = search(PROFILES, JOB)
     assert free.best.least <= found.best.least
 
 
 def test_why_prices_what_is_asked_about():
+    """A question is answered by a price and a reason, or why there is none."""
     *_, best = search(PROFILES, JOB)
     slow = why(PROFILES, JOB, asked("tp=8"), best)
     assert slow.kind == "tp = 8" and told(slow.filled.setting)["tp"] == 8
@@ -87,6 +135,7 @@ def test_why_prices_what_is_asked_about():
 
 
 def test_reasons_compare_parts():
+    """The cause told is the part of a step that grew most."""
     best = Priced(10.0, (1.0,), {"computing": 8.0, "tp": 2.0})
     assert slower(best, Priced(11.2, (1.0,), {"computing": 8.4, "tp": 2.8})) == (
         "12.0% slower: tp sends 0.8 s more"
@@ -98,6 +147,7 @@ def test_reasons_compare_parts():
 
 
 def test_rejected_are_of_other_kinds_and_not_better():
+    """What was rejected differs as it says, and is slower or too large."""
     *_, found = search(PROFILES, JOB)
     mine = told(found.best.setting)
     assert len(found.rejected) >= 3
@@ -106,3 +156,18 @@ def test_rejected_are_of_other_kinds_and_not_better():
         assert str(told(one.filled.setting)[name]).lower() == value.lower()
         assert str(mine[name]).lower() != value.lower()
         assert one.filled.priced is None or one.filled.least >= found.best.least
+
+
+def test_an_order_without_a_price_is_refused():
+    """A pinned order that has no price is refused before the search begins."""
+    with pytest.raises(Refusal) as caught:
+        search(PROFILES, JOB, asked("order=Chimera"))
+    found = caught.value.diagnostics[0]
+    assert found.code == "S109" and "does not price `Chimera`" in found.title
+    every = {one.name: asked(f"order={one.name}") for one in ORDERS if not one.searched}
+    for name, limits in every.items():
+        try:
+            *_, last = search(PROFILES, JOB, limits, moves=0)
+            assert last.best is None or last.best.setting.order == name
+        except Refusal:
+            assert name not in space.ORDERS

@@ -20,6 +20,7 @@ from schedlang.passes.planner.span import in_flight, longest, played
 from schedlang.passes.planner.values import Placement, Recipe, Setting
 from schedlang.passes.simulate.step_time import CLUSTERS
 from schedlang.pipeline.cost import Cost
+from schedlang.pipeline.schedules import OrderError
 from schedlang.pipeline.timeline.memory import peak_live
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind
@@ -178,11 +179,12 @@ def test_even_cuts_have_the_least_slowest_stage(stages: int) -> None:
 
 
 def test_composition() -> None:
-    """Stages have units of the runs that they lie in; the first ones are computed again."""
+    """Stages have units of the runs that they lie in; the first ones are computed again, but for
+    those that would keep no less."""
     chain = decoder(6, 64, 4, 256, 1000, 32)(Placement())
     made, again = composition(chain, (3, 4, 1), (2, 9, 0))
     assert made.tolist() == [[1, 2, 0], [0, 4, 0], [0, 0, 1]]
-    assert again.tolist() == [[1, 1, 0], [0, 4, 0], [0, 0, 0]]
+    assert again.tolist() == [[0, 1, 0], [0, 4, 0], [0, 0, 0]]
     with pytest.raises(ValueError, match="the cuts have 7 units, and there are 8"):
         composition(chain, (3, 4))
     with pytest.raises(ValueError, match="too few for 9 stages"):
@@ -218,6 +220,26 @@ def test_experts_are_split_over_fewer() -> None:
     ))  # fmt: skip
     found = price(one, Setting(at, dp=8, zero=1), A100, recipe)
     assert found.peak == pytest.approx((plain - spread) / 8 + spread / 2)
+
+
+def test_shared_parameters_are_held_once() -> None:
+    """By a rank that has both ends; two ranks hold them each, and add up their gradients."""
+    tied, loose = (decoder(6, 64, 4, 256, 1000, 32, tied=tied) for tied in (True, False))
+    one = Setting(Placement(), zero=0)
+    peaks = [price(make(Placement()), one, A100).peak for make in (tied, loose)]
+    assert peaks[1] - peaks[0] == 16 * 64 * 1000
+    two = replace(one, pp=2, micro=4)
+    found = [price(make(Placement()), two, A100) for make in (tied, loose)]
+    assert found[0].peaks == found[1].peaks
+    assert found[0].parts["gradients"] > found[1].parts["gradients"] == 0
+
+
+def test_orders_that_are_not_priced() -> None:
+    """Copies of stages, parked activations and updates inside a step are refused."""
+    chain = GPT(Placement())
+    for order in ("Chimera", "BPipe", "PipeDream"):
+        with pytest.raises(OrderError, match=f"{order} has copies of its stages, moves"):
+            price(chain, Setting(Placement(), pp=4, micro=8, order=order), A100)
 
 
 def test_memory_of_stages() -> None:

@@ -111,6 +111,47 @@ def test_a_recurrence_under_a_cast_in_a_pipeline(threads: Threads) -> None:
     in_both(threads, plan, [_rows(seed, 5, 6) for seed in range(2)])
 
 
+class Turned(nn.Module):
+    """A block that takes, beside what it works on, a table made in the dtype of the first of all.
+
+    torch multiplies no matrices of two dtypes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = self.up(x) @ table
+        return out
+
+
+class Tabled(nn.Module):
+    """Two such blocks behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Turned() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        table = torch.eye(6, dtype=x.dtype, device=x.device)
+        for block in self.blocks:
+            x = block(x, table)
+        return x.float().square().mean()
+
+
+def test_later_stages_know_the_dtype_of_what_earlier_ones_give(threads: Threads) -> None:
+    """A whole model in bf16: what stands between units makes a table of bf16 in every stage."""
+    rows = (
+        'cast(bf16, params=true)\nblocks pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+    )
+    plan = planned(Tabled(), rows, "pp=2", "dtype")
+    in_both(threads, plan, [_rows(seed, 5, 6) for seed in range(2)])
+
+
 class Block(nn.Module):
     """Two towers that meet in a product of three."""
 

@@ -20,7 +20,7 @@ from schedlang.ir import pytree
 from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.kept_outside import kept_outside
-from schedlang.runtime.mixed_precision import imitated
+from schedlang.runtime.mixed_precision import as_in, imitated
 from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
@@ -277,6 +277,7 @@ class Stub:
                     shapes,
                     torch.device("meta"),
                     on_meta((), ()),
+                    as_in(module, self.units[unit]),  # casts of modules around it
                 )
                 for mode in modes:
                     stack.enter_context(mode)

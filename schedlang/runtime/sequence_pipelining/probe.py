@@ -257,8 +257,9 @@ def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
 
 
 def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
-    """The model on a batch, to be watched; for shapes only where its buffers have no values."""
-    if not any(buffer.is_meta for buffer in trial.model.buffers()):
+    """The model on a batch, to be watched; for shapes only where it has no values."""
+    model = trial.model
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         forward(trial, trial.model, batch)
         return
     with without_values(batch) as (given, _):

@@ -52,6 +52,8 @@ def small_copy(
 ) -> Small:
     """A copy with drawn parameters; `short`: of alike blocks in a list only the first ones.
 
+    One of a model on the meta device lies there, too.
+
     Blocks are alike if rows of the schedule stand at the same modules inside, too: at `sites`.
 
     Buffers keep their values, and must have some. Nothing of the model is copied that the copy
@@ -60,7 +62,8 @@ def small_copy(
     values = lambda t: t if t.is_meta else t.detach().to("cpu", copy=True)  # noqa: E731
     copied = copy_with(model, lambda name, p: meta_parameter(p), values)
     alike = _shorten(copied, sites) if short else {}
-    _draw(copied, torch.Generator().manual_seed(seed))
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        _draw(copied, torch.Generator().manual_seed(seed))  # else it is asked for shapes alone
     return Small(copied, alike)
 
 

@@ -44,13 +44,13 @@ class Message:
 class Work:
     """The work of one stretch of a step.
 
-    operators   (operations, bytes read and written) of each operator -> how often it ran.
-                Operations count as 16-bit ones: in 32 bits they are twice as many, as tensor cores
-                have it
+    operators   (kind, operations, bytes read and written) of each operator -> how often it ran:
+                a product of matrices, attention that is fused, or other.  Operations count as
+                16-bit ones: in 32 bits they are twice as many, as tensor cores have it
     messages    what is sent, and how often
     """
 
-    operators: Counter[tuple[float, int]] = field(default_factory=Counter)
+    operators: Counter[tuple[str, float, int]] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -59,9 +59,10 @@ class Work:
             made = list(_tensors((out,)))
             given = (*_tensors(args), *_tensors(kwargs.values()))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))
-            width = max((t.element_size() for t in made), default=HALF)
+            # the first: beside its result in 16 bits attention gives a sum of exponents in 32
+            width = made[0].element_size() if made else HALF
             flops = _flops(func, args, kwargs, out) * width / HALF
-            self.operators[flops, moved] += 1
+            self.operators[_kind(func._overloadpacket, flops), flops, moved] += 1
 
     def sent(self, message: Message) -> None:
         """Take up what was sent."""
@@ -72,6 +73,18 @@ class Work:
 def _looks(func: Any) -> bool:
     """Return whether an operator gives nothing but a view."""
     return bool(func.is_view)
+
+
+@cache
+def _attends(packet: Any) -> bool:
+    """Return whether an operator is attention as a whole."""
+    return "attention" in packet.__name__
+
+
+def _kind(packet: Any, flops: float) -> str:
+    if not flops:
+        return "other"
+    return "attention" if _attends(packet) else "product"
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -213,6 +226,10 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._looks = before
 
         return unwatched
+
+    def holds(self, storages: Iterable[int]) -> set[int]:
+        """Those of some storages, by their ids, that are alive still."""
+        return {key for key in storages if key in self._alive}
 
     # -- what was seen -----------------------------------------------------------------------------
 

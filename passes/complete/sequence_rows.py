@@ -1,0 +1,85 @@
+"""The rows that split a stream between blocks along its sequence, over the axis of its tensors.
+
+Norms and what stands beside them run on some of the tokens, sums become a scatter, and projections
+gather: Korthikanti et al., Reducing activation recomputation in large transformer models (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.placement import R, S
+from schedlang.passes.complete.proposal import Row, Trial, call
+from schedlang.passes.reduce_model.blocks import Blocks
+
+SEQUENCE = S("seq")
+
+
+def sequence_rows(trial: Trial, rows: Sequence[Row], axis: str, ranks: int) -> list[Row]:
+    """The rows of tensors with those that split the stream as well.
+
+    Raises Refusal S212 where no form of them is legal.
+    """
+    why = "no block sums what its ranks have in parts"
+    summed = [row for row in rows if row.style == "row" and trial.blocks.inside(row.names[0])]
+    for norms in _norms(trial.blocks, rows) if summed else ():
+        made = _split(trial.blocks, rows, norms, axis)
+        found = trial.refusal(made, axis, ranks)
+        if found is None:
+            return made
+        why = found[0].diagnostic.title
+    title = f"activations between blocks cannot be split along the sequence over `{axis}`"
+    raise Refusal.of("S212", title, notes=(why,), helps=("split tensors alone",))
+
+
+def _norms(blocks: Blocks, rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Common names of modules in blocks that have vectors alone: those that stand beside what is
+    split; then all."""
+    split = {name for row in rows for name in row.names}
+    apart = {name.rpartition(".")[0] for name in split}
+    found = []
+    for name, group in blocks.named.items():
+        shapes = [len(fact.shape) for fact in blocks.facts.sites[group[0]].parameters.values()]
+        if blocks.inside(name) and name not in split and shapes and max(shapes) == 1:
+            found.append(name)
+    direct = [name for name in found if name.rpartition(".")[0] not in apart]
+    yield direct
+    if direct != found:
+        yield found
+
+
+def _split(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str) -> list[Row]:
+    parts = call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
+    enter = call("shard", input=SEQUENCE, over=axis)
+    leave = call("shard", input=SEQUENCE, output=R, over=axis)
+    made = [
+        row.with_argument("output", SEQUENCE)
+        if row.style == "row" and blocks.inside(row.names[0])
+        else row
+        for row in rows
+    ]
+    above = [row for row in made if not blocks.inside(row.names[0])]
+    below = [row for row in made if blocks.inside(row.names[0])]
+    for trunk, after in _ends(blocks):
+        first = blocks.facts.children(trunk)[0]
+        above.append(Row((f"{trunk}.{first}",), enter, "masks and positions are made of the whole"))
+        if after:
+            above.append(Row((after,), leave))
+    return [*above, *(Row((name,), parts, "some tokens") for name in norms), *below]
+
+
+def _ends(blocks: Blocks) -> Iterator[tuple[str, str]]:
+    """Each outermost list of blocks, and the first norm that stands behind it in the model."""
+    sites = list(blocks.facts.sites)
+    for trunk in sorted(blocks.lists, key=lambda name: sites.index(name) if name in sites else 0):
+        if "*" in trunk.split("."):
+            continue
+        behind = [name for name in sites[sites.index(trunk) :] if not name.startswith(f"{trunk}")]
+        vectors = (
+            name
+            for name in behind
+            if (own := blocks.facts.sites[name].parameters)
+            and max(len(fact.shape) for fact in own.values()) == 1
+        )
+        yield trunk, next(vectors, "")

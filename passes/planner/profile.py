@@ -1,0 +1,332 @@
+"""What the units of a model cost under any placement: its steps, played on the meta device.
+
+* A model, a batch and a loss as a source of chains.
+* One play: rows that split its tensors, a model with few layers, what each unit did.
+* From the few layers that were played to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source, Span
+from schedlang.ir.mesh import Mesh
+from schedlang.ir.model import ModelFacts, inside
+from schedlang.ir.plan import Plan
+from schedlang.language import nodes as n
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.autoshard.propose import Asked, rows_by_role
+from schedlang.passes.complete.proposal import Row, Trial, call
+from schedlang.passes.complete.sequence_rows import sequence_rows
+from schedlang.passes.elaborate.expand import of_calls
+from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
+from schedlang.passes.propagate.original import rejected
+from schedlang.passes.propagate.propagate import propagate
+from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
+from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
+from schedlang.passes.simulate.played_step import Step, repeated
+from schedlang.passes.verify.probe import batch_norm
+
+if TYPE_CHECKING:
+    from schedlang.passes.propagate.dryrun import Loss
+    from schedlang.passes.propagate.original import Weight
+    from schedlang.runtime.storage.footprint import Message
+    from schedlang.runtime.storage.footprint import Work as Played
+
+# -- a source of chains ----------------------------------------------------------------------------
+
+
+AXES = ("ep", "cp", "tp")  # of a placement, slowest first
+
+
+@dataclass
+class Profiles:
+    """Chains of one model by placement, each played once.
+
+    batch  of any number of rows, the length of which is that of training
+    dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
+    """
+
+    facts: ModelFacts
+    batch: Mapping[str, Any]
+    loss: Loss | None = None
+    weight: Weight | None = None
+    dtype: str = "bf16"
+    _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
+    _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # of all units, known once one was played: where stages may start
+
+    def __call__(self, placement: Placement) -> Chain | Refusal:
+        """The chain of a placement, or why there is none."""
+        found = self._known.get(placement)
+        if found is None:
+            try:
+                found = self._chain(placement)
+            except Refusal as refusal:
+                found = refusal
+            self._known[placement] = found
+        return found
+
+    def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
+        """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
+        key = replace(placement, rows=1)
+        if key not in self._rows:
+            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
+            asked = Asked(self.trial, self.trial.all, mesh, self.batch)
+            found = rows_by_role(asked, [])
+            if placement.sequence and placement.tp > 1:
+                parts = sequence_rows(self.trial, found["parts"], "tp", placement.tp)
+                found["parts"] = parts
+            self._rows[key] = found
+        return self._rows[key]
+
+    @cached_property
+    def trial(self) -> Trial:
+        """The model on which rows are tried."""
+        blocks = blocks_of(self.facts)
+        return Trial(self.facts, blocks, self.batch, self.loss, self.weight)
+
+    @cached_property
+    def relax(self) -> str:
+        """What a step in parts gives up: a model may take statistics of each by itself."""
+        model = self.short.blocks.facts
+        traced = propagate(Plan(model), self.trial.sample, self.loss)
+        return "batch_stats" if batch_norm(model.model, traced) is not None else ""
+
+    # -- one play ----------------------------------------------------------------------------------
+
+    @cached_property
+    def short(self) -> Short:
+        """The model with few layers, or the whole, where it does not run with fewer."""
+        return shortened(self.trial.all) if self.trial.shortened else self.whole
+
+    @property
+    def whole(self) -> Short:
+        """The model as it is."""
+        return Short(self.trial.all, {})
+
+    def _chain(self, placement: Placement) -> Chain:
+        try:
+            plan, seen = self._seen(placement, self.short, self.short.units)
+        except LookupError:
+            plan, seen = self._seen(placement, self.whole, ())
+        except Refusal:
+            raise
+        except Exception as error:  # a model may ask for what only values tell
+            raise rejected(error) from error
+        return self._whole(placement, plan, seen)
+
+    def _seen(
+        self, placement: Placement, short: Short, units: Sequence[str]
+    ) -> tuple[Plan, Sequence[Seen]]:
+        plan = self._plan(placement, short.blocks)
+        one = self.some_rows(placement.rows)
+        prepared = prepare(plan, one, self.loss, self.weight)
+        return plan, by_unit(Step(plan, prepared, one, self.loss, self.weight), units)
+
+    def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
+        """The plan of a placement for a model with few layers, of one stage."""
+        split = [row for rows in self.rows(placement).values() for row in rows]
+        first = [Row((), call("cast", self.dtype, params=True))] if self.dtype else []
+        last = [Row((), call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
+        last.append(Row((), call("pipeline", order="1F1B", micro=MICRO)))
+        axes = tuple((axis, size) for axis in AXES if (size := getattr(placement, axis)) > 1)
+        relaxed = ("dtype",) if self.dtype else ()
+        rows = [*first, *split, *last]
+        source = Source("profile", "\n".join(map(str, rows)))
+        calls: list[tuple[n.Call, Sequence[str]]] = []
+        for line, row in enumerate(rows, 1):
+            made = n.placed(row.call, Span(source, line, 1, line, len(str(row)) + 1))
+            sites = dict.fromkeys(fqn for name in row.names for fqn in blocks.sites(name))
+            calls.append((made, tuple(sites)))
+        return of_calls(calls, blocks.facts, Mesh(axes), "profile", relaxed)
+
+    def some_rows(self, rows: int) -> Mapping[str, Any]:
+        """A microbatch: the first row of the batch, so often."""
+        from schedlang.runtime.batch import rows_of, split
+
+        first = split(self.batch, rows_of(self.batch), 1)[0][0].inputs
+        return repeated(first, rows)
+
+    # -- from few layers to all --------------------------------------------------------------------
+
+    def _whole(self, placement: Placement, plan: Plan, seen: Sequence[Seen]) -> Chain:
+        held = _held(plan, seen)
+        made = {
+            one.name: _unit(one, after, plan, held[one.name], self.trial.all)
+            for one, after in zip(seen, [*seen[1:], None])
+        }
+        played = self.short.of_whole(tuple(made), self.trial.all)
+        self.names = _starts(seen, tuple(played))
+        units = [made[name] for name in played.values()]
+        runs = tuple(Run(unit, len(list(same))) for unit, same in groupby(units))
+        return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
+
+
+def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], blocks: Blocks) -> Unit:
+    name = {HEAD: "first", TAIL: "last"}.get(one.name) or blocks.common(one.name)
+    numbers, spread = held
+    return Unit(
+        name,
+        numbers,
+        _work(one.forward, plan.mesh),
+        _work(one.backward, plan.mesh),
+        float(one.kept),
+        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to run again
+        float(one.most),
+        float(after.carried if after is not None else 0),
+        spread,
+        float(one.loose),
+    )
+
+
+def _work(played: Played, mesh: Mesh) -> Work:
+    """The same as values of the planner; messages of which this rank is the receiver left out."""
+    operators = tuple(
+        Operator(cast(Kind, kind), flops, float(moved), float(often))
+        for (kind, flops, moved), often in played.operators.items()
+    )
+    sent: dict[Sent, float] = {}
+    for message, often in played.messages.items():
+        axis = _along(message, mesh)
+        if axis is not None and message.op != "recv":
+            one = Sent(message.op, axis, float(message.bytes))
+            sent[one] = sent.get(one, 0.0) + often
+    return Work(operators, tuple(replace(one, count=often) for one, often in sent.items()))
+
+
+def _along(message: Message, mesh: Mesh) -> str | None:
+    """The axis along which the ranks of a message lie; the slowest of several."""
+    first, *others = map(mesh.coordinates, message.ends or message.ranks)
+    axes = {axis for other in others for axis in other if other[axis] != first[axis]}
+    return next((axis for axis in mesh.sizes if axis in axes), None)
+
+
+def _starts(seen: Sequence[Seen], names: Sequence[str]) -> tuple[str, ...]:
+    """The module at which each unit starts; "" of the first, and where no module tells."""
+    last = next(iter(seen[-1].modules), "") if len(seen) > 1 else ""
+    return tuple(last if name == TAIL else name for name in names)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def _names(plan: Plan, seen: Sequence[Seen]) -> dict[str, set[str]]:
+    """The parameters of each unit, by their first names; what is never called is the first's."""
+    owner = {name: one.name for one in seen for name in one.modules}
+    units = [one.name for one in seen if one.name not in (HEAD, TAIL)]
+    found: dict[str, set[str]] = {one.name: set() for one in seen}
+    for name, fact in plan.model.parameters.items():
+        module = name.rpartition(".")[0]
+        unit = next((unit for unit in units if inside(module, unit)), owner.get(module, HEAD))
+        found[unit].add(fact.name)
+    return found
+
+
+def _held(plan: Plan, seen: Sequence[Seen]) -> dict[str, tuple[int, int]]:
+    """Numbers that a rank holds of each unit, and those of them that `ep` has split."""
+    found = {}
+    for unit, names in _names(plan, seen).items():
+        sizes = {name: math.prod(plan.held(name).local_shape(plan.mesh)) for name in names}
+        spread = [n for n in names if any(s.axis == "ep" for s in plan.held(n).splits)]
+        found[unit] = sum(sizes.values()), sum(sizes[name] for name in spread)
+    return found
+
+
+def _tied(
+    plan: Plan,
+    seen: Sequence[Seen],
+    runs: Sequence[Run],
+    units: Sequence[Unit],
+    played: Sequence[str],
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of runs that share parameters."""
+    names = _names(plan, seen)
+    place, at = {}, 0
+    for k, run in enumerate(runs):
+        for one in played[at : at + run.count]:
+            place[one] = k
+        at += run.count
+    pairs = set()
+    for first, mine in names.items():
+        for second, others in names.items():
+            if first in place and second in place and mine & others:
+                pairs.add((place[first], place[second]))
+    return tuple(sorted(pair for pair in pairs if pair[0] < pair[1]))
+
+
+# -- fewer layers ----------------------------------------------------------------------------------
+
+
+LEAST = 3  # layers of a list: one of them has alike ones on both sides
+
+
+@dataclass(frozen=True)
+class Short:
+    """A model with fewer blocks: of each list that lost some, the places that are left."""
+
+    blocks: Blocks
+    kept: Mapping[str, Sequence[int]]
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The blocks of all outermost lists."""
+        return tuple(
+            f"{fqn}.{child}"
+            for fqn in self.blocks.facts.sites
+            if fqn in self.blocks.lists and "*" not in fqn.split(".")
+            for child in self.blocks.facts.children(fqn)
+        )
+
+    def of_whole(self, played: Sequence[str], whole: Blocks) -> dict[str, str]:
+        """Every unit of the whole model, in the order of calls: the one that was played for it."""
+        found: dict[str, str] = {}
+        for trunk, mine in groupby(played, lambda name: name.rpartition(".")[0]):
+            names = list(mine)
+            if trunk not in self.kept:
+                found |= dict(zip(names, names))
+                continue
+            children = whole.facts.children(trunk)
+            for child, place in zip(children, _stand_ins(whole, trunk, self.kept[trunk])):
+                found[f"{trunk}.{child}"] = names[place]
+        return found
+
+
+def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
+    """Of each block of a list the place, among those kept, of one that is alike, with alike ones
+    beside it if there is such a one."""
+    facts = whole.facts
+    kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
+    ends = ["first", *kinds, "last"]
+    beside = list(zip(ends, kinds, ends[2:]))
+    near: dict[object, int] = {}
+    for at, place in enumerate(kept):
+        near.setdefault(beside[place], at)
+        near[kinds[place]] = near.get(kinds[place], at) if at == len(kept) - 1 else at
+    return [near.get(beside[k], near[kind]) for k, kind in enumerate(kinds)]
+
+
+def shortened(whole: Blocks) -> Short:
+    """The model with the fewest blocks that show all kinds and neighbours, at least LEAST of each
+    list."""
+    from schedlang.runtime.tracing.meta import meta_model
+
+    kept: dict[str, Sequence[int]] = {}
+    for trunk in whole.lists:
+        children = whole.facts.children(trunk) if "*" not in trunk.split(".") else ()
+        places = fewest([kind_of(whole.facts, f"{trunk}.{child}") for child in children])
+        more = (place for place in range(len(children)) if place not in places)
+        places = sorted([*places, *(place for place, _ in zip(more, range(LEAST - len(places))))])
+        if len(places) < len(children):
+            kept[trunk] = places
+    names = {
+        trunk: [whole.facts.children(trunk)[place] for place in places]
+        for trunk, places in kept.items()
+    }
+    return Short(whole.of(ModelFacts(meta_model(whole.facts.model, {}, names))), kept)

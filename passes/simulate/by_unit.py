@@ -1,0 +1,226 @@
+"""A step of one rank played by units: what each layer of a model does, keeps and holds.
+
+* What was seen of one unit in one microbatch.
+* Marks at the calls of units, and where their gradients come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.ir import pytree
+from schedlang.ir.memory import STATE
+from schedlang.passes.simulate.played_step import Step, alone
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.storage.footprint import Footprint, Ran, Work
+
+# -- what was seen ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One unit: from its call to that of the next, and its backward, in one microbatch.
+
+    kept    bytes that its forward leaves for its backward, its output among them
+    most    bytes that forward or backward holds beside what is kept until then, at most
+    given   bytes that a backward gives a gradient for, and that only the unit before has made
+    loose   those of them that nobody keeps once the unit has run
+    carried   those, and what earlier units have made and the unit reads as well
+    modules   outside of units, that are called first in this one; in the order of their calls
+    """
+
+    name: str
+    forward: Work
+    backward: Work
+    kept: int
+    most: int
+    given: int
+    loose: int
+    carried: int
+    modules: tuple[str, ...]
+
+
+FORWARD, BACKWARD = "forward", "backward"
+MICRO = 3  # the first, one between, the last: that between is looked at
+HEAD, TAIL = "", "after"
+
+
+def by_unit(step: Step, units: Sequence[str]) -> tuple[Seen, ...]:
+    """Play a step of the first rank, of one stage and MICRO microbatches, unit by unit.
+
+    What is called before the first of `units` is a unit, and what follows the last one.  Raises
+    what the model raises where it cannot be played, LookupError for units of which one is called
+    twice in a forward, or never.
+    """
+    from schedlang.passes.simulate.rehearse import state_held
+    from schedlang.runtime.adapters.fully_shard import without_values
+    from schedlang.runtime.played import play
+    from schedlang.runtime.storage.footprint import Footprint
+
+    footprint = Footprint("meta", True)
+    with alone(step, 0, None, footprint) as (program, _):
+        state_held(program, footprint, ())
+        sliced = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        calls = _Calls(footprint, tuple(units))
+        with without_values(sliced), calls.watching(program.assembly.module):
+            play(program, step.prepared.staged.cut, step.batch, footprint)
+    return _seen(footprint, calls)
+
+
+def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
+    """Each unit, in the order of their calls, in the microbatch between."""
+    if len(calls.order) != len(set(calls.order)) or len(calls.order) != len(calls.units):
+        raise LookupError("units are not called once each, one after the other")
+    ran = footprint.ran(())
+    names = (HEAD, *calls.order, *([TAIL] if calls.order else []))
+    found: list[Seen] = []
+    before = {HEAD: _level(ran, (1, FORWARD, HEAD), start=True)}
+    for name, then in zip(names, (*names[1:], None)):
+        ahead = [one for one in ran if one.what == (1, FORWARD, name)]
+        back = [one for one in ran if one.what == (1, BACKWARD, name)]
+        end = _passing(ahead[-1])
+        most = max([0, *(one.passing - end for one in (*ahead, *back))])
+        found.append(
+            Seen(
+                name,
+                _together(ahead),
+                _together(back),
+                end - before[name],
+                most,
+                *calls.given.get(name, Given()).sizes,
+                tuple(m for m, unit in calls.modules.items() if unit == name),
+            )
+        )
+        if then is not None:
+            before[then] = end
+    return tuple(found)
+
+
+def _passing(one: Ran) -> int:
+    """Bytes of no state at the end."""
+    return int(one.end[len(STATE) :].sum())
+
+
+def _level(ran: Sequence[Ran], what: object, *, start: bool) -> int:
+    place = next(k for k, one in enumerate(ran) if one.what == what)
+    return _passing(ran[place - start])
+
+
+def _together(ran: Sequence[Ran]) -> Work:
+    """The work of several stretches."""
+    from schedlang.runtime.storage.footprint import Work
+
+    work = Work()
+    for one in ran:
+        work.operators.update(one.work.operators)
+        work.messages.update(one.work.messages)
+    return work
+
+
+# -- marks -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Calls:
+    """Tells a footprint which unit runs; knows the order of calls, and what is handed over.
+
+    order   of the first microbatch; later ones know by it which unit is the last
+    given   of each unit
+    modules   outside of units -> the unit in which they are first called
+    """
+
+    footprint: Footprint
+    units: tuple[str, ...]
+    order: list[str] = field(default_factory=list)
+    given: dict[str, Given] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    micro: int = -1
+    now: str = HEAD
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Hear the calls of a model's modules, and when its footprint is told of an operation."""
+        from schedlang.pipeline.timeline.table import Kind
+
+        plain = self.footprint.mark
+
+        def mark(what: Any) -> None:
+            kind = getattr(what, "kind", None)
+            if kind is Kind.F:
+                self.micro, self.now = self.micro + 1, HEAD
+                what = (self.micro, FORWARD, HEAD)
+            elif kind is Kind.B:
+                what = (self.micro, BACKWARD, self.now)
+            plain(what)
+
+        hooks = [h for name, one in model.named_modules() for h in self._hooks(name, one)]
+        vars(self.footprint)["mark"] = mark
+        try:
+            yield
+        finally:
+            del vars(self.footprint)["mark"]
+            for hook in hooks:
+                hook.remove()
+
+    def _hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
+        if name in self.units:
+            begin = lambda m, args, kwargs: self._begins(name, args, kwargs)  # noqa: E731
+            yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            yield module.register_forward_hook(lambda m, args, out: self._ended(name, out))
+        elif not any(name.startswith(f"{unit}.") for unit in self.units):
+            yield module.register_forward_pre_hook(lambda m, args: self._runs(name))
+
+    def _runs(self, name: str) -> None:
+        self.modules.setdefault(name, self.now)
+
+    def _begins(self, name: str, args: Any, kwargs: Any) -> None:
+        if self.micro == 0:
+            self.order.append(name)
+        self._enter(name, (args, kwargs))
+
+    def _ended(self, name: str, out: Any) -> None:
+        last = self.micro > 0 and name == self.order[-1]
+        if last or (self.micro == 0 and len(self.order) == len(self.units)):
+            self._enter(TAIL, out)
+
+    def _enter(self, name: str, given: Any) -> None:
+        """The next unit begins, with these arguments; the one before runs back once they have
+        gradients."""
+        before, self.now = self.now, name
+        tensors = [t for t in pytree.tree_leaves(given) if getattr(t, "grad_fn", None) is not None]
+        last = self.given.get(before, Given())
+        made = [t for t in tensors if id(t.untyped_storage()) not in last.all]
+        sizes = {id(t.untyped_storage()): t.numel() * t.element_size() for t in tensors}
+        self.given[name] = Given(sizes, {id(t.untyped_storage()) for t in made})
+        self.footprint.mark((self.micro, FORWARD, name))
+        if made:
+            micro = self.micro
+            made[0].register_hook(lambda _: self.footprint.mark((micro, BACKWARD, before)))
+        last.alive = self.footprint.holds(last.made)
+
+
+@dataclass
+class Given:
+    """What a unit is given that has a gradient, by storage: bytes, what only the unit before has
+    made, and what of that is alive once the unit has run."""
+
+    all: dict[int, int] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    alive: set[int] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes: made, of them no longer alive, all."""
+        made, loose = (sum(self.all[key] for key in some) for some in (self.made, self.loose))
+        return made, loose, sum(self.all.values())
+
+    @property
+    def loose(self) -> set[int]:
+        """Storages that nothing holds."""
+        return self.made - self.alive

@@ -1,0 +1,127 @@
+"""Limits of a search for settings: values that are pinned, forbidden, or the least there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
+
+Value = int | bool | str
+
+COUNTS = ("dp", "pp", "tp", "cp", "ep", "rows", "micro", "chunks", "zero")
+CHOICES = ("none", "some", "all")  # units that are computed again
+NAMES = (*COUNTS, "sequence", "order", "again")
+PIN, FORBID, LEAST = "pin", "forbid", "at least"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds within which a search looks for a setting, by the names of `NAMES`.
+
+    pinned     the only values that a name may have
+    forbidden  values that it must not have
+    least      the smallest count that it may have
+    """
+
+    pinned: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    forbidden: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+
+    def admits(self, name: str, value: Value) -> bool:
+        """Return whether a name may have this value."""
+        if name in self.pinned and value not in self.pinned[name]:
+            return False
+        if value in self.forbidden.get(name, ()):
+            return False
+        return name not in self.least or int(value) >= self.least[name]
+
+    def admitted(self, name: str, values: Iterable[Value]) -> list[Value]:
+        """Return those of some values that a name may have."""
+        return [value for value in values if self.admits(name, value)]
+
+    def within(self, other: Limits) -> Limits:
+        """Both at once.  What both pin is pinned as this one has it."""
+        least = {
+            name: max(self.least.get(name, 0), other.least.get(name, 0))
+            for name in {**other.least, **self.least}
+        }
+        forbidden = {
+            name: (*other.forbidden.get(name, ()), *self.forbidden.get(name, ()))
+            for name in {**other.forbidden, **self.forbidden}
+        }
+        return Limits({**other.pinned, **self.pinned}, forbidden, least)
+
+    def limited(self, how: str, name: str, values: tuple[Any, ...]) -> Limits:
+        """These limits and one more, as a schedule or an option says it.
+
+        Raises Refusal S106 for a name that there is not, S109 for values that it cannot have, and
+        for one that leaves nothing.
+        """
+        if name not in NAMES:
+            title = f"a search has no `{name}`"
+            facts = unknown(name, NAMES)
+            raise Refusal.of("S106", title, helps=(guess(name, NAMES, "it has"),), facts=facts)
+        made = tuple(_value(name, value) for value in values)
+        if how == LEAST:
+            if name not in COUNTS or len(made) > 1:
+                _refuse(f"`{name}` has no least value", f"one number, of {', '.join(COUNTS)}")
+            least = max(int(made[0]), self.least.get(name, 0))
+            both = replace(self, least={**self.least, name: least})
+        elif how == FORBID:
+            every = (*self.forbidden.get(name, ()), *made)
+            both = replace(self, forbidden={**self.forbidden, name: every})
+        else:
+            left = tuple(one for one in made if self.admits(name, one))
+            both = replace(self, pinned={**self.pinned, name: left or made})
+            if not left:
+                _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
+        if name in both.pinned and not both.admitted(name, both.pinned[name]):
+            _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
+        return both
+
+    def text(self) -> str:
+        """tp = 4, pp not 8, dp at least 2"""
+        parts = [f"{name} = {_any(values)}" for name, values in self.pinned.items()]
+        parts += [f"{name} not {_any(values)}" for name, values in self.forbidden.items()]
+        parts += [f"{name} at least {value}" for name, value in self.least.items()]
+        return ", ".join(parts)
+
+
+def _value(name: str, value: Any) -> Value:
+    """A value that a name can have; of an order its name in the catalogue."""
+    if name == "order":
+        return _order(str(value))
+    if name == "again":
+        if value not in CHOICES:
+            _refuse(f"`again` cannot be `{value}`", f"one of {', '.join(CHOICES)}")
+        return str(value)
+    if name == "sequence":
+        if not isinstance(value, bool):
+            _refuse(f"`sequence` cannot be `{value}`", "true or false")
+        return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < (name != "zero"):
+        _refuse(f"`{name}` cannot be `{value}`", "a whole number, at least 1")
+    if name == "zero" and value > 3:
+        _refuse(f"`zero` cannot be `{value}`", "a stage from 0 to 3")
+    return int(value)
+
+
+def _order(name: str) -> str:
+    from schedlang.pipeline.schedules import OrderError, find
+
+    try:
+        return find(name).name
+    except OrderError as error:
+        _refuse(error.reason, error.legal)
+
+
+def _refuse(title: str, legal: str) -> NoReturn:
+    raise Refusal.of("S109", title, helps=(legal,))
+
+
+def _any(values: Iterable[Value]) -> str:
+    shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+    return " or ".join(shown)

@@ -1,0 +1,119 @@
+"""Texts of settings: canonical, planned like any other, and proven."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from schedlang.cli import app
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import Source
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
+from schedlang.ir.primitive import load_all
+from schedlang.language import printer
+from schedlang.language.syntax import parse
+from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner.profile import Profiles
+from schedlang.passes.planner.values import Placement, Setting
+from schedlang.passes.planner.write import written
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+P = Placement
+
+
+def profiles(name: str, dtype: str = "") -> Profiles:
+    """The chains of an example's model."""
+    load_all()
+    found = load_model_file(str(EXAMPLES / name / "model.py"), None)
+    facts = ModelFacts(found.model(meta=True))
+    return Profiles(facts, found.batch(1), found.loss, found.weight, dtype)
+
+
+# example, setting, lines that its text has
+CASES = [
+    (
+        "gpt2",
+        Setting(P(1, tp=2), dp=2, pp=2, micro=4, zero=2, cuts=(2, 4), again=(2, 1)),
+        [
+            "mesh(dp=2, pp=2, tp=2)",
+            "transformer.h[0:2]  checkpoint()",
+            "transformer.h.1  pipeline_split(over=pp)",
+            "zero(stage=2, over=dp)",
+            'pipeline(order="1F1B", micro=4)',
+        ],
+    ),
+    (
+        "llama",
+        Setting(P(1, cp=2, tp=2, sequence=True), pp=2, chunks=2, micro=2, order="Interleaved1F1B"),
+        [
+            "mesh(pp=2, cp=2, tp=2)",
+            "model.layers.0      shard(input=S(seq), over=tp)  "
+            "# masks and positions are made of the whole",
+            'pipeline(order="Interleaved1F1B", micro=2, chunks=2)',
+        ],
+    ),
+    (
+        "mixtral",
+        Setting(P(1, ep=2), dp=4, pp=2, micro=2),
+        [
+            "mesh(dp=2, ep=2, pp=2)",
+            "model.layers.*.mlp.experts  expert_parallel(over=ep)  # each rank has some experts",
+            "zero(stage=1, over=(dp, ep))",
+        ],
+    ),
+    ("resnet", Setting(P(1), pp=3, micro=2), ['step "training" relax(batch_stats) {']),
+    ("llama", Setting(P(1)), ["mesh(dp=1)"]),
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "lines"), CASES, ids=lambda one: str(one)[:12])
+def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: list[str]) -> None:
+    """It is what the formatter makes of it, has the rows that were asked for, and is legal."""
+    source = profiles(name)
+    text = written(source, setting, ["a remark that stays"])
+    tree = parse(Source("written", text))
+    assert printer.to_text(tree) == text
+    told = [line.strip() for line in text.splitlines()]
+    assert "# a remark that stays" in told
+    assert [line for line in lines if line not in told] == []
+    plan = expand(tree, source.facts).plan
+    assert plan is not None and plan.mesh.world == max(1, setting.ranks)
+
+
+def test_a_recipe_is_a_step() -> None:
+    """A model that computes in 16 bits says so above all else."""
+    told = written(profiles("llama", "bf16"), Setting(P(1, tp=2))).splitlines()
+    assert told.index("  cast(bf16, params=true)") < told.index('step "tensor parallel" {')
+
+
+def test_what_has_no_rows_is_refused() -> None:
+    """Two layers cannot be three stages; no experts lie in a Llama."""
+    source = profiles("mixtral")
+    with pytest.raises(ValueError, match="does not cut"):
+        written(source, Setting(P(1), pp=2, cuts=(1, 1)))
+    with pytest.raises(Refusal, match="S212"):
+        written(profiles("llama"), Setting(P(1, ep=2), dp=2))
+
+
+PROVEN = [
+    ("llama", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2, again=(3, 0))),
+    ("llama", "bf16", Setting(P(1, tp=2), pp=2, micro=2, cuts=(2, 4), again=(1, 2))),
+    ("gpt2", "", Setting(P(2, tp=2, sequence=True), dp=2, micro=2, zero=2, again=(3,))),
+    ("mixtral", "", Setting(P(1, ep=2), dp=4)),
+    ("t5", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2)),
+    ("bert", "", Setting(P(1, tp=2, sequence=True), dp=2, micro=2, zero=3)),
+]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("name", "dtype", "setting"), PROVEN, ids=lambda one: str(one)[:12])
+def test_a_text_is_proven(name: str, dtype: str, setting: Setting, tmp_path: Path) -> None:
+    """Against the untouched original, with fewer layers too."""
+    file = tmp_path / "written.sched"
+    file.write_text(written(profiles(name, dtype), setting), encoding="utf-8")
+    model = str(EXAMPLES / name / "model.py")
+    ran = CliRunner().invoke(app, ["verify", str(file), "--model", model, "--shrink"])
+    assert ran.exit_code == 0, ran.output
