@@ -1,180 +1,126 @@
-"""A direct-connect fabric for a plan: which nodes are linked, and which way messages go.
+"""Direct-connect fabrics beside a plan: rings by strides, routes, and plans that suit each other.
 
-TopoOpt (Wang et al., NSDI 2023): rings of sums are mutable, so a node's links are spent on a few
-rings that reach far (`TotientPerms`), and the rest on pairs that exchange most (matchings).
+TopoOpt (Wang et al., NSDI 2023) wires each host to `degree` others.  An all-reduce may go round any
+ring over the hosts, so rings are chosen whose strides carry the other messages well too: a stride
+that has no factor in common with the number of hosts makes a ring (TotientPerms).
+
+* Strides, and what a set of them makes of the traffic.
+* The best set, by all of them or by one after the other.
+* Plan and fabric in turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations, combinations_with_replacement
-from math import gcd
+from functools import lru_cache
+from itertools import combinations
+from typing import Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Matching = tuple[tuple[int, int], ...]  # pairs of nodes, each node in one at most
+Strides = tuple[int, ...]
+Messages = Mapping[tuple[int, int], float]  # bytes from a host to another
 
 
 @dataclass(frozen=True)
-class Demand:
-    """Bytes of a step: summed over all nodes, and sent from node to node [nodes, nodes]."""
+class Traffic:
+    """Bytes of a step: `reduced` by an all-reduce over all hosts, and messages between pairs."""
 
-    summed: float
-    sent: Floats
+    reduced: float
+    messages: Messages
 
-    @property
-    def nodes(self) -> int:
-        """The number of nodes."""
-        return len(self.sent)
+
+def strides(hosts: int) -> Strides:
+    """Strides that make a ring over so many hosts: those with no factor in common with them."""
+    return tuple(k for k in range(1, hosts) if math.gcd(k, hosts) == 1)
+
+
+def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float:
+    """Seconds of the fullest link: the all-reduce is dealt out to all rings, messages take the
+    shortest ways.
+
+    A host has one link of `link` bytes a second for each stride.
+    """
+    ring = 2 * (hosts - 1) / hosts * traffic.reduced / len(chosen)
+    load = {(host, stride): ring for host in range(hosts) for stride in chosen}
+    for (source, target), size in traffic.messages.items():
+        at = source
+        for stride in routes(hosts, chosen)[(target - source) % hosts]:
+            load[at, stride] += size
+            at = (at + stride) % hosts
+    return max(load.values()) / link
+
+
+@lru_cache(4096)
+def routes(hosts: int, chosen: Strides) -> tuple[Strides, ...]:
+    """A shortest way to the host at each distance, as strides; the first found, in their order."""
+    found: dict[int, Strides] = {0: ()}
+    queue = deque([0])
+    while queue:
+        at = queue.popleft()
+        for stride in chosen:
+            there = (at + stride) % hosts
+            if there not in found:
+                found[there] = (*found[at], stride)
+                queue.append(there)
+    return tuple(found[distance] for distance in range(hosts))
+
+
+def wired(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
+    """The strides whose step is shortest, of all sets of so many, with its seconds."""
+    sets = combinations(strides(hosts), degree)
+    return min(((s, seconds(hosts, s, traffic, link)) for s in sets), key=lambda one: one[1])
+
+
+def wired_in_turn(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
+    """Strides chosen one after the other, each the one that helps most: for many hosts."""
+    chosen: Strides = ()
+    for _ in range(degree):
+        left = [k for k in strides(hosts) if k not in chosen]
+        more = ((*chosen, k) for k in left)
+        chosen = min(more, key=lambda s: seconds(hosts, tuple(sorted(s)), traffic, link))
+        chosen = tuple(sorted(chosen))
+    return chosen, seconds(hosts, chosen, traffic, link)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
-class Fabric:
-    """Links of a fabric: rings, by how far their next node is, and matchings of pairs.
+class Wired(Generic[Plan]):
+    """A plan and the fabric for it; `turns` are the seconds after each turn, which never rise."""
 
-    Each ring takes one port of a node for sending and one for receiving; each matching takes one of
-    both of the nodes in it.
+    plan: Plan
+    strides: Strides
+    turns: tuple[float, ...]
+
+
+def in_turns(
+    hosts: int,
+    degree: int,
+    link: float,
+    plans: Sequence[tuple[Plan, float, Traffic]],
+    wire: Callable[..., tuple[Strides, float]] = wired,
+) -> Wired[Plan]:
+    """Choose the plan for the fabric, then the fabric for the plan, until neither is better.
+
+    plans  with seconds of computing, and the traffic of each
+    The first turn is on the fabric that suits the first plan.  What is found is the best in either
+    direction, and need not be the best of all pairs.
     """
-
-    nodes: int
-    rings: tuple[int, ...]
-    pairs: tuple[Matching, ...]
-
-    @cached_property
-    def links(self) -> Ints:
-        """Parallel links from node to node [nodes, nodes]."""
-        found = np.zeros((self.nodes, self.nodes), dtype=np.int64)
-        here = np.arange(self.nodes)
-        for step in self.rings:
-            found[here, (here + step) % self.nodes] += 1
-        for one, two in (pair for matching in self.pairs for pair in matching):
-            found[one, two] += 1
-            found[two, one] += 1
-        return found
-
-    @cached_property
-    def ways(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """A shortest way from each node to each, by its nodes; () where there is none."""
-        return tuple(self._from(start) for start in range(self.nodes))
-
-    def _from(self, start: int) -> tuple[tuple[int, ...], ...]:
-        ways: dict[int, tuple[int, ...]] = {start: (start,)}
-        edge = [start]
-        while edge:
-            reached: list[int] = []
-            for node in edge:
-                for other in np.flatnonzero(self.links[node]).tolist():
-                    if other not in ways:
-                        ways[other] = (*ways[node], other)
-                        reached.append(other)
-            edge = reached
-        return tuple(ways.get(node, ()) for node in range(self.nodes))
-
-    def seconds(self, demand: Demand, bandwidth: float) -> float:
-        """Seconds until the fullest link has sent its part of a step; infinite if one is cut off.
-
-        Sums go round all rings at once, each with an equal share; what is sent from node to node
-        goes a shortest way, over rings too.  `bandwidth` in bytes a second of a link.
-        """
-        load = np.zeros((self.nodes, self.nodes))
-        here = np.arange(self.nodes)
-        if demand.summed and not self.rings:
-            return float("inf")
-        for step in self.rings:
-            ring = 2 * demand.summed * (self.nodes - 1) / self.nodes / len(self.rings)
-            load[here, (here + step) % self.nodes] += ring
-        for one, two in zip(*np.nonzero(demand.sent), strict=True):
-            way = self.ways[one][two]
-            if not way and one != two:
-                return float("inf")
-            for begin, end in zip(way, way[1:]):
-                load[begin, end] += demand.sent[one, two]
-        full = load[self.links > 0] / self.links[self.links > 0]
-        return float(full.max(initial=0.0)) / bandwidth
-
-
-def strides(nodes: int) -> list[int]:
-    """How far apart the neighbours of a ring through all nodes may be: the numbers coprime to it.
-
-    TotientPerms: a ring of sums may visit its nodes in any order, and these orders need no table.
-    """
-    return [step for step in range(1, nodes) if gcd(step, nodes) == 1]
-
-
-def spread(steps: Sequence[int], count: int) -> tuple[int, ...]:
-    """So many of some strides, each nearest to a place of a geometric row from 1 to the largest.
-
-    With such hops any node is reached in few (TopoOpt's SelectPermutations).
-    """
-    if count >= len(steps):
-        return tuple(steps)
-    row = np.geomspace(1, max(steps), count)
-    found: list[int] = []
-    for place in row.tolist():
-        left = [step for step in steps if step not in found]
-        found.append(min(left, key=lambda step: (abs(step - place), step)))
-    return tuple(sorted(found))
-
-
-def topology(demand: Demand, degree: int, bandwidth: float) -> Fabric:
-    """The fabric of nodes with `degree` ports for a demand, by TopoOpt's way.
-
-    All divisions of the ports between sums and pairs are tried; pairs are matched by the bytes
-    between them, which are halved where there is a link already.
-    """
-    nodes = demand.nodes
-    tried = []
-    for rings in range(1 if demand.summed else 0, degree + 1):
-        chosen = spread(strides(nodes), rings) if rings else ()
-        for some in {chosen, tuple(strides(nodes)[:rings])}:
-            one = Fabric(nodes, some, _matchings(demand, degree - len(some)))
-            tried.append((one.seconds(demand, bandwidth), len(some), one))
-    return min(tried, key=lambda item: item[:2])[2]
-
-
-def _matchings(demand: Demand, count: int) -> tuple[Matching, ...]:
-    """Matchings of greatest weight, one after the other (Edmonds 1965, by networkx)."""
-    import networkx
-
-    left = demand.sent + demand.sent.T
-    found: list[Matching] = []
-    for _ in range(count):
-        graph = networkx.Graph()
-        for one, two in combinations(range(demand.nodes), 2):
-            if left[one, two] > 0:
-                graph.add_edge(one, two, weight=float(left[one, two]))
-        pairs = tuple(sorted(tuple(sorted(p)) for p in networkx.max_weight_matching(graph)))
-        if not pairs:
-            break
-        found.append(pairs)
-        for one, two in pairs:
-            left[one, two] /= 2
-            left[two, one] /= 2
-    return tuple(found)
-
-
-def all_fabrics(nodes: int, degree: int) -> Iterator[Fabric]:
-    """Every fabric of rings and perfect matchings with so many ports: of few nodes alone."""
-    for rings in range(degree + 1):
-        for steps in combinations(strides(nodes), rings):
-            for pairs in combinations_with_replacement(_perfect(nodes), degree - rings):
-                yield Fabric(nodes, steps, pairs)
-
-
-def _perfect(nodes: int) -> list[Matching]:
-    """All matchings in which each node has a pair."""
-
-    def of(left: tuple[int, ...]) -> Iterator[Matching]:
-        if not left:
-            yield ()
-        for place in range(1, len(left)):
-            rest = left[1:place] + left[place + 1 :]
-            for others in of(rest):
-                yield ((left[0], left[place]), *others)
-
-    return list(of(tuple(range(nodes))))
+    chosen, _ = wire(hosts, degree, plans[0][2], link)
+    turns: list[float] = []
+    while True:
+        plan, computing, traffic = min(
+            plans, key=lambda one: one[1] + seconds(hosts, chosen, one[2], link)
+        )
+        again, sent = wire(hosts, degree, traffic, link)
+        before = seconds(hosts, chosen, traffic, link)
+        if sent < before:
+            chosen = again
+        turns.append(computing + min(sent, before))
+        if len(turns) > 1 and turns[-1] >= turns[-2]:
+            return Wired(plan, chosen, tuple(turns))

@@ -88,7 +88,7 @@ class Searched:
 
 
 def _splits(way: Setting) -> int:
-    """How often a way splits the model: data parallelism alone comes first."""
+    """Parts that a way splits the model into: data parallelism alone has one."""
     return way.pp * way.placement.tp * way.placement.cp
 
 

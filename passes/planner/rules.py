@@ -18,7 +18,7 @@ Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds 
 
 @dataclass(frozen=True)
 class Case:
-    """What guides ask about a job.
+    """A job as guides ask about it.
 
     needs    bytes of the fullest rank under a setting
     state    bytes of the model's state on one device, undivided; `largest` of one layer
@@ -110,7 +110,7 @@ def _sharded(case: Case) -> Iterator[Setting]:
 
 
 def _split_thrice(case: Case) -> Iterator[Setting]:
-    """Over layers, their tensors and copies; tensors inside of nodes, and no more than must be."""
+    """Split layers, their tensors and rows; tensors inside of nodes, no more than must be."""
     for tp, pp in _by_degree(case):
         yield case.setting(tp, pp)
 

@@ -22,6 +22,7 @@ WAY = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
 
 
 def test_each_planner_says_whose_it_is_and_what_it_leaves_out() -> None:
+    """All names, each with its paper and its limits."""
     assert {"alpa", "piper", "amp", "whale", "dapple", "pipedream", "kwai", "flexflow"} < {
         *PLANNERS
     }
@@ -31,6 +32,7 @@ def test_each_planner_says_whose_it_is_and_what_it_leaves_out() -> None:
 
 
 def test_kwai_is_within_three_percent_of_all_and_fits() -> None:
+    """A search over fewer orders is near the optimum over all, within memory."""
     job = Job(16, 64, replace(A100, memory=24 << 30), length=1024)
     found = SEARCHED["kwai"].plan(SMALL, job)
     *_, every = search(SMALL, job)
@@ -42,6 +44,7 @@ def test_kwai_is_within_three_percent_of_all_and_fits() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
+    """A walk from data parallelism ends at the search's optimum."""
     job = Job(8, 32, replace(A100, memory=16 << 30), orders=("1F1B", "GPipe"))
     found = SEARCHED["flexflow"].plan(SMALL, job, seed)
     *_, every = search(SMALL, job)
@@ -56,6 +59,7 @@ def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
 
 
 def test_a_setting_cut_by_dapple_beats_even_stages_and_mcap_holds_least() -> None:
+    """Stages of one setting by three objectives, judged by our own price."""
     chain = LARGE(WAY.placement)
     even = price(chain, WAY, A100)
     cut = {name: cut_as(name, chain, WAY, A100) for name in ("dapple", "mcap", "pipedream")}
@@ -67,6 +71,7 @@ def test_a_setting_cut_by_dapple_beats_even_stages_and_mcap_holds_least() -> Non
 
 
 def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
+    """A setting that does not fit does so with less recomputation than all."""
     chain = LARGE(WAY.placement)
     tight = replace(A100, memory=int(9.5 * 2**30))
     assert price(chain, WAY, tight).peak > tight.memory
@@ -80,6 +85,7 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
+    """Interleaved stages, and more stages than units, are refused."""
     chain = LARGE(WAY.placement)
     with pytest.raises(ValueError, match="several"):
         cut_as("alpa", chain, replace(WAY, order="Interleaved1F1B", chunks=2), A100)
@@ -88,6 +94,7 @@ def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
 
 
 def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
+    """Layers of a chain hold what its units hold, as ZeRO splits it."""
     chain = LARGE(WAY.placement)
     layers = layers_of(chain, WAY, A100, Recipe())
     assert len(layers) == chain.length == 42

@@ -29,6 +29,7 @@ TABLE_1 = (
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row[0]}B")
 def test_ptd_p_gives_the_published_layouts(row: tuple[float, int, int, int, int, int, int]) -> None:
+    """Tensor and pipeline parallelism of all ten rows of their Table 1."""
     billions, heads, layers, tp, pp, ranks, rows = row
     state = 18 * billions * 1e9  # 16-bit weights, 32-bit gradients, master copy, two moments
 
@@ -41,6 +42,8 @@ def test_ptd_p_gives_the_published_layouts(row: tuple[float, int, int, int, int,
 
 
 def test_ptd_p_takes_the_rows_that_its_formula_likes_best() -> None:
+    """Rows of a microbatch are the least of the formula over all divisors."""
+
     def times(rows: int) -> tuple[float, float]:
         return 1.0 + rows, 2.0 * (1.0 + rows)  # a start of a kernel, and more for each row
 
@@ -104,6 +107,7 @@ RAN = {
 def test_layouts_recommend_what_ran_best_or_within_six_percent(
     job: tuple[int, int, int, int], ran: dict[tuple[int, int], float | None]
 ) -> None:
+    """The recommendation is the best of its campaign in three of four, else within 6 percent."""
     layers, heads, rows, ranks = job
 
     def needs(setting: Setting) -> float:
@@ -148,6 +152,7 @@ def decoder(ranks: int, billions: float, fast: bool = False, largest: float = 1.
 def test_guides_say_what_to_do(
     guide: str, case: Case, when: str, axes: tuple[int, int, int, int] | None
 ) -> None:
+    """Each line of both guides' tables, for a model that it is meant for."""
     found = RULED[guide].plan(case)
     if axes is None:
         assert found is None
