@@ -63,7 +63,7 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
     `beside` are rows that must stand with it, such as the one that splits the batch.
     """
     spread = call("expert_parallel", over=finder.axis)
-    for name in _experts(finder.trial.blocks):
+    for name in experts_of(finder.trial.blocks):
         row = Row((name,), spread, "each rank has some experts")
         made = finder.mended([row, *beside])
         if isinstance(made, str):
@@ -72,7 +72,7 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
             finder.rows.append(row)
 
 
-def _experts(blocks: Blocks) -> list[str]:
+def experts_of(blocks: Blocks) -> list[str]:
     """Common names of modules with two or more weights per expert, all of as many experts."""
     found = []
     for name, group in blocks.named.items():
