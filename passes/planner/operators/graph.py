@@ -120,15 +120,28 @@ class Graph:
         return frozenset(self.name(one, 1) for one in inputs) - self.rows
 
     @cached_property
+    def worded(self) -> Mapping[str, str]:
+        """The tables of words outside of blocks and projections to as many: their weights."""
+        outside = [k for k, one in enumerate(self.nodes) if "*" not in one.site]
+        found: dict[str, str] = {}
+        for kind in ("table", "linear"):
+            for at in outside:
+                node = self.nodes[at]
+                if node.step.module == kind:
+                    weight = self.given(at)[1]
+                    found[node.site] = weight
+        words = [
+            self.values[found[self.nodes[k].site]].shape[0]
+            for k in outside
+            if self.nodes[k].step.module == "table"
+        ]
+        most = max(words, default=0)
+        return {site: one for site, one in found.items() if self.values[one].shape[0] == most}
+
+    @cached_property
     def padded(self) -> frozenset[Dim]:
-        """The names of dims that may be padded: rows of tables outside of blocks."""
-        tables = (
-            (at, node)
-            for at, node in enumerate(self.nodes)
-            if node.step.module == "table" and "*" not in node.site
-        )
-        weights = (self.given(at)[len(node.step.inputs) - 1] for at, node in tables)
-        return frozenset(self.name(one, 0) for one in weights)
+        """The names of dims that may be padded: words."""
+        return frozenset(self.name(one, 0) for one in self.worded.values())
 
     @cached_property
     def batched(self) -> frozenset[str]:

@@ -37,6 +37,9 @@ class Asked:
     mode    `tensors`: every rank has all rows; `rows`: each has some, as data parallelism
     name    of a dim: it is split wherever it occurs, and nothing else is (Mesh-TensorFlow)
     pins    parameters, by their common names, and the dim that is split (WHOLE: none)
+    tokens  whether activations may be split along a sequence, in the mode `tensors`
+    zero    stage of ZeRO for what is whole, in the mode `rows`
+    banned  options of modules, by their common names, that the language has refused
     kept    whether results stay for the backward, and count among the bytes
     """
 
@@ -47,6 +50,9 @@ class Asked:
     recipe: Recipe = field(default_factory=Recipe)
     name: Dim | None = None
     pins: Mapping[str, int] = field(default_factory=dict)
+    tokens: bool = True
+    zero: Literal[0, 1, 3] = 0
+    banned: frozenset[tuple[str, Option]] = frozenset()
     kept: bool = True
 
 
@@ -89,6 +95,8 @@ class Placed:
             for way in step.ways
             if self._fits(at, way.inputs, way.outputs)
         ]
+        site = self.graph.nodes[at].site
+        found = [one for one in found if (site, one) not in asked.banned]
         if asked.name is not None:
             return found or [whole]
         if asked.mode == "rows" and not found:
@@ -111,6 +119,8 @@ class Placed:
             return False
         if asked.name is None and by_rows != (asked.mode == "rows"):
             return False
+        if asked.name is None and not asked.tokens and names & graph.tokens:
+            return False
         sums = not step.module and WHOLE in outputs
         if sums and not by_rows and "loss" not in step.name and "cross_entropy" not in step.name:
             return False  # parts of a mean of activations are no tensor of the language
@@ -130,8 +140,8 @@ class Placed:
                 wanted = (option.inputs[edge.place] for option in self.options[edge.target])
                 menu += [d for d in dict.fromkeys(wanted) if d >= 0 and d not in menu]
         for name, menu in found.items():
-            if self.asked.mode == "rows":
-                menu += [ZERO1, ZERO3]
+            if self.asked.mode == "rows" and self.asked.zero:
+                menu[0] = ZERO1 if self.asked.zero == 1 else ZERO3
             if name in self.asked.pins:
                 found[name] = [d for d in menu if d == self.asked.pins[name]]
         return found
@@ -218,10 +228,20 @@ class Placed:
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):
             return math.inf
         ops = CROSSINGS.get(way)
-        if ops is None or way == (0, 0):
+        if ops is None or way == (0, 0) or not self._said(edge, a, c):
             return math.inf
         back = ops[1] if one.grad else ""
         return sum(self._send(op, size) for op in (ops[0], back) if op)
+
+    def _said(self, edge: Edge, a: int, c: int) -> bool:
+        """Return whether the language says such a crossing: of tokens, or at the module's end."""
+        token = max(a, c)
+        if token < 0 or self.graph.name(edge.value, token) in self.graph.tokens:
+            return True
+        nodes, maker = self.graph.nodes, edge.source[0]
+        if a >= 0:  # `output=R` of a module
+            return maker >= 0 and bool(nodes[maker].step.module)
+        return a == WHOLE and bool(nodes[edge.target].step.module)
 
     def _parameter(self, name: str, a: int, c: int) -> float:
         """Seconds in which a parameter is used as `c` and its gradient summed."""
@@ -258,7 +278,8 @@ class Placed:
         for name, menu in self.parameters.items():
             seconds.append(np.zeros(len(menu)))
             sizes.append(np.array([graph.counts[name] * self.held(name, one) for one in menu]))
-        first = {edge.value: edge for edge in reversed(graph.edges)}
+        ranked = sorted(graph.edges, key=lambda edge: edge.boundary)
+        first = {edge.value: edge for edge in ranked}  # one that may cross, if there is any
         for name, pairs in self.shared.items():
             edge, often = first[name], graph.counts[name]
             seconds.append(np.array([often * self.crossing(edge, a, b) for a, b in pairs]))
@@ -286,8 +307,11 @@ class Placed:
         cost, (node, k) = self.crossing, edge.source
         if edge.value in self.shared:
             told = [
-                [min(cost(edge, a, c), cost(edge, b, c)) for c in wanted]
-                for a, b in self.shared[edge.value]
+                [
+                    min(cost(edge, one, c) for one in (ways if edge.boundary else ways[:1]))
+                    for c in wanted
+                ]
+                for ways in self.shared[edge.value]
             ]
             self._pair(self.numbers[edge.value], edge.target, np.array(told) * edge.count, costs)
         elif node >= 0:
@@ -314,9 +338,7 @@ class Placed:
         self._pair(node, self.numbers[name], np.array(told), costs)
 
     @staticmethod
-    def _pair(
-        i: int, j: int, table: np.ndarray, costs: dict[tuple[int, int], np.ndarray]
-    ) -> None:
+    def _pair(i: int, j: int, table: np.ndarray, costs: dict[tuple[int, int], np.ndarray]) -> None:
         table = np.where(np.isnan(table), np.inf, table)
         pair, table = ((i, j), table) if i < j else ((j, i), table.T)
         costs[pair] = costs[pair] + table if pair in costs else table

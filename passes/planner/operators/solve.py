@@ -181,7 +181,9 @@ def _conditioned(
 
 
 def _traced(
-    done: Sequence[tuple[int, tuple[int, ...], NDArray[np.intp]]], chosen: dict[int, int], count: int
+    done: Sequence[tuple[int, tuple[int, ...], NDArray[np.intp]]],
+    chosen: dict[int, int],
+    count: int,
 ) -> tuple[int, ...]:
     """The choices of what was eliminated, from the last to the first."""
     chosen = dict(chosen)

@@ -86,9 +86,7 @@ def _loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[Way]:
         yield Way((dim, *labels), (WHOLE,))
 
 
-def _together(
-    call: Running, shapes: Sequence[Shape], place: int, dim: int
-) -> list[int] | None:
+def _together(call: Running, shapes: Sequence[Shape], place: int, dim: int) -> list[int] | None:
     """The dim of each tensor that is split along with one of them; None: it is not known."""
     split = [WHOLE] * len(shapes)
     split[place] = dim

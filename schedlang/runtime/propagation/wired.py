@@ -95,14 +95,14 @@ class _Wiring(Lattice):
         grad = tensor.requires_grad and tensor.is_floating_point()
         one = Value(tuple(tensor.shape), tensor.element_size(), grad, kind, made, varies)
         self.wired.values.append(one)
-        self.put(tensor, len(self.wired.values) - 1)
+        self.put(tensor, (self, len(self.wired.values) - 1))
         return len(self.wired.values) - 1
 
     def known(self, tensor: Tensor) -> int:
         """The value of a tensor; one that no step gave is a parameter, or a constant."""
         found = self.of(tensor)
-        if found is not None:
-            return int(found)
+        if found is not None and found[0] is self:  # buffers are shared by copies of a model
+            return int(found[1])
         name = self.names.get(id(tensor), "")
         return self.value(tensor, "parameter" if name else "constant", name, bool(name))
 
