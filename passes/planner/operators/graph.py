@@ -6,8 +6,9 @@ alike are one node, whose cost counts for all of them; an edge knows how often i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -115,8 +116,11 @@ class Graph:
 
     @cached_property
     def tokens(self) -> frozenset[Dim]:
-        """The names of dims that hold tokens of a sequence."""
+        """The names of dims that hold tokens of a sequence: of inputs, and of what tables read."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and len(v.shape) > 1]
+        tables = (at for at, one in enumerate(self.nodes) if one.step.module == "table")
+        read = [given[0] for given in map(self.given, tables) if 0 in given]
+        inputs += [one for one in read if len(self.values[one].shape) == 2]
         return frozenset(self.name(one, 1) for one in inputs) - self.rows
 
     @cached_property
@@ -152,6 +156,17 @@ class Graph:
                 if edge.value in found:
                     count = len(self.nodes[edge.target].step.outputs)
                     found |= {self.result(edge.target, k) for k in range(count)}
+        return frozenset(found)
+
+    @cached_property
+    def fills(self) -> frozenset[str]:
+        """The values that hold one number everywhere, of which each rank makes its own part."""
+        found: set[str] = set()
+        for at, node in enumerate(self.nodes):
+            given = self.given(at)
+            made = node.step.fills or bool(given) and found.issuperset(given.values())
+            if made and len(given) == len(node.step.inputs):
+                found |= {self.result(at, k) for k in range(len(node.step.outputs))}
         return frozenset(found)
 
     def bytes(self, name: str) -> float:
@@ -208,7 +223,16 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
         for k, value in enumerate(step.outputs):
             makers[value] = node, k, here
             graph.values.setdefault(graph.result(node, k), found.values[value])
-            graph.counts.setdefault(graph.result(node, k), graph.nodes[node].count)
+    short: Counter[str] = Counter(blocks.common(fqn) for fqn in blocks.facts.sites)
+    for node, those in instances.items():
+        one = graph.nodes[node]
+        if len(those) < short[one.site]:  # what only some blocks do is not repeated
+            graph.nodes[node] = replace(one, count=len(those))
+    graph.counts = {
+        graph.result(at, k): node.count
+        for at, node in enumerate(graph.nodes)
+        for k in range(len(node.step.outputs))
+    }
     crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
     for step in found.steps:
         key = blocks.common(step.site), step.turn, step.place, step.name

@@ -1,10 +1,10 @@
 """Placements of a graph's operators over one axis, and what they cost: a problem to be solved.
 
-A value lies on the ranks as a dim that is split, whole, or as parts of a sum; where a split operator
-reads a whole value, that has only a part of its gradient on each rank (an entered value). Values
-change their layout only where the language can say so: at modules that are sharded, and where they
-enter a block.  Costs: operators by their own part, crossings forward and backward, gradients of
-parameters that are whole.
+A value lies on the ranks as a dim that is split, whole, or as parts of a sum; where an operator
+that is split reads a whole value, each rank has only a part of its gradient (an entered value).
+Values change their layout only where the language can say so: at modules that are sharded, and
+where they enter a block.  Costs: operators by their own part, crossings forward and backward,
+gradients of parameters that are whole.
 """
 
 from __future__ import annotations
@@ -220,9 +220,10 @@ class Placed:
             return 0.0
         if one.kind == "parameter":
             return self._parameter(edge.value, a, c)
-        if not one.grad:
-            if self.asked.mode == "rows" or {a, c} <= {WHOLE, ENTERED}:
-                return 0.0
+        if not one.grad and (self.asked.mode == "rows" or {a, c} <= {WHOLE, ENTERED}):
+            return 0.0
+        if edge.value in self.graph.fills and not one.grad:
+            return 0.0
         size, way = self.graph.bytes(edge.value), (min(a, 0), min(c, 0))
         rooted = edge.value not in self.graph.batched
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):

@@ -197,7 +197,7 @@ def _traced(
 
 @dataclass(frozen=True)
 class _Bounded:
-    """One branch: no choice of it that fits is quicker than `bound`; two choices about the limit."""
+    """One branch: two choices about the limit; none that fits is quicker than `bound`."""
 
     bound: float
     fits: Solution

@@ -20,8 +20,9 @@ from schedlang.runtime.batch import forward, named_tensors
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.propagation import ways
 from schedlang.runtime.propagation.call_rules import LINEAR, SUMMING
-from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
+from schedlang.runtime.propagation.trace import Frame, Lattice, Running, Stack, Trace
 from schedlang.runtime.propagation.ways import Way
+from schedlang.runtime.sharding.sizes import FILLS
 from schedlang.runtime.tracing.meta import tensors_in, without_values
 
 PRODUCTS = {*SUMMING, "conv_transpose2d"}
@@ -53,9 +54,10 @@ class Step:
     """A module that is split as one, or a call of torch.
 
     site, turn  the module in which it runs, or that it is, and which of its calls
-    place       how many steps of the same call of the module came before it
+    place       how many steps of its name in the same call of the module came before it
     module      what kind of module it is; "" for a call
     kind        a product, attention, or other
+    fills       whether it makes a tensor of one number
     kept        whether its results are new memory, and none of what it was given
     """
 
@@ -70,6 +72,7 @@ class Step:
     kind: str
     flops: float
     kept: bool
+    fills: bool = False
 
 
 @dataclass
@@ -88,7 +91,7 @@ class _Wiring(Lattice):
     def __init__(self, stack: Stack, names: Mapping[int, str]) -> None:
         self.stack, self.names = stack, names
         self.wired, self.muted = Wired(), 0
-        self.places: Counter[tuple[str, int]] = Counter()
+        self.places: Counter[tuple[Frame, str]] = Counter()
 
     def value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
         """A new value for a tensor."""
@@ -131,7 +134,8 @@ class _Wiring(Lattice):
         """Write down one step, with values for what it gives."""
         flops = _flops(call, module if module == "experts" else kind)
         outputs = [self.value(one, "step", varies=varies) for one in call.outputs]
-        place, self.places[call.frame] = self.places[call.frame], self.places[call.frame] + 1
+        place = self.places[call.frame, call.name]
+        self.places[call.frame, call.name] += 1
         self.wired.steps.append(
             Step(
                 *call.frame,
@@ -144,6 +148,7 @@ class _Wiring(Lattice):
                 kind,
                 flops,
                 kept,
+                call.name in FILLS,
             )
         )
 
