@@ -213,7 +213,7 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
     instances: dict[int, list[str]] = {}
     for step in found.steps:
         common = blocks.common(step.site)
-        key = common, step.turn, step.place, step.name
+        key = _key(found, blocks, step)
         here = _block(common, step.site)
         if key not in at:
             at[key] = len(graph.nodes)
@@ -235,7 +235,7 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
     }
     crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
     for step in found.steps:
-        key = blocks.common(step.site), step.turn, step.place, step.name
+        key = _key(found, blocks, step)
         here = _block(key[0], step.site)
         for place, value in enumerate(step.inputs):
             node, k, there = makers.get(value, (-1, 0, ""))
@@ -257,6 +257,12 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
         boundary = bool(maker or graph.nodes[target].step.module or enters)
         graph.edges.append(Edge(name, source, target, place, count, boundary))
     return graph
+
+
+def _key(found: Wired, blocks: Blocks, step: Step) -> Key:
+    """Equal for steps of blocks that are alike."""
+    shapes = ",".join(str(list(found.values[one].shape)) for one in step.inputs)
+    return blocks.common(step.site), step.turn, step.place, f"{step.name}({shapes})"
 
 
 def _block(common: str, fqn: str) -> str:

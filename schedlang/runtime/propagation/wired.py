@@ -54,7 +54,7 @@ class Step:
     """A module that is split as one, or a call of torch.
 
     site, turn  the module in which it runs, or that it is, and which of its calls
-    place       how many steps of its name in the same call of the module came before it
+    place       how many steps of its name and shapes came before it in the call of the module
     module      what kind of module it is; "" for a call
     kind        a product, attention, or other
     fills       whether it makes a tensor of one number
@@ -91,7 +91,7 @@ class _Wiring(Lattice):
     def __init__(self, stack: Stack, names: Mapping[int, str]) -> None:
         self.stack, self.names = stack, names
         self.wired, self.muted = Wired(), 0
-        self.places: Counter[tuple[Frame, str]] = Counter()
+        self.places: Counter[tuple[Frame, str, tuple[tuple[int, ...], ...]]] = Counter()
 
     def value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
         """A new value for a tensor."""
@@ -134,8 +134,9 @@ class _Wiring(Lattice):
         """Write down one step, with values for what it gives."""
         flops = _flops(call, module if module == "experts" else kind)
         outputs = [self.value(one, "step", varies=varies) for one in call.outputs]
-        place = self.places[call.frame, call.name]
-        self.places[call.frame, call.name] += 1
+        alike = call.frame, call.name, tuple(tuple(one.shape) for one in call.inputs)
+        place = self.places[alike]
+        self.places[alike] += 1
         self.wired.steps.append(
             Step(
                 *call.frame,
