@@ -137,7 +137,7 @@ def vocabulary_rows(finder: Finder) -> None:
     table = [Row((n,), rows, "split by rows") for n in tables]
     split = [Row((n,), rows, _loss(f"{n}.weight" in tied)) for n in heads]
     gathered = [Row((n,), columns, "logits are gathered") for n in heads]
-    pads, why = _pads(finder, (*tables, *heads)), ""
+    pads, why = pads_of(finder, (*tables, *heads)), ""
     for tried, left in (
         ([*table, *split], ()),
         ([*table, *gathered], ()),
@@ -167,7 +167,7 @@ def bag_rows(finder: Finder) -> None:
         columns = call("shard", "col", output=R, over=finder.axis)
         for how, said in ((rows, "split by rows"), (columns, "split by columns")):
             row = Row((name,), how, said)
-            pads = _pads(finder, [name]) if how is rows else []
+            pads = pads_of(finder, [name]) if how is rows else []
             made = finder.mended([*pads, row])
             if isinstance(made, list):
                 finder.rows += made
@@ -202,7 +202,7 @@ def _found(finder: Finder) -> tuple[list[str], list[str]]:
     return [fqn for fqn, count in rows.items() if count == most], heads
 
 
-def _pads(finder: Finder, names: Sequence[str]) -> list[Row]:
+def pads_of(finder: Finder, names: Sequence[str]) -> list[Row]:
     """A row for each weight whose rows do not divide; tied ones once."""
     facts, ranks = finder.trial.blocks.facts, finder.ranks
     out: list[Row] = []

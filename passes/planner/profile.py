@@ -26,7 +26,17 @@ from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.planner.affine import of_rows
-from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Recipe, Run, Sent, Unit, Work
+from schedlang.passes.planner.values import (
+    Chain,
+    Kind,
+    Operator,
+    Placement,
+    Recipe,
+    Run,
+    Sent,
+    Unit,
+    Work,
+)
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
