@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from schedlang.passes.planner.fill import Filled
-from schedlang.passes.planner.limits import Limits
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.search import Profiles, search
 from schedlang.passes.planner.space import Job
 

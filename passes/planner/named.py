@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.menus import Devices, Layer
 from schedlang.passes.planner.price import RECIPE, price, stride, unit_times
 from schedlang.passes.planner.rules import RULED, Ruled
