@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,25 +40,41 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
     if forward is None or backward is None:
         return None
-    sizes = {name: max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES}
-    return replace(one, forward=forward, backward=backward, **sizes)
+    kept, given, most, handed, entering = (
+        max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
+    )
+    return replace(
+        one,
+        forward=forward,
+        backward=backward,
+        kept=kept,
+        input=given,
+        most=most,
+        handed=handed,
+        entering=entering,
+    )
 
 
 def _work(one: Work, other: Work, line: Line) -> Work | None:
-    pairs = list(zip(one.operators, other.operators))
+    """The work of a unit; operators are paired by size within their kind."""
+    pairs = list(zip(_each(one), _each(other)))
     sent = list(zip(one.sent, other.sent))
     alike = (
-        len(one.operators) == len(other.operators)
+        len(_each(one)) == len(_each(other))
+        and all(a.kind == b.kind for a, b in pairs)
         and len(one.sent) == len(other.sent)
-        and all(a.kind == b.kind and a.count == b.count for a, b in pairs)
         and all((a.op, a.axis, a.count) == (b.op, b.axis, b.count) for a, b in sent)
     )
     if not alike:
         return None
+    often = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
     return Work(
-        tuple(
-            Operator(a.kind, line(a.flops, b.flops), line(a.moved, b.moved), a.count)
-            for a, b in pairs
-        ),
+        tuple(Operator(*key, float(count)) for key, count in often.items()),
         tuple(Sent(a.op, a.axis, line(a.bytes, b.bytes), a.count) for a, b in sent),
     )
+
+
+def _each(work: Work) -> list[Operator]:
+    """Every operator as often as it runs."""
+    found = [replace(one, count=1) for one in work.operators for _ in range(round(one.count))]
+    return sorted(found, key=lambda one: (one.kind, one.flops, one.moved))

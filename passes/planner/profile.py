@@ -1,4 +1,4 @@
-"""What the units of a model cost under any placement: its steps, played on the meta device.
+"""Chains of a model under any placement, by playing its steps on the meta device.
 
 * A model, a batch and a loss as a source of chains.
 * One play: rows that split its tensors, a model with few layers, what each unit did.
@@ -105,7 +105,7 @@ class Profiles:
 
     @cached_property
     def relax(self) -> str:
-        """What a step in parts gives up: a model may take statistics of each by itself."""
+        """The word that a step in parts gives up; a model may take statistics of each by itself."""
         model = self.short.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
         return "batch_stats" if batch_norm(model.model, traced) is not None else ""
@@ -311,8 +311,8 @@ class Short:
 
 
 def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
-    """Of each block of a list the place, among those kept, of one that is alike, with alike ones
-    beside it if there is such a one."""
+    """Places among those kept: of each block of a list one that is alike, with alike ones beside it
+    if there is such a one."""
     facts = whole.facts
     kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]

@@ -101,7 +101,7 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
-    """Those that follow one another, together."""
+    """Names that follow one another, together."""
     runs: list[list[str]] = []
     for k, name in enumerate(everyone):
         if name in mine:

@@ -17,7 +17,7 @@ from schedlang.passes.planner.price import (
     unit_times,
 )
 from schedlang.passes.planner.span import in_flight, longest, played
-from schedlang.passes.planner.values import Placement, Recipe, Setting
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.step_time import CLUSTERS
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError
@@ -261,7 +261,7 @@ def test_a_decoder_shares_its_work(rows: int, tp: int, cp: int) -> None:
     """Products of all ranks together are those of one, of so many rows."""
     one, other = GPT(Placement()), GPT(Placement(rows, tp, cp=cp))
 
-    def flops(chain) -> float:  # type: ignore[no-untyped-def]
+    def flops(chain: Chain) -> float:
         return sum(
             run.count * op.count * op.flops
             for run in chain.runs
