@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from schedlang.passes.planner.fill import Filled
 from schedlang.ir.limits import Limits
-from schedlang.passes.planner.search import Profiles, search
+from schedlang.passes.planner.fill import Filled
+from schedlang.passes.planner.search import ANY, Profiles, search
 from schedlang.passes.planner.space import Job
 
 # -- money -----------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def cheapest(
     steps: int,
     deadline: float,
     rate: Callable[[int], float],
-    limits: Limits = Limits(),  # noqa: B008
+    limits: Limits = ANY,
 ) -> Cheapest | None:
     """The cheapest of some numbers of ranks that ends all steps within the deadline.
 

@@ -129,7 +129,7 @@ class Profiles:
 
     @cached_property
     def relax(self) -> str:
-        """The word that a step in parts gives up, where a model takes statistics of each by itself."""
+        """The word that a step in parts gives up; a model may take statistics of each by itself."""
         model = self.short.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
         return "batch_stats" if batch_norm(model.model, traced) is not None else ""

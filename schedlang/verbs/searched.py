@@ -15,8 +15,8 @@ from schedlang.verbs.ending import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import write_asked
 
 if TYPE_CHECKING:
-    from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.limits import Limits
+    from schedlang.ir.modelfile import ModelFile
     from schedlang.passes.planner.profile import Profiles
     from schedlang.passes.planner.reasons import Rejected
     from schedlang.passes.planner.search import Found

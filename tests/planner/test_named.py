@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.menus import Layer
-from schedlang.passes.planner.named import PLANNERS, SEARCHED, cut_as, layers_of
+from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, layers_of
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
@@ -107,3 +108,19 @@ def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
     )
     whole = layers_of(chain, replace(WAY, zero=0), A100, Recipe())
     assert whole[1].state == unit.numbers * 16
+
+
+def test_planners_advise_a_job_and_none_beats_the_search() -> None:
+    """Each says a legal setting for all ranks and rows; of those that fit none is quicker."""
+    job = Job(16, 64, replace(A100, memory=4 << 30), orders=("1F1B",))
+    *_, last = search(SMALL, job)
+    *_, deep = search(SMALL, job, Limits(pinned={"pp": (4,)}))
+    assert last.best is not None and last.best.priced is not None and deep.best is not None
+    names = [name for name in PLANNERS if name != "tessel"]  # which searches orders for long
+    said = list(advised(SMALL, job, deep.best.setting, names))
+    assert {"piper", "pytorch", "kwai", "flexflow"} <= {advice.name for advice in said}
+    for advice in said:
+        way = advice.setting
+        assert way.ranks == job.ranks and way.dp * way.micro * way.placement.rows == job.rows
+        if advice.priced.peak <= job.cluster.memory:
+            assert advice.priced.seconds >= last.best.priced.seconds * (1 - 1e-9), advice
