@@ -79,6 +79,7 @@ def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes
 
 
 def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster) -> Causes:
+    """Seconds of a stretch; a ring passes on beside the computing what is computed with."""
     found: dict[str, float] = {}
 
     def add(cause: str, took: float) -> None:
@@ -90,9 +91,16 @@ def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster)
         took = operator(cluster, op.kind, op.flops, op.moved)
         add(op.cause or op.kind, op.count * (took - start))
         add("start", op.count * start)
+    shown = 1.0
+    if rings := [sent for sent in work.sent if sent.op == "send"]:
+        ring = sum(
+            one.count * collective(cluster, "send", one.bytes, *sizes[one.axis]) for one in rings
+        )
+        shown = 1 - overlap(cluster) * min(1.0, sum(found.values()) / max(ring, 1e-12))
     for sent in work.sent:
+        often = sent.count * (shown if sent.op == "send" else 1)
         for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
-            add(cause, sent.count * took)
+            add(cause, often * took)
     return found
 
 
