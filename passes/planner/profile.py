@@ -100,7 +100,7 @@ class Profiles:
         """How numbers are held: in 16 bits beside masters in 32, or all as they are stored."""
         if self.dtype:
             return Recipe()
-        wide = max((fact.dtype.itemsize for fact in self.facts.unique.values()), default=4)
+        wide = max((fact.itemsize for fact in self.facts.unique.values()), default=4)
         return Recipe(wide, wide, 2 * wide, 0)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:

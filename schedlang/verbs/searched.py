@@ -1,4 +1,4 @@
-"""The schedule that trains a model fastest on a cluster: searched for, written, told with reasons."""
+"""tune, for a model: search for the schedule that trains it fastest, write it, give the reasons."""
 
 from __future__ import annotations
 
@@ -225,9 +225,9 @@ def _told(file: Path, job: Job, found: Found, answers: Sequence[Rejected]) -> It
     """The best in words, what was rejected, and answers to what was asked."""
     from schedlang.diagnostics.tables import size
 
-    memory = size(job.cluster.memory)
-    tokens = f" of {job.length} tokens" if job.length else ""
-    yield f"{file.name} · {job.ranks} ranks of {job.cluster.name}, {memory} · {job.rows} rows{tokens}"
+    ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
+    rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
+    yield f"{file.name} · {ranks} · {rows}"
     yield ""
     if found.best is None:
         yield "nothing fits"
