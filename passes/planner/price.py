@@ -36,7 +36,7 @@ COMPUTING = "computing"
 
 
 def stride(setting: Setting, axis: str) -> int:
-    """How far neighbours of an axis lie apart; ep is folded into dp."""
+    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
     at = setting.placement
     sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
     place = setting.axes.index("dp" if axis == "ep" else axis)
@@ -137,7 +137,7 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
 
 
 def overlap(cluster: Cluster) -> float:
-    """What share of messages beside the computing it hides."""
+    """Share of messages beside the computing that it hides."""
     return float(getattr(cluster, "overlap", 1.0))
 
 
@@ -202,7 +202,7 @@ SENDING = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is made of.
+    """Values that a step is made of.
 
     names                    causes of units
     forward, backward, half  seconds of one of each run [runs, causes]
@@ -332,7 +332,7 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
 
 
 def _reached(total: Array, most: float, stages: int) -> int:
-    """How many units so many stages take, each as many as `most` seconds allow."""
+    """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
         at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
