@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.span import Way, homes, in_flight, longest
+from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
 
 if TYPE_CHECKING:
@@ -497,7 +497,9 @@ def peaks(
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
     holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
-    return tuple((found + holds).tolist())
+    waiting = made @ np.array([unit.waiting for unit in units])
+    waits = waiting * halved(setting.order, setting.pp, setting.micro, setting.chunks)
+    return tuple((found + holds + np.bincount(rank, waits, setting.pp)).tolist())
 
 
 def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
