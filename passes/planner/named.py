@@ -118,7 +118,7 @@ SEARCHED = {
     "tessel": Searched(
         "Tessel (Lin et al., HPCA 2024)",
         "placements other than a row of stages; its order is searched for stages that are alike",
-        Limits(pinned={"order": ("search",)}),
+        Limits(pinned={"order": ("search",), "chunks": (1, 2)}),
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
