@@ -183,14 +183,10 @@ def cut_as(
     layers = layers_of(chain, setting, cluster, recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")
-    problem = planner.problem(
-        layers,
-        devices_of(setting, chain, cluster),
-        setting.micro,
-        setting.pp,
-        lambda after: flying[setting.pp - 1 - after],
+    devices = devices_of(setting, chain, cluster)
+    found = planner.solved(
+        layers, devices, setting.micro, setting.pp, lambda after: flying[setting.pp - 1 - after]
     )
-    found = planner.solver(problem, planner.objective)
     if found is None:
         return None
     again = tuple(way.name.count("again") for way in found.ways)
