@@ -83,6 +83,10 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
     every = replace(WAY, cuts=way.cuts, again=way.cuts)
     assert made.seconds < price(chain, every, tight).seconds
     assert cut_as("adapipe", chain, WAY, replace(A100, memory=1 << 30)) is None
+    # swaps cannot be said by a setting: what is cut without them must fit as well
+    for name in ("mpress", "swapadvisor", "piper"):
+        other = cut_as(name, chain, WAY, tight)
+        assert other is None or price(chain, other, tight).peak <= tight.memory
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
