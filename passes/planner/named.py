@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.menus import Devices, Layer
+from schedlang.passes.planner.menus import Devices, Layer, again, keep
 from schedlang.passes.planner.price import RECIPE, price, stride, unit_times
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import Profiles, search
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
-from schedlang.passes.planner.staged import STAGED, Staged
+from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.step_time import Cluster
@@ -118,7 +118,7 @@ SEARCHED = {
     "tessel": Searched(
         "Tessel (Lin et al., HPCA 2024)",
         "placements other than a row of stages; its order is searched for stages that are alike",
-        Limits(pinned={"order": ("search",)}),
+        Limits(pinned={"order": ("search",), "chunks": (1, 2)}),
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
@@ -173,32 +173,28 @@ def cut_as(
 ) -> Setting | None:
     """A setting with the stages that a planner of this name gives it, one on each rank.
 
-    Returns None where none fit in memory.  Raises KeyError for a planner that cuts no stages,
+    Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
+    where none fit in memory.  Raises KeyError for a planner that cuts no stages,
     ValueError for several stages on a rank, and for fewer units than stages.
     """
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
-    planner = replace(STAGED[name], alike=False, arranged=False, sizes=_one, degrees=_one)
+    says = tuple(choice for choice in STAGED[name].choices if choice in (keep, again))
+    planner = replace(
+        STAGED[name], alike=False, arranged=False, sizes=one, degrees=one, choices=says
+    )
     flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1).tolist()
     layers = layers_of(chain, setting, cluster, recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")
-    problem = planner.problem(
-        layers,
-        devices_of(setting, chain, cluster),
-        setting.micro,
-        setting.pp,
-        lambda after: flying[setting.pp - 1 - after],
+    devices = devices_of(setting, chain, cluster)
+    found = planner.solved(
+        layers, devices, setting.micro, setting.pp, lambda after: flying[setting.pp - 1 - after]
     )
-    found = planner.solver(problem, planner.objective)
     if found is None:
         return None
-    again = tuple(way.name.count("again") for way in found.ways)
-    return replace(setting, cuts=found.units, again=again if any(again) else ())
-
-
-def _one(count: int) -> tuple[int, ...]:
-    return (1,)
+    often = tuple(way.name.count("again") for way in found.ways)
+    return replace(setting, cuts=found.units, again=often if any(often) else ())
 
 
 # -- one job ---------------------------------------------------------------------------------------

@@ -186,9 +186,13 @@ class Problem:
     memory: float = math.inf
     flight: Callable[[int], float] | None = None
 
+    def flying(self, after: int) -> float:
+        """Microbatches whose activations a stage keeps, with so many stages behind it."""
+        return self.flight(after) if self.flight else min(after + 1, self.micro)
+
     def ways(self, first: int, last: int, devices: range, after: int) -> Iterator[Way]:
         """The ways of a stage that fit in the memory of its devices."""
-        flight = self.flight(after) if self.flight else min(after + 1, self.micro)
+        flight = self.flying(after)
         for way in self.menu(first, last, devices, after):
             if way.held + flight * way.kept <= self.memory:
                 yield way
@@ -224,10 +228,28 @@ def cut(problem: Problem, objective: Objective) -> Cut | None:
     All devices are used.  Takes a pass that keeps one end of each kind for a first value, which
     bounds the pass that keeps all.
     """
-    quick = _least(problem, objective, math.inf, 1)
+    quick = _least(problem, objective, _even(problem, objective), 1)
     if len(objective.empty) == 1:
         return quick
     return _least(problem, objective, quick.value if quick else math.inf, None) or quick
+
+
+def _even(problem: Problem, objective: Objective) -> float:
+    """Value of stages of as many units each, as a first bound; infinite where there is none."""
+    stages, micro = problem.stages, problem.micro
+    if stages is None or stages != problem.devices or 1 not in problem.sizes:
+        return math.inf
+    ends = [at * problem.units // stages for at in range(stages + 1)]
+    known = objective.empty
+    for after in range(stages):
+        first, last = ends[stages - after - 1], ends[stages - after]
+        at = stages - after - 1
+        way = next(problem.ways(first, last, range(at, at + 1), after), None)
+        if way is None or first == last:
+            return math.inf
+        seconds = problem.send(last, at + 1) if after else 0.0
+        known = objective.stage(objective.link(known, seconds, micro), way, micro, after)
+    return objective.total(known, micro) * (1 + 1e-12)
 
 
 def _least(problem: Problem, objective: Objective, limit: float, width: int | None) -> Cut | None:

@@ -83,6 +83,10 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
     every = replace(WAY, cuts=way.cuts, again=way.cuts)
     assert made.seconds < price(chain, every, tight).seconds
     assert cut_as("adapipe", chain, WAY, replace(A100, memory=1 << 30)) is None
+    # swaps cannot be said by a setting: what is cut without them must fit as well
+    for name in ("mpress", "swapadvisor", "piper"):
+        other = cut_as(name, chain, WAY, tight)
+        assert other is None or price(chain, other, tight).peak <= tight.memory
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
@@ -124,3 +128,13 @@ def test_planners_advise_a_job_and_none_beats_the_search() -> None:
         assert way.ranks == job.ranks and way.dp * way.micro * way.placement.rows == job.rows
         if advice.priced.peak <= job.cluster.memory:
             assert advice.priced.seconds >= last.best.priced.seconds * (1 - 1e-9), advice
+
+
+@pytest.mark.parametrize(("chunks", "hand"), [(1, "1F1B"), (1, "ZB-H1"), (2, "ZB-V")])
+def test_tessel_is_no_slower_than_the_best_order_by_hand(chunks: int, hand: str) -> None:
+    """Its order, searched, against the order of the catalogue on the same stages and ranks."""
+    (order,) = SEARCHED["tessel"].limits.pinned["order"]
+    way = Setting(Placement(1), dp=2, pp=4, micro=8, order=str(order), chunks=chunks)
+    chain = SMALL(way.placement)
+    took = price(chain, way, A100).seconds
+    assert took <= price(chain, replace(way, order=hand), A100).seconds * (1 + 1e-9)

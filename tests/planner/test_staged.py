@@ -65,13 +65,8 @@ def all_ways(
 def least(planner: Staged, layers: list[Layer], devices: Devices, micro: int) -> float:
     """The least value of all stages, devices, degrees and choices."""
     best = math.inf
-    orders = planner._orders(devices)
-    for order in orders:
-        for problem in planner._problems(layers, order, micro, None):
-            fixed = planner
-            if planner.alike:
-                degree = problem.menu.degrees  # type: ignore[attr-defined]
-                fixed = replace(planner, degrees=degree)
+    for order in planner._orders(devices):
+        for fixed, count in planner._grids(layers, order, None):
 
             def menu(
                 first: int,
@@ -83,7 +78,7 @@ def least(planner: Staged, layers: list[Layer], devices: Devices, micro: int) ->
             ) -> list[Way]:
                 return list(all_ways(fixed, layers[first:last], order, micro, some))
 
-            plain: Problem = replace(problem, menu=menu)
+            plain: Problem = replace(fixed.problem(layers, order, micro, count), menu=menu)
             try:
                 best = min(best, forced(plain, planner.objective))
             except ValueError:
