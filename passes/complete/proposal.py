@@ -226,11 +226,14 @@ def planned(
     calls: list[tuple[n.Call, Sequence[str]]] = []
     for line, (row, text) in enumerate(zip(rows, source.lines), 1):
         made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
-        own = blocks.facts.sites  # a name without `*` may be that of one block
-        alone = lambda name: (name,) if name in own else ()  # noqa: E731
-        sites = [f for name in row.names for f in blocks.named.get(name, alone(name))]
+        sites = [fqn for name in row.names for fqn in _sites(name, blocks)]
         calls.append((made, tuple(dict.fromkeys(sites))))  # together: one row cuts several lists
     return of_calls(calls, blocks.facts, Mesh(((axis, ranks),)), step)
+
+
+def _sites(name: str, blocks: Blocks) -> Sequence[str]:
+    """The modules of a common name, or the one module, of one block, that has the name itself."""
+    return blocks.named.get(name, (name,) if name in blocks.facts.sites else ())
 
 
 class Trial:
