@@ -225,9 +225,9 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
             graph.values.setdefault(graph.result(node, k), found.values[value])
     short: Counter[str] = Counter(blocks.common(fqn) for fqn in blocks.facts.sites)
     for node, those in instances.items():
-        one = graph.nodes[node]
-        if len(those) < short[one.site]:  # what only some blocks do is not repeated
-            graph.nodes[node] = replace(one, count=len(those))
+        known = graph.nodes[node]
+        if len(those) < short[known.site]:  # what only some blocks do is not repeated
+            graph.nodes[node] = replace(known, count=len(those))
     graph.counts = {
         graph.result(at, k): node.count
         for at, node in enumerate(graph.nodes)
@@ -272,7 +272,7 @@ def _block(common: str, fqn: str) -> str:
 
 
 def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:
-    """How often an edge is crossed in the whole model, by the blocks between which it was seen."""
+    """Count the crossings of an edge in the whole model, by the blocks between which it is."""
     if all(a == b for a, b in ways):
         return count
     if any(a and a != b for a, b in ways) and len(targets) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,8 +83,8 @@ class Wired:
     steps: list[Step] = field(default_factory=list)
 
 
-class _Wiring(Lattice):
-    """Which value each tensor is."""
+class Wiring(Lattice):
+    """The value that each tensor is."""
 
     mark, nothing = "_schedlang_wired", None
 
@@ -184,7 +184,7 @@ class _Wiring(Lattice):
 
 
 def _module_ways(
-    module: nn.Module, kind: str, tensors: list[Tensor], own: list[Tensor]
+    module: nn.Module, kind: str, tensors: Sequence[Tensor], own: Sequence[Tensor]
 ) -> tuple[Way, ...]:
     x = tuple(tensors[0].shape)
     if kind == "experts":
@@ -237,7 +237,7 @@ def wired(
     """
     stack = Stack()
     names = {id(one): name for name, one in model.named_parameters()}
-    wiring = _Wiring(stack, names)
+    wiring = Wiring(stack, names)
     for fqn, module in model.named_modules():
         if fqn in kinds:
             module.forward = wiring.leaf(fqn, module, kinds[fqn], module.forward)
