@@ -54,8 +54,10 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
-# rows from which more are told: so many that a unit's fullest moment is that of its activations
-FEW = (8, 16)
+# rows that are played beside one, which is often treated otherwise; others are told from them.  A
+# unit's fullest moment is a maximum of lines, in few rows that of its weights: between these rows
+# it is told as too full, beyond as it is
+FEW = (2, 16)
 
 
 @dataclass
@@ -87,8 +89,8 @@ class Profiles:
         return found
 
     def _of_few(self, placement: Placement) -> Chain | None:
-        """The chain of many rows; None for few ones, and where two of few rows are not alike."""
-        if placement.rows <= FEW[-1]:
+        """The chain of many rows; None for those played, and where they are not alike."""
+        if placement.rows in (1, *FEW):
             return None
         first, second = (self(replace(placement, rows=rows)) for rows in FEW)
         if isinstance(first, Refusal) or isinstance(second, Refusal):
@@ -310,6 +312,7 @@ class Short:
 
     blocks: Blocks
     kept: Mapping[str, Sequence[int]]
+    _places: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -329,8 +332,9 @@ class Short:
             if trunk not in self.kept:
                 found |= dict(zip(names, names))
                 continue
-            children = whole.facts.children(trunk)
-            for child, place in zip(children, _stand_ins(whole, trunk, self.kept[trunk])):
+            if trunk not in self._places:
+                self._places[trunk] = _stand_ins(whole, trunk, self.kept[trunk])
+            for child, place in zip(whole.facts.children(trunk), self._places[trunk]):
                 found[f"{trunk}.{child}"] = names[place]
         return found
 
