@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.batch import Batch, Part
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline.executor import Event, Pipeline
@@ -176,7 +177,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
     parts, _, _ = played._parts(batch, local=False)
     shard, split = parts[0].shard, assembly.tokens
     whole: Callable[[Any], tuple[int, ...]] = (
-        tuple if split is None else split.sizes(batch, shard.place)
+        tuple if split is None else split.sizes(batch, shard.place, _spread(assembly))
     )
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
@@ -196,6 +197,12 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
         played.train_step(batch)
         played._mark(None)
     return played
+
+
+def _spread(assembly: Assembly) -> int:
+    """Return the number of ranks that have the same rows and tokens of them, and the same stage."""
+    mesh = assembly.ranks.mesh
+    return mesh.world // (mesh.size(assembly.replicas) * mesh.size(assembly.stage_axis or ()))
 
 
 @contextmanager

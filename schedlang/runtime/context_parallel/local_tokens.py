@@ -448,14 +448,18 @@ class Tokens(SequenceParts):
         """Return the layout of a batch's tokens over the ranks."""
         return Layout.of(self.kind, length_of(batch), self.ranks)
 
-    def sizes(self, batch: Batch, place: int = 0) -> Callable[[Any], tuple[int, ...]]:
+    def sizes(
+        self, batch: Batch, place: int = 0, spread: int = 1
+    ) -> Callable[[Any], tuple[int, ...]]:
         """Return the function from the shape of a value of whole sequences to that of a place's
-        tokens."""
+        tokens; of one that is split along the sequence over up to `spread` other ranks, too."""
         layout = self.layout(batch)
 
         def resized(shape: Any) -> tuple[int, ...]:
-            runs = len(shape) > 1 and shape[1] == layout.total
-            return (shape[0], layout.counts[place], *shape[2:]) if runs else tuple(shape)
+            parts = layout.total // shape[1] if len(shape) > 1 and shape[1] else 0
+            if not parts or spread % parts or shape[1] * parts != layout.total:
+                return tuple(shape)
+            return (shape[0], -(-layout.counts[place] // parts), *shape[2:])
 
         return resized
 
