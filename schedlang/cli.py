@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VERBS = (
     *("fmt", "check", "tree", "init", "plan", "diff", "why"),
-    *("verify", "ci", "run", "launch", "doctor", "simulate", "tune", "explain", "lsp"),
+    *("verify", "ci", "run", "launch", "doctor", "simulate", "tune", "calibrate", "explain", "lsp"),
 )
 HELP = "The model says what to compute, the schedule says how, and the two are proven to agree."
 

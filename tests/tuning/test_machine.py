@@ -86,12 +86,16 @@ def test_all_to_all_leaves_its_node_by_its_ranks_own_way() -> None:
 
 
 def test_operators_reach_what_was_measured() -> None:
-    """A large product reaches its share of the peak, a small one half of that where it starts."""
+    """A large product reaches its share of the peak; an operator without work takes its start."""
     one = CLUSTERS["a100"]
-    large, half = 2 * 16384**3, (one.start + one.ramp) * one.speed * one.product
+    large = 2 * 16384**3
     assert large / one.operator("product", large, 0) == pytest.approx(267.9e12, rel=0.01)
-    assert half / one.operator("product", half, 0) == pytest.approx(267.9e12 / 2, rel=0.01)
-    assert one.operator("other", 0, 0) == one.start
+    assert large / one.operator("attention", large, 0) == pytest.approx(0.65 * 312e12, rel=0.01)
+    assert one.operator("other", 0, 2039e9) == pytest.approx(1 / one.streaming, rel=1e-3)
+    assert one.operator("other", 0, 0) == one.operator("product", 0, 0) == one.start == 3.8e-6
+    slow = replace(one, ramp=1.0)
+    assert slow.operator("product", 267.9e12, 0) == pytest.approx(2, rel=1e-3)
+    assert slow.operator("other", 0, 0) == one.start
     fast = changed(one, speed=1e12)
     assert fast.operator("product", 1e12, 0) == pytest.approx(1, rel=1e-3)
 

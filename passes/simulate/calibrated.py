@@ -1,0 +1,112 @@
+"""A machine fitted to what was measured of it, and its text as a file that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from schedlang.passes.simulate.machine import SHARES, Cluster
+
+if TYPE_CHECKING:
+    from schedlang.runtime.rates import Rate
+
+LARGEST = 4  # sizes of copies that count: smaller ones stay in a cache
+WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A machine, and for each field how it was found: samples, and how far they lie from it."""
+
+    cluster: Cluster
+    how: Mapping[str, str]
+
+
+def line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Fit seconds = steps * a + work / b: a, b and the mean relative error.
+
+    Each of `samples` is (steps, work, seconds).  Least squares of relative errors, neither part
+    below 0.  Raises ValueError for no sample.
+    """
+    table = np.array(list(samples), dtype=np.float64)
+    if not len(table):
+        raise ValueError("nothing was measured")
+    if len(table) == 1:
+        table = np.array([[0.0, *table[0, 1:]]])  # all of it is work
+    parts, took = table[:, :2], table[:, 2:]
+    best = (np.inf, np.zeros(2))
+    for chosen in ([0, 1], [0], [1]):
+        scaled = parts[:, chosen] / took
+        found = np.zeros(2)
+        found[chosen] = np.linalg.lstsq(scaled, np.ones(len(table)), rcond=None)[0]
+        off = float(np.abs(parts @ found / took[:, 0] - 1).mean())
+        if (found >= 0).all() and off < best[0]:
+            best = (off, found)
+    off, (start, per) = best
+    return float(start), float(1 / per) if per > 0 else float("inf"), off
+
+
+def fitted(
+    base: Cluster, rates: Sequence[Rate], sent: Sequence[Rate], dtype: str, ranks: int
+) -> Fitted:
+    """A machine with what was measured in place of what `base` has, for work in `dtype`.
+
+    Operations are counted as 16-bit ones, those in 32 bits twice: so is the speed that they reach.
+    """
+    start = next(one.seconds for one in rates if one.what == "start")
+    copies = [(1.0, one.bytes, one.seconds) for one in rates if one.what == "copy"][-LARGEST:]
+    _, stream, off = line(copies)
+    how = {"start": "1 size", "stream": _said(copies, off)}
+    found: dict[str, float] = {"start": start, "stream": stream, "streaming": 1.0}
+    products = {
+        name: [(1.0, r.flops, r.seconds) for r in rates if (r.what, r.dtype) == ("product", name)]
+        for name in WIDTHS
+    }
+    peaks = {name: line(some)[1] for name, some in products.items() if some}
+    ramp, rate, off = line(products[dtype])
+    how |= dict.fromkeys(("speed", "ramp"), _said(products[dtype], off))
+    wide = WIDTHS[dtype] / 2
+    found |= {"speed": rate * wide, "product": 1.0, "ramp": max(0.0, ramp - start)}
+    attended = [one for one in rates if (one.what, one.dtype) == ("attention", dtype)]
+    if attended:
+        reached = max(one.flops / one.seconds for one in attended)
+        found["attention"] = min(1.0, reached / rate)
+        how["attention"] = f"{len(attended)} sizes, the best"
+    made = replace(base, peaks=tuple(sorted(peaks.items())), **found)  # type: ignore[arg-type]
+    if not sent:
+        return Fitted(made, how)
+    shared = [(*SHARES[one.what](ranks), one.bytes, one.seconds) for one in sent]
+    hop, link, off = line((steps, share * size, took) for steps, share, size, took in shared)
+    how |= {"hop": (said := _said(shared, off)), "link": said}
+    how |= dict.fromkeys(("network", "far"), "not measured: as within the node")
+    over = {"link": link, "network": link, "hop": hop, "far": hop, "linked": 1.0, "routed": 1.0}
+    over |= {"node": ranks}
+    return Fitted(replace(made, library="", **over), how)  # type: ignore[arg-type]
+
+
+def _said(samples: Sequence[object], off: float) -> str:
+    return f"{len(samples)} sizes, {off:.0%} off in the mean"
+
+
+def text(found: Fitted) -> str:
+    """The machine as a table of a file; what is as a data sheet promises is left out."""
+    one, plain = found.cluster, {field.name: field.default for field in fields(Cluster)}
+    rows = [f"[{one.name}]"]
+    for name, default in list(plain.items())[1:]:
+        value = getattr(one, name)
+        if value == default:
+            continue
+        said = f"  # {found.how[name]}" if name in found.how else ""
+        rows.append(f"{name} = {_value(value)}{said}")
+    return "\n".join(rows) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return "{ " + ", ".join(f"{name} = {_value(each)}" for name, each in value) + " }"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
