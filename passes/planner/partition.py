@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step is taken to last, told from the last stage to the first.
+    """Measure of a step, told from the last stage to the first.
 
     empty  what is known of a pipeline without stages
     stage  (known, way, micro, after) with one stage more in front of `after` others
@@ -165,7 +165,7 @@ Menu = Callable[[int, int, range, int], Iterable[Way]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is cut into stages.
+    """Chain that is cut into stages.
 
     units    of the chain; `menu` the ways of a stage of them
     micro    microbatches of a step

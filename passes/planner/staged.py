@@ -87,7 +87,7 @@ class Staged:
         stages: int | None = None,
         flight: Callable[[int], float] | None = None,
     ) -> Problem:
-        """What the programme solves for these layers."""
+        """Problem that the programme solves for these layers."""
         menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas, flight)
 
         def send(unit: int, device: int) -> float:
@@ -110,7 +110,7 @@ class Staged:
     def plan(
         self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None = None
     ) -> Cut | None:
-        """Its stages, first to last; None where none fit in memory.
+        """Stages, first to last; None where none fit in memory.
 
         layers   with seconds of one microbatch on one device
         stages   how many (None: as many as its model likes best)
@@ -206,7 +206,7 @@ STAGED = {
         arranged=True,
     ),
     "mcap": Staged(
-        "mCAP (Henkel et al., 2023)",
+        "mCAP (Dreuning et al., Euro-Par 2022)",
         "time altogether: the fullest device decides",
         PEAK,
         links=False,

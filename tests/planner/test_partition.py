@@ -111,6 +111,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problem=problems())
 @settings(max_examples=60)
 def test_least_value_is_that_of_brute_force(objective: Objective, problem: Problem) -> None:
+    """Every objective, with several devices, choices, links and memory: equal to enumeration."""
     try:
         best = forced(problem, objective)
     except ValueError:
@@ -128,6 +129,7 @@ def test_least_value_is_that_of_brute_force(objective: Objective, problem: Probl
 @given(problem=problems())
 @settings(max_examples=40)
 def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem) -> None:
+    """Alpa's enumeration of the slowest stage equals the programme on sum and maximum."""
     links = Problem(**{**vars(problem), "send": lambda unit, device: 0.0})
     one, other = cut(links, SUM), ceilings(links)
     assert (one and pytest.approx(one.value)) == (other and other.value)
@@ -138,6 +140,7 @@ def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem
 def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
     times: list[tuple[int, int]], stages: int, micro: int
 ) -> None:
+    """A pivot is a way through 1F1B: never longer than what is played."""
     if stages > len(times):
         with pytest.raises(ValueError, match="do not make"):
             partition(times, stages, micro)
@@ -183,6 +186,7 @@ def _played(
 def test_what_is_played_is_quickest_of_all_cuts(
     name: str, chunks: int, data: st.DataObject
 ) -> None:
+    """Cuts for the timeline of an order equal enumeration, and say that they are proven."""
     stages = data.draw(st.integers(2, 4 // chunks)) * chunks
     each = st.tuples(st.integers(1, 9), st.integers(1, 9))
     times = data.draw(st.lists(each, min_size=stages, max_size=7))
@@ -195,6 +199,7 @@ def test_what_is_played_is_quickest_of_all_cuts(
 
 
 def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
+    """Memory of a stage counts the microbatches in flight at its place."""
     times = [(1.0, 2.0)] * 8
     even = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
     assert even == (2, 2, 2, 2)
@@ -205,6 +210,8 @@ def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
 
 
 def test_a_result_tells_units_devices_and_ways() -> None:
+    """A cut tells units, devices and the ways of its stages."""
+
     def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
         yield Way(float(last - first) / len(some), 0.0, name=(first, last))
 
