@@ -16,7 +16,7 @@ from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part, Shares
 from schedlang.runtime.checkpointing.holding import Holding, Ways
 from schedlang.runtime.comm.collectives import Ranks
-from schedlang.runtime.context_parallel.install import ExchangeKeys
+from schedlang.runtime.context_parallel.install import ExchangeKeys, WithoutValues
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from schedlang.runtime.grad_reduction.compressed import Compressor
 from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum, held_of
@@ -132,7 +132,8 @@ class Assembly:
         """Microbatches of the same rows as each rank that splits their sequences has them."""
         if self.tokens is None:
             return [list(parts)]
-        meet = ExchangeKeys(self.dropout)
+        played = any(one.is_meta for one in self.parameters.values())
+        meet = WithoutValues() if played else ExchangeKeys(self.dropout)
         return [
             [self.tokens.part(part, place, meet) for part in parts]
             for place in range(self.tokens.ranks)

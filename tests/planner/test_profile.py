@@ -94,8 +94,11 @@ def near(profiles: Profiles, setting: Setting, recipe: Recipe, seconds: float, p
 
 @pytest.mark.parametrize("setting", NEAR, ids=str)
 def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
-    """Playing units once and adding them up is playing the schedule as it is written."""
-    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.03, 0.03)
+    """Playing units once and adding them up is playing the schedule as it is written.
+
+    The simulation hides in the backward what ZeRO sends; a price lets it wait.
+    """
+    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, 0.03)
 
 
 @pytest.mark.deep
@@ -133,6 +136,12 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
 def flops(work: Work, kind: str) -> float:
     """Operations of one kind."""
     return sum(one.flops * one.count for one in work.operators if one.kind == kind)
+
+
+def test_ranks_of_one_sequence_may_draw_masks() -> None:
+    """GPT-2 drops weights of its attention, also where ranks split the sequence."""
+    chain = chain_of(models.profiles(models.gpt2, "", 64), P(2, cp=2))
+    assert {one.axis for run in chain.runs for one in run.unit.forward.sent} == {"cp"}
 
 
 def test_layers_are_played_once() -> None:
