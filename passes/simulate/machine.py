@@ -179,7 +179,9 @@ def _machine(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
     known = [one.name for one in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known:
-            raise _unread(path, f"`{name}` has no field `{field}`", guess(field, known))
+            raise _unread(
+                path, f"`{name}` has no field `{field}`", guess(field, known, "its fields are")
+            )
         if wrong := _wrong(field, value):
             raise _unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
     if missing := [field for field in NEEDED if field not in table]:
@@ -210,7 +212,7 @@ def _wrong(field: str, value: Any) -> str | None:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _positive(value: Any) -> bool:

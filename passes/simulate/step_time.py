@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -174,8 +174,8 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     What an operation sends to the ranks with which it shares its data lies on its way: it waits.
     Parameters that are gathered and gradients that are summed over replicas run beside the
     computing, as does a ring that passes on what was computed with, and count where they take
-    longer.  What comes after the last backward counts whole.  A transfer between stages is that of
-    the largest.
+    longer, and with what the cluster does not hide.  What comes after the last backward counts
+    whole.  A transfer between stages is that of the largest.
     """
     import numpy as np
 
@@ -254,18 +254,22 @@ class _Clock:
                 beside += seconds
             else:
                 waits += seconds
-        return _Took(computing, waits + max(0.0, beside - computing))
+        hidden = self.cluster.overlap * min(beside, computing)
+        return _Took(computing, waits + beside - hidden)
 
     def rest(self, played: Played) -> _Took:
-        """Time what comes after the last backward."""
-        found = _NOTHING
+        """Time what comes after the last backward.
+
+        An optimizer goes over many parameters in one kernel: their starts are left out.
+        """
+        found, ready = _NOTHING, replace(self.cluster, start=0.0)
         for run in played.rest:
             sent = sum(
                 often * self.cluster.sending(message)
                 for message, often in run.work.messages.items()
                 if message.op != "recv"
             )
-            found += _Took(self.cluster.computing(run.work), sent)
+            found += _Took(ready.computing(run.work), sent)
         return found
 
     def transfer(self, played: Played) -> float:

@@ -56,6 +56,14 @@ def batch(seed):
 def loss(output, batch):
     return output.pow(2).mean()
 '''
+SHEET = """[sheet]
+speed = 989e12
+stream = 3350e9
+link = 450e9
+network = 50e9
+node = 8
+memory = "80 GiB"
+"""
 SCHEDULE = """schedule 1 for Net
 
 knob tp: int = 1 in [1, 2]
@@ -179,13 +187,17 @@ def test_meshes_of_a_model_are_proposed_and_priced(file: Path) -> None:
 
 
 def test_the_choice_of_guides_is_found(file: Path) -> None:
-    """A model that fits is replicated; where its state does not fit, parameters are sliced."""
-    model = file.parent / "model.py"
+    """A model that fits is replicated; where its state does not fit, parameters are sliced.
+
+    By a data sheet alone, as guides count: of a model so small starts of operators decide.
+    """
+    model, sheet = file.parent / "model.py", file.parent / "sheet.toml"
+    sheet.write_text(SHEET)
     model.write_text(MODEL.replace("torch.randn(16, 16", "torch.randn(4096, 16"))
-    every = tuned(model, "--gpus", 2, "--on", "h100")["fit"]
+    every = tuned(model, "--gpus", 2, "--on", sheet)["fit"]
     assert every[0]["mesh"] == {"dp": 2}
     less = every[0]["peak"] - 1
-    fewer = tuned(model, "--gpus", 2, "--on", "h100", "--memory", f"{less}B")["fit"]
+    fewer = tuned(model, "--gpus", 2, "--on", sheet, "--memory", f"{less}B")["fit"]
     assert fewer[0]["mesh"] == {"fsdp": 2}
 
 

@@ -233,4 +233,9 @@ CODES: Mapping[str, tuple[str, str]] = {
         "blocks. Attention with dropout saves scores in a single process, and none where ranks\n"
         "split tokens.",
     ),
+    "S936": (
+        "no readable machine",
+        "`--on mine.toml` reads a table with the fields of a machine: what `schedlang calibrate`\n"
+        "wrote, or figures of a data sheet: speed, stream, link, network, node, memory.",
+    ),
 }

@@ -1,0 +1,139 @@
+"""Machines: what is published of their collectives, and what no model of them may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.simulate.machine import CLUSTERS, GIB, changed, cluster_named, read_machines
+
+LARGE = 8e9  # bytes
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+# GB/s of bus (what a ring would move) at large messages, as measured with nccl-tests
+MEASURED = [
+    ("a100", "all_reduce", 8, 235),  # the most that NCCL knows of there (tuning.cc, from 2.8 on)
+    ("h100", "reduce_scatter", 8, 360),  # NVIDIA/nccl #1281
+    ("h100", "all_reduce", 2, 368),  # NVIDIA/nccl #1455: rings, 365 to 370 on 2 to 8 ranks
+    ("h100", "all_reduce", 4, 368),
+    ("h100", "all_reduce", 5, 420),  # and by NVLink SHARP
+    ("h100", "all_reduce", 6, 440),
+    ("h100", "all_reduce", 7, 460),
+    ("h100", "all_reduce", 8, 480),
+    ("h200", "all_reduce", 8, 475),  # NVIDIA/nccl-tests #272
+    ("b200", "all_reduce", 8, 830),  # NVIDIA/nccl #1807
+]
+
+
+@pytest.mark.parametrize(("name", "op", "ranks", "measured"), MEASURED)
+def test_large_messages_go_as_fast_as_measured(
+    name: str, op: str, ranks: int, measured: float
+) -> None:
+    """Bandwidth of the bus within 5 % of published measurements."""
+    share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+    told = share * LARGE / CLUSTERS[name].collective(op, LARGE, ranks, 1)
+    assert told == pytest.approx(measured * 1e9, rel=0.05)
+
+
+def test_four_adapters_of_a_node_carry_what_was_measured() -> None:
+    """Three nodes of 8 A100 and 4 adapters of 200 Gbit/s: 96 GB/s (NVIDIA/nccl-tests #119)."""
+    half = replace(CLUSTERS["a100"], network=12.5e9)
+    told = 2 * 23 / 24 * LARGE / half.collective("all_reduce", LARGE, 24, 1)
+    assert told == pytest.approx(96e9, rel=0.05)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(CLUSTERS)),
+    st.sampled_from(OPS),
+    st.integers(2, 64),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.floats(0, 34),
+    st.floats(0, 3),
+)
+def test_more_bytes_take_longer_and_none_less_than_the_wires_need(
+    name: str, op: str, ranks: int, stride: int, power: float, more: float
+) -> None:
+    """Monotonic in bytes; what leaves a rank goes through its link, or its way to other nodes."""
+    cluster = CLUSTERS[name]
+    size = 2**power
+    took = cluster.collective(op, size, ranks, stride)
+    assert took <= cluster.collective(op, size * 2**more, ranks, stride) * (1 + 1e-12)
+    sends = {"broadcast": 1.0, "send": 1.0, "all_reduce": 1.0}.get(op, (ranks - 1) / ranks)
+    assert took >= sends * size / cluster.link * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, one in CLUSTERS.items() if one.library])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_small_messages_are_latency(name: str, ranks: int) -> None:
+    """A message of 8 bytes takes as long as one of 1024, and longer between more nodes."""
+    for op in OPS:
+        few, many = (CLUSTERS[name].collective(op, size, ranks, 1) for size in (8, 1024))
+        assert few > 5e-6 and many == pytest.approx(few, rel=0.05)
+        assert few <= CLUSTERS[name].collective(op, 8, 2 * ranks, 1)
+
+
+def test_all_to_all_leaves_its_node_by_its_ranks_own_way() -> None:
+    """Two nodes of 8: half of what a rank sends goes to the other one, by one adapter."""
+    for name in ("h100", "mi300x"):
+        one = CLUSTERS[name]
+        took = one.collective("all_to_all", LARGE, 16, 1)
+        assert took == pytest.approx(LARGE / 2 / (one.network * one.routed), rel=0.01)
+
+
+def test_operators_reach_what_was_measured() -> None:
+    """A large product reaches its share of the peak, a small one half of that where it starts."""
+    one = CLUSTERS["a100"]
+    large, half = 2 * 16384**3, (one.start + one.ramp) * one.speed * one.product
+    assert large / one.operator("product", large, 0) == pytest.approx(267.9e12, rel=0.01)
+    assert half / one.operator("product", half, 0) == pytest.approx(267.9e12 / 2, rel=0.01)
+    assert one.operator("other", 0, 0) == one.start
+    fast = changed(one, speed=1e12)
+    assert fast.operator("product", 1e12, 0) == pytest.approx(1, rel=1e-3)
+
+
+MINE = "[Mine]\nspeed = 1e12\nstream = 1e11\nlink = 1e10\nnetwork = 1e9\nnode = 4\n"
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    """What is left out is as a data sheet promises."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'{MINE}memory = "2 GiB"\npeaks = {{ float64 = 1e11 }}\n')
+    found, ranks = cluster_named(str(path))
+    assert found is not None and ranks is None
+    assert (found.name, found.node, found.memory) == ("mine", 4, 2 * GIB)
+    assert (found.product, found.start, found.peaks) == (1.0, 0.0, (("float64", 1e11),))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("speed = ", "Invalid"),
+        ("speed = 1", "a machine is a table"),
+        ("", "a machine is a table"),
+        (MINE, "lacks memory"),
+        (f"{MINE}memory = 'much'", "a size is needed"),
+        (f"{MINE}memory = 1\nproduct = 1.5", "a share is at most 1"),
+        (f"{MINE}memory = 1\nproduct = 0", "a number above 0"),
+        (f"{MINE}memory = 1\nstart = true", "a number is needed"),
+        (f"{MINE}memory = 1\nstart = -1", "not below 0"),
+        (f"{MINE}memory = 1\nstart = inf", "not below 0"),
+        (f"{MINE}memory = 1\npeaks = 3", "a table of operations"),
+        (f"{MINE}memory = 1\nlibrary = 3", "a name is needed"),
+        (f"{MINE}memory = 1\nstarts = 3", "has no field `starts`"),
+        (f"{MINE.replace('= 4', '= 0')}memory = 1", "a whole number above 0"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    """S936 says which field of which table, and what would be legal."""
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(Refusal) as caught:
+        read_machines(path)
+    (told,) = caught.value.diagnostics
+    assert told.code == "S936" and why in " ".join(told.notes)
+    assert any("calibrate" in one for one in told.helps)
