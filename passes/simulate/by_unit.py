@@ -47,7 +47,7 @@ class Seen:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-MICRO = 3  # the first, one between, the last: that between is looked at
+MICRO = 2  # the first, and one that finds gradients there: this is looked at
 HEAD, TAIL = "", "after"
 
 
@@ -207,8 +207,8 @@ class _Calls:
 
 @dataclass
 class Given:
-    """What a unit is given that has a gradient, by storage: bytes, what only the unit before has
-    made, and what of that is alive once the unit has run."""
+    """Arguments of a unit that have a gradient, by storage: bytes, which of them only the unit
+    before has made, and which of these are alive once the unit has run."""
 
     all: dict[int, int] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)

@@ -17,7 +17,7 @@ from schedlang.passes.planner.price import (
     unit_times,
 )
 from schedlang.passes.planner.span import in_flight, longest, played
-from schedlang.passes.planner.values import Placement, Recipe, Setting
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.step_time import CLUSTERS
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError
@@ -82,6 +82,19 @@ def test_quicker_machines_are_quicker(setting: Setting) -> None:
     for name in ("speed", "stream", "link", "network"):
         twice = replace(A100, **{name: 2 * getattr(A100, name)})
         assert price(chain, setting, twice).seconds <= now * (1 + 1e-12)
+
+
+def test_a_ring_is_hidden_by_computing() -> None:
+    """Keys and values go round while others are computed with; what takes longer is seen."""
+    at = Placement(1, cp=4)
+    unit = GPT(at).runs[1].unit
+    here, quiet = Setting(at), replace(unit, forward=replace(unit.forward, sent=()))
+    alone, ring = unit_times(quiet, here, A100)[0], unit.forward.sent[0]
+    assert unit_times(unit, here, A100)[0] == pytest.approx(alone)
+    slow = replace(A100, link=1e9)
+    took = ring.count * ring.bytes / 1e9
+    assert unit_times(unit, here, slow)[0] == pytest.approx(took, rel=1e-3)
+    assert took > alone
 
 
 # -- orders ----------------------------------------------------------------------------------------
@@ -261,7 +274,7 @@ def test_a_decoder_shares_its_work(rows: int, tp: int, cp: int) -> None:
     """Products of all ranks together are those of one, of so many rows."""
     one, other = GPT(Placement()), GPT(Placement(rows, tp, cp=cp))
 
-    def flops(chain) -> float:  # type: ignore[no-untyped-def]
+    def flops(chain: Chain) -> float:
         return sum(
             run.count * op.count * op.flops
             for run in chain.runs
