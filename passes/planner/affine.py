@@ -9,7 +9,7 @@ from dataclasses import replace
 from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Work
 
 Line = Callable[[float, float], float]
-SIZES = ("kept", "input", "most", "handed", "entering")
+SIZES = ("kept", "input", "most", "handed", "entering", "waiting")
 
 
 def of_rows(few: Chain, more: Chain, rows: int) -> Chain | None:
@@ -40,7 +40,7 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
     if forward is None or backward is None:
         return None
-    kept, given, most, handed, entering = (
+    kept, given, most, handed, entering, waiting = (
         max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
     )
     return replace(
@@ -52,6 +52,7 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
         most=most,
         handed=handed,
         entering=entering,
+        waiting=waiting,
     )
 
 

@@ -219,6 +219,7 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
         float(after.carried if after is not None else 0),
         spread,
         float(one.loose),
+        float(one.outputs),
     )
 
 

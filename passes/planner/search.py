@@ -66,12 +66,14 @@ class Found:
     floor     seconds below which no setting can be, as far as is known
     done      whether the search has come to its end: `best` is the optimum
     rejected  the best of other kinds, with why they are not it
+    refused   placements that the model does not have, and why, the first for each code
     """
 
     best: Filled | None
     floor: float
     counts: Counts
     rejected: tuple[Rejected, ...] = ()
+    refused: tuple[tuple[Placement, Refusal], ...] = ()
     done: bool = False
 
     @property
@@ -142,6 +144,7 @@ class _Search:
     best: Filled | None = None
     nearest: Filled | None = None
     seen: Seen = field(default_factory=Seen)
+    refused: dict[str, tuple[Placement, Refusal]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
     def run(self) -> Iterator[Found]:
@@ -165,6 +168,9 @@ class _Search:
             chain = self.profiles(replace(group, rows=rows))
             if not isinstance(chain, Chain):
                 self.counts["refused"] += 1
+                if chain is not None:
+                    code = chain.diagnostics[0].code
+                    self.refused.setdefault(code, (replace(group, rows=rows), chain))
                 continue
             found = ways(self.job, chain, self.limits)
             if found is None:
@@ -280,7 +286,8 @@ class _Search:
         others = self.seen.rejected(self.best, memory)
         if self.best is None and self.nearest is not None and not others:
             others = (against(None, self.nearest, memory, "what needs least"),)
-        return Found(self.best, floor, Counts(**self.counts), others, done)
+        refused = tuple(self.refused.values())
+        return Found(self.best, floor, Counts(**self.counts), others, refused, done)
 
 
 # -- other limits ----------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4),
     Setting(P(8), pp=2, micro=4, order="GPipe"),
     Setting(P(8), pp=2, micro=4, order="Interleaved1F1B", chunks=2),
+    Setting(P(8), pp=2, micro=4, order="ZB-H1"),
+    Setting(P(8), pp=2, micro=8, order="ZB-H2"),
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),

@@ -53,7 +53,7 @@ def jobs(draw: st.DrawFn) -> tuple[Profiles, Job]:
         network=draw(st.sampled_from([1e9, 25e9])),
         memory=int(draw(st.floats(0.05, 8.0)) * 2**30),
     )
-    ranks = draw(st.sampled_from([2, 4, 6, 8]))
+    ranks = draw(st.sampled_from([2, 4, 6]))
     rows = ranks * draw(st.sampled_from([1, 2, 3]))
     return profiles, Job(ranks, rows, cluster, Recipe(), 2048, experts)
 

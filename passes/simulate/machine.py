@@ -1,0 +1,269 @@
+"""Machines: what operators and messages cost on ranks that are all alike.
+
+* A cluster, and seconds of what runs on it.
+* Clusters by name, and of a file of one's own.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from schedlang.diagnostics.diagnostic import Refusal, guess
+from schedlang.passes.simulate import nccl
+
+if TYPE_CHECKING:
+    from schedlang.runtime.storage.footprint import Message, Work
+
+GIB = 2**30
+
+# -- a cluster -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks that are all alike, `node` of them in each node, numbered node by node.
+
+    speed    floating-point operations a second, in 16 bits
+    stream   bytes a second between a rank and its own memory
+    link     bytes a second that a rank sends within its node, and as many receives
+    network  the same to other nodes
+    memory   bytes of a rank
+
+    Left as they are the rest makes of it what a data sheet promises:
+
+    product, attention   share of `speed` that large products and fused attention reach
+    streaming            share of `stream` that other operators reach
+    linked, routed       share of `link` and `network` that rings of messages reach
+    start, ramp          seconds of an operator beside its work, and of a product in addition
+    overlap              share that is hidden of messages beside as long computing
+    peaks                operations a second in other dtypes, which `operator` does not ask for
+    library              "nccl", whose latencies and choices are known, or any other
+    hop, far             of any other: seconds of each step of a ring within a node, between nodes
+    low, reducing, plateau   of NCCL, as `Fabric` has them
+    """
+
+    name: str
+    speed: float
+    stream: float
+    link: float
+    network: float
+    node: int
+    memory: int
+    product: float = 1.0
+    attention: float = 1.0
+    streaming: float = 1.0
+    linked: float = 1.0
+    routed: float = 1.0
+    start: float = 0.0
+    ramp: float = 0.0
+    overlap: float = 1.0
+    peaks: tuple[tuple[str, float], ...] = ()
+    library: str = ""
+    hop: float = 0.0
+    far: float = 0.0
+    low: float = math.inf
+    reducing: float = 0.0
+    plateau: float = 1.0
+
+    # -- operators -----------------------------------------------------------------------------
+
+    def operator(self, kind: str, flops: float, moved: float) -> float:
+        """Seconds of one operator: its start, and operations or bytes, whatever takes longer.
+
+        The roofline of Williams et al. 2009 under what is reached.  `kind` is product, attention
+        or other; operations count as 16-bit ones.
+        """
+        reached = {"product": self.product, "attention": self.attention}.get(kind, 1.0)
+        bound = max(flops / (self.speed * reached), moved / (self.stream * self.streaming))
+        return self.start + self.ramp * (kind == "product") + bound
+
+    def computing(self, work: Work) -> float:
+        """Seconds of operators one after the other."""
+        return sum(often * self.operator(*one) for one, often in work.operators.items())
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+        """Seconds of a collective among ranks that lie `stride` apart; 0 of one rank alone.
+
+        `size` is in bytes and of the whole tensor; "send" is one message between neighbours, where
+        any of them lie on different nodes one that leaves its node.
+        """
+        each = max(1, min(ranks, self.node // stride))
+        return self._sent(op, size, nccl.Ranks(ranks, math.ceil(ranks / each), each))
+
+    def sending(self, message: Message) -> float:
+        """Seconds of one collective or message."""
+        ranks = message.ranks if message.ends is None else message.ends
+        nodes = Counter(rank // self.node for rank in ranks)
+        lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
+        return self._sent(message.op if message.ends is None else "send", message.bytes, lie)
+
+    def _sent(self, op: str, size: float, ranks: nccl.Ranks) -> float:
+        if ranks.count < 2:
+            return 0.0
+        if self.library == "nccl":
+            return nccl.seconds(op, size, ranks, self._fabric)
+        steps, share = _ring(op, ranks.count)
+        step = self.hop if ranks.nodes == 1 else self.far
+        if op == "all_to_all" and ranks.nodes > 1:  # what leaves a node does so by its rank's way
+            away = (ranks.count - ranks.each) / ranks.count * size / self._fabric.network
+            return steps * step + max(away, share * size / self._fabric.link)
+        reached = self._fabric.network if op == "send" and ranks.nodes > 1 else None
+        return steps * step + share * size / (reached or self._fabric.ring(ranks))
+
+    @property
+    def _fabric(self) -> nccl.Fabric:
+        link, network = self.link * self.linked, self.network * self.routed
+        return nccl.Fabric(link, network, self.low, self.reducing, self.plateau)
+
+    def bandwidth(self, ranks: Sequence[int]) -> float:
+        """Bytes a second along a ring of these ranks, as the data sheet has it.
+
+        Where it crosses nodes every rank of a node has its own way out, and as many rings run as
+        the node with fewest has ranks.
+        """
+        nodes = Counter(rank // self.node for rank in ranks)
+        lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
+        return nccl.Fabric(self.link, self.network, math.inf).ring(lie)
+
+
+def _ring(op: str, ranks: int) -> tuple[int, float]:
+    """Steps of a ring, and what share of the whole tensor a rank sends.
+
+    It is the least there is for large tensors (Patarasuk and Yuan 2009).
+    """
+    return SHARES.get(op, lambda n: (1, 1.0))(ranks)
+
+
+SHARES: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
+    "all_reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
+    "all_gather": lambda n: (n - 1, (n - 1) / n),
+    "reduce_scatter": lambda n: (n - 1, (n - 1) / n),
+    "all_to_all": lambda n: (n - 1, (n - 1) / n),
+    "broadcast": lambda n: (n - 1, 1.0),
+}
+
+
+# -- clusters by name, and of a file ---------------------------------------------------------------
+
+
+NEEDED = ("speed", "stream", "link", "network", "node", "memory")
+SHARED = ("product", "attention", "streaming", "linked", "routed", "overlap")  # at most 1
+TOML = ".toml"
+
+
+def read_machines(path: Path) -> dict[str, Cluster]:
+    """Read the machines of a file, by name.
+
+    Raises Refusal S936 for a file that is not there, is no TOML, or has a table whose fields are
+    not those of a machine.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _unread(path, str(error)) from None
+    if not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise _unread(path, "a machine is a table, which its name begins: `[mine]`")
+    return {name.lower(): _machine(path, name, table) for name, table in tables.items()}
+
+
+def _machine(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
+    known = [one.name for one in fields(Cluster)][1:]
+    for field, value in table.items():
+        if field not in known:
+            raise _unread(path, f"`{name}` has no field `{field}`", guess(field, known))
+        if wrong := _wrong(field, value):
+            raise _unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
+    if missing := [field for field in NEEDED if field not in table]:
+        raise _unread(path, f"`{name}` lacks {', '.join(missing)}")
+    read = {field: _READ.get(field, float)(value) for field, value in table.items()}
+    return Cluster(name.lower(), **read)
+
+
+def _wrong(field: str, value: Any) -> str | None:
+    """Say why a field cannot have a value; None: it can."""
+    if field == "library":
+        return None if isinstance(value, str) else "a name is needed"
+    if field == "peaks":
+        good = isinstance(value, dict) and all(map(_positive, value.values()))
+        return None if good else "a table of operations a second by dtype is needed"
+    if field == "memory":
+        return None if _bytes(value) else 'a size is needed: "80 GiB"'
+    if field == "node":
+        good = isinstance(value, int) and _positive(value)
+        return None if good else "a whole number above 0 is needed"
+    if not _number(value) or value < 0:
+        return "a number is needed, not below 0"
+    if field in SHARED and value > 1:
+        return "a share is at most 1"
+    if value == 0 and field in (*NEEDED, *SHARED[:-1], "low"):
+        return "a number above 0 is needed"
+    return None
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and value > 0
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a number, or of a size with its unit; 0 for what is neither."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", value)
+        if found is None:
+            return 0
+        power = "BKMGT".index(found[2][0])
+        return int(float(found[1]) * (1024 if "i" in found[2] else 1000) ** power)
+    return int(value) if _positive(value) else 0
+
+
+_READ: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "node": int,
+    "memory": _bytes,
+    "library": str,
+    "peaks": lambda value: tuple(sorted((str(k), float(v)) for k, v in value.items())),
+}
+
+
+def _unread(path: Path, why: str, *helps: str) -> Refusal:
+    title = f"no machine can be read from `{path}`"
+    return Refusal.of("S936", title, notes=(why,), helps=(*helps, CALIBRATE))
+
+
+CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
+CLUSTERS = read_machines(Path(__file__).with_name("machines.toml"))
+
+
+def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
+    """The cluster and the ranks of `a100x64`; None for what is not known of it.
+
+    `mine.toml` is the one machine, or the first, of a file.  Raises Refusal S936 where that cannot
+    be read.
+    """
+    if device is not None and device.endswith(TOML):
+        return next(iter(read_machines(Path(device)).values())), None
+    found = re.fullmatch(r"(?P<name>.*?)(x(?P<ranks>\d+))?", device or "")
+    assert found is not None
+    ranks = found["ranks"]
+    return CLUSTERS.get(found["name"].lower()), int(ranks) if ranks else None
+
+
+REACHED = {"speed": ("product", "attention"), "link": ("linked",), "network": ("routed",)}
+
+
+def changed(cluster: Cluster, **given: float | None) -> Cluster:
+    """The same with other figures, where there are some; a speed that is given is one reached."""
+    mine = {name: value for name, value in given.items() if value is not None}
+    whole = {share: 1.0 for name in mine for share in REACHED.get(name, ())}
+    return replace(cluster, **{**whole, **mine})  # type: ignore[arg-type]
