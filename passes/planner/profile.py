@@ -26,7 +26,17 @@ from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.planner.affine import of_rows
-from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
+from schedlang.passes.planner.values import (
+    Chain,
+    Kind,
+    Operator,
+    Placement,
+    Recipe,
+    Run,
+    Sent,
+    Unit,
+    Work,
+)
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
@@ -44,7 +54,8 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
-FEW = (2, 4)  # rows that are always played; one row alone is often treated otherwise
+# rows from which more are told: so many that a unit's fullest moment is that of its activations
+FEW = (8, 16)
 
 
 @dataclass
@@ -84,18 +95,31 @@ class Profiles:
             return None
         return of_rows(first, second, placement.rows)
 
+    @property
+    def recipe(self) -> Recipe:
+        """How numbers are held: in 16 bits beside masters in 32, or all as they are stored."""
+        if self.dtype:
+            return Recipe()
+        wide = max((fact.itemsize for fact in self.facts.unique.values()), default=4)
+        return Recipe(wide, wide, 2 * wide, 0)
+
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
-        """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
-        key = replace(placement, rows=1)
-        if key not in self._rows:
-            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
-            asked = Asked(self.trial, self.trial.all, mesh, self.batch)
-            found = rows_by_role(asked, [])
-            if placement.sequence and placement.tp > 1:
-                parts = sequence_rows(self.trial, found["parts"], "tp", placement.tp)
-                found["parts"] = parts
-            self._rows[key] = found
-        return self._rows[key]
+        """The rows that split tensors, by what for; raises Refusal where nothing can be split.
+
+        Those of sequences do not hang on those of tensors and experts: each is found once.
+        """
+        one = placement
+        found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
+        return found | self._split(Placement(cp=one.cp))
+
+    def _split(self, one: Placement) -> dict[str, list[Row]]:
+        if one not in self._rows:
+            mesh = {axis: size for axis in AXES if (size := getattr(one, axis)) > 1}
+            found = rows_by_role(Asked(self.trial, self.trial.all, mesh, self.batch), [])
+            if one.sequence and one.tp > 1:
+                found["parts"] = sequence_rows(self.trial, found["parts"], "tp", one.tp)
+            self._rows[one] = found
+        return self._rows[one]
 
     @cached_property
     def trial(self) -> Trial:

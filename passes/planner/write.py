@@ -30,7 +30,7 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
         raise chain
     blocks = profiles.trial.all
     steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
-    steps += [wrapped(one) for one in remarks]
+    steps.append("".join(map(wrapped, remarks)))
     steps.append(f"{mesh_text(_mesh(setting))}\n")
     rows = profiles.rows(setting.placement)
     if profiles.dtype:
