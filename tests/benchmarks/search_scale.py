@@ -1,14 +1,14 @@
 """The search at scale, beside published plans: python -m tests.benchmarks.search_scale
 
-Prints for each job the seconds that the search takes, ways a second, the plan, and what a plan
-that was published costs by the same prices.  Prices are those of data sheets.
+Prints for each job the seconds that the search takes, what became of its ways, the plan, and what
+a plan that was published costs by the same prices; chains are closed forms.
 
-GPT-3       Narayanan et al. 2021 (2104.04473), table 2: 174.6 B parameters on 384 to 1,536 A100,
-            tp 8 and pp 12, batch 1,536, 141 to 153 TFLOP/s; 1,024 ranks are no multiple of 96,
-            so tp 8 and pp 8 stand beside
-Llama-3     Dubey et al. 2024 (2407.21783), table 4: 405 B on 16,384 H100, tp 8, pp 16, dp 128,
-            16 M tokens in rows of 8,192, 41 % of the peak
-Mixtral     8x22B on H100: 49.3 % of the peak (Liu et al. 2025, 2504.14960); no plan for 64 ranks
+GPT-3       Narayanan et al. 2021 (2104.04473), table 1: their nearest, 145.6 B parameters, on 1,536
+            A100 with tp 8 and pp 8
+Llama-3     Dubey et al. 2024 (2407.21783), table 4: 405 B on 16,384 H100 with tp 8, pp 16, dp 128,
+            16 M tokens in rows of 8,192
+Mixtral     8x22B on H100: 49.3 % of the peak with experts folded over other axes (2504.14960); no
+            plan for 64 ranks was published
 """
 
 from __future__ import annotations

@@ -175,6 +175,14 @@ def test_more_rings_carry_an_all_reduce_in_less_time() -> None:
     assert took == [140.0, 70.0, 35.0]
 
 
+def test_messages_load_each_link_of_their_way() -> None:
+    """By hand: ways of one stride share its links, another stride takes some off them."""
+    both = Traffic(0.0, {(0, 3): 4.0, (1, 2): 3.0})
+    assert seconds(8, (1,), both, 1.0) == 7.0  # the link from 1 to 2 carries both
+    assert seconds(8, (1, 3), both, 1.0) == 4.0
+    assert seconds(8, (1, 3), Traffic(8.0, both.messages), 2.0) == (7.0 + 4.0) / 2
+
+
 @given(
     plans=st.lists(
         st.tuples(
@@ -189,6 +197,8 @@ def test_plan_and_fabric_in_turns_never_get_slower(plans: list[tuple[str, int, T
     """Each turn is as quick or quicker, and none beats the best of all pairs."""
     found = in_turns(8, 2, 1.0, plans)
     assert list(found.turns) == sorted(found.turns, reverse=True)
+    quick = in_turns(8, 2, 1.0, plans, wired_in_turn)
+    assert list(quick.turns) == sorted(quick.turns, reverse=True)
     best = min(
         computing + seconds(8, s, traffic, 1.0)
         for _, computing, traffic in plans

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from schedlang.passes.planner.partition import (
     OBJECTIVES,
+    PHASES,
     PIVOT,
     SLOWEST,
     SUM,
     Cut,
+    Menu,
     Objective,
     Problem,
     Way,
@@ -24,7 +26,7 @@ from schedlang.passes.planner.partition import (
     cut,
     partition,
 )
-from schedlang.passes.planner.simulated import simulated
+from schedlang.passes.planner.simulated import _Search, simulated
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind
@@ -196,6 +198,63 @@ def test_what_is_played_is_quickest_of_all_cuts(
     assert found is not None and found.proven
     best = min(_played(name, times, u, micro, chunks) for u in parts(len(times), stages))
     assert found.seconds == pytest.approx(best)
+
+
+def test_bounds_are_below_every_cut_that_begins_so() -> None:
+    """Bounds of the search for a timeline hold for the quickest cut that continues each beginning;
+    that of a whole cut is met by an even one."""
+    times = [(3.0, 5.0), (1.0, 2.0), (1.0, 2.0), (2.0, 4.0), (1.0, 1.0), (4.0, 9.0)]
+    for name, ranks, chunks in (("1F1B", 3, 1), ("ZB-H1", 3, 1), ("Interleaved1F1B", 2, 2)):
+        line = order(name, ranks, 4, chunks)
+        search = _Search(line, times, 0.5, 0.5, 500, lambda units: True)
+        cuts = {units: search._play(units) for units in parts(len(times), line.stages)}
+        for units in cuts:
+            for length in range(line.stages + 1):
+                begun = units[:length]
+                least = min(took for other, took in cuts.items() if other[:length] == begun)
+                assert search._bound(begun) <= least
+    even = _Search(order("1F1B", 3, 4), [(1.0, 2.0)] * 3, 0.0, 0.5, 1, lambda units: True)
+    assert even._bound((1, 1, 1)) == even._play((1, 1, 1)) == 18.0
+
+
+def test_phases_by_hand() -> None:
+    """Even stages take (m + p - 1) (f + b); a slow first stage begins with all its forwards."""
+    assert _value(PHASES, [(1.0, 2.0)] * 4, 8) == (8 + 4 - 1) * 3.0
+    # begin 5 + 2 * 5, end 1 + 2 * 1 beside 1 + 1 + 1, steady 6
+    assert _value(PHASES, [(5.0, 1.0), (1.0, 1.0), (1.0, 1.0)], 4) == 15 + 3 + 3 * 6
+
+
+def _value(objective: Objective, stages: list[tuple[float, float]], micro: int) -> float:
+    known = objective.empty
+    for after, (forward, backward) in enumerate(reversed(stages)):
+        known = objective.stage(known, Way(forward, backward), micro, after)
+    return objective.total(known, micro)
+
+
+def _table(costs: dict[tuple[int, int, int], float]) -> Menu:
+    """A menu of first unit, last unit and number of devices; all else is dear."""
+
+    def menu(first: int, last: int, some: range, after: int) -> list[Way]:
+        return [Way(costs.get((first, last, len(some)), 100.0), 0.0)]
+
+    return menu
+
+
+def test_ends_that_are_neither_shortest_nor_slowest_are_kept() -> None:
+    """Of three ends, the one in between is best: less in sum than one, less slow than another."""
+    costs = {(0, 1, 1): 6.5, (1, 2, 1): 0.5, (2, 4, 2): 7.5, (1, 3, 2): 2.5, (3, 4, 1): 6.5}
+    costs |= {(1, 2, 2): 5.0, (2, 4, 1): 5.0}
+    found = cut(Problem(4, _table(costs), 5, 4, (1, 2), 3), SUM)
+    assert found is not None and found.value == 15.5 + 4 * 6.5
+    assert found.units == (1, 2, 1) and found.devices == (1, 2, 1)
+
+
+def test_ceilings_go_on_after_the_first_that_can_be_kept() -> None:
+    """One stage on two devices takes longer than each of two, and less than both."""
+    menu = _table({(0, 1, 1): 5.0, (1, 2, 1): 5.0, (0, 2, 2): 8.0})
+    for micro, best in ((1, 8.0), (2, 15.0)):
+        found = ceilings(Problem(2, menu, micro, 2, (1, 2)))
+        assert found is not None and found.value == best
 
 
 def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -44,21 +45,23 @@ def test_ptd_p_takes_the_rows_that_its_formula_likes_best() -> None:
     def times(rows: int) -> tuple[float, float]:
         return 1.0 + rows, 2.0 * (1.0 + rows)  # a start of a kernel, and more for each row
 
-    for rows, layers in ((64, 8), (256, 8), (16, 4)):
-        case = Case(16, 2, 100.0, lambda s: 0.0, 1500.0, layers, 2, rows, times=times)
-        found = RULED["ptd-p"].plan(case)
-        if found is None:
-            assert 1500.0 / 2 / layers > 60
-            continue
+    chosen = []
+    for rows, room in ((64, 100), (256, 100), (16, 100), (64, 2)):
+        case = Case(16, 2, 100.0, lambda s: 0.0, 500.0, 8, 2, rows, times=times)
+        tight = replace(case, needs=lambda s, room=room: 100.0 * (s.placement.rows > room))
+        found = RULED["ptd-p"].plan(replace(tight, memory=99.0))
+        assert found is not None
         setting = found[0]
+        chosen.append(setting.placement.rows)
+        assert (setting.placement.tp, setting.pp) == (2, 8)
         own = rows // setting.dp
 
         def took(b: int, own: int = own, pp: int = setting.pp) -> float:
             return (own / b + pp - 1) * sum(times(b))
 
-        assert took(setting.placement.rows) == min(
-            took(b) for b in range(1, own + 1) if own % b == 0
-        )
+        legal = [b for b in range(1, own + 1) if own % b == 0 and b <= room]
+        assert took(setting.placement.rows) == min(map(took, legal))
+    assert chosen == [4, 8, 2, 2]
 
 
 # of Hagemann et al. (2023), by tensor and pipeline parallelism: seconds of a step with a row in a

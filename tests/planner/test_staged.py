@@ -113,6 +113,28 @@ def test_pipedream_puts_vgg16_on_16_devices_as_published(link: float) -> None:
     assert found.units[0] <= 31
 
 
+def test_messages_and_sums_of_gradients_by_hand() -> None:
+    """A message is what the layer before it hands on; PipeDream sums weights twice, in turns."""
+    layers = [Layer(1.0, 2.0, handed=8.0), Layer(1.0, 2.0, handed=100.0)]
+    found = STAGED["pipedream"].plan(layers, Devices(2, node=2, link=1.0), 4, 2)
+    assert found is not None and found.value == 16.0  # eight bytes, each way
+    alone = STAGED["pipedream"].plan(
+        [Layer(3.0, 6.0, weights=10.0)], Devices(3, node=3, link=5.0), 4
+    )
+    # a third of 9 s, and 4 (m - 1) / m of 10 bytes over 5 bytes a second, of which each has a third
+    assert alone is not None and alone.value == pytest.approx(3.0 + 4 * 2 / 3 * 10 / 5 / 3)
+
+
+def test_what_runs_again_meets_again() -> None:
+    """A layer split over two ranks that is computed again sends three times, not twice."""
+    layers = [Layer(2.0, 4.0, kept=10.0, input=1.0, meets=3.0)]
+    piper = replace(STAGED["piper"], degrees=lambda count: (2,))
+    kept = piper.plan(layers, Devices(2, 100.0, 2, 1.0), 1, 1)
+    again = piper.plan(layers, Devices(2, 4.0, 2, 1.0), 1, 1)
+    assert kept is not None and kept.value == 3.0 + 2 * 3.0
+    assert again is not None and again.value == 4.0 + 3 * 3.0
+
+
 def test_adapipe_recomputes_more_in_early_stages_and_beats_all_and_none() -> None:
     """Recomputation falls from stage to stage, and mixed beats uniform under the same cap."""
     layers = [Layer(1.0, 2.0, state=1.0, kept=3.0, input=1.0)] * 12
