@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.partition import PIVOT, SLOWEST, partition
+from schedlang.passes.planner.partition import PIVOT, ROUNDS, SLOWEST, partition
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
@@ -111,7 +111,7 @@ class _Search:
     # -- near what others find ---------------------------------------------------------------------
 
     def _seeds(self) -> Iterator[Units]:
-        for objective in (PIVOT, SLOWEST):
+        for objective in (PIVOT, ROUNDS, SLOWEST):
             stages = self.line.stages
             sends = [self.send] * len(self.times)
             found = partition(self.times, stages, self.micro, objective, sends=sends)
