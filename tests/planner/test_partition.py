@@ -282,3 +282,11 @@ def test_a_result_tells_units_devices_and_ways() -> None:
     assert found.value == 2.0
     assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
     assert found.ways[0].name == (0, found.units[0])
+
+
+def test_large_cuts_for_1f1b_are_proven() -> None:
+    """The rounds of 1F1B bound all cuts of 34 units, of which there are millions."""
+    times = [(0.3, 0.5), *[(1.0, 2.0)] * 32, (1.7, 3.1)]
+    found = simulated(order("1F1B", 8, 32), times, 0.01)
+    assert found is not None and found.proven and found.tries < 200
+    assert sum(found.units) == 34 and found.units[0] > found.units[-1]
