@@ -16,8 +16,17 @@ from dataclasses import dataclass, field, replace
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.menus import Devices, Layer, again, keep
-from schedlang.passes.planner.price import RECIPE, price, stride, unit_times
+from schedlang.passes.planner.menus import (
+    Devices,
+    Layer,
+    Replicas,
+    again,
+    each_step,
+    keep,
+    shared_out,
+)
+from schedlang.passes.planner.partition import Way
+from schedlang.passes.planner.price import RECIPE, collective, price, stride, unit_times
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import Profiles, search
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
@@ -183,6 +192,8 @@ def cut_as(
     planner = replace(
         STAGED[name], alike=False, arranged=False, sizes=one, degrees=one, choices=says
     )
+    if planner.replicas in (each_step, shared_out):
+        planner = replace(planner, replicas=_copied(planner.replicas, setting, cluster))
     flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1).tolist()
     layers = layers_of(chain, setting, cluster, recipe)
     if len(layers) < setting.pp:
@@ -195,6 +206,17 @@ def cut_as(
         return None
     often = tuple(way.name.count("again") for way in found.ways)
     return replace(setting, cuts=found.units, again=often if any(often) else ())
+
+
+def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
+    """Replicas of a stage as a setting has them, whose gradients meet in this cluster."""
+
+    def over(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
+        took = collective(cluster, "all_reduce", weights, setting.dp, stride(setting, "dp"))
+        ring = 2 * (setting.dp - 1) / setting.dp * weights
+        return replicas(way, weights, setting.dp, ring / took, micro) if took else way
+
+    return over
 
 
 # -- one job ---------------------------------------------------------------------------------------

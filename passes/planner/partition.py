@@ -68,6 +68,11 @@ def _as_stage(stage: Callable[[Vector, Way, int, int], Vector]) -> Callable[...,
     return link
 
 
+def _sent_both_ways(known: Vector, seconds: float, micro: int) -> Vector:
+    first, ended, below = known
+    return 2 * seconds + first, seconds + ended, 2 * seconds + below
+
+
 def _slowest(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return (max(known[0], way.both),)
 
@@ -88,6 +93,16 @@ def _through(known: Vector, way: Way, micro: int, after: int) -> Vector:
     """Longest ways through the pipeline, that turn in one stage and stay there for the rest."""
     first = max(micro * way.both, way.both + known[0])
     return first, max(way.forward + known[1], first + way.sync)
+
+
+def _rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    """The same, and ways that go down and up all stages, then once more from one that stays."""
+    first, ended, below = known
+    below += way.both
+    stays = micro - 2 - after
+    again = 2 * below + stays * way.both if stays >= 0 else 0.0
+    first = max(micro * way.both, way.both + first, again)
+    return first, max(way.forward + ended, first + way.sync), below
 
 
 def _phases(known: Vector, way: Way, micro: int, after: int) -> Vector:
@@ -148,6 +163,17 @@ PIVOT = Objective(
     lambda known, micro: known[1],
 )
 
+# The same with the rounds of 1F1B: a rank takes a forward for each backward, so that the second
+# microbatch of a stage waits for the first to come back from all stages below.  No paper's; ways
+# that are in 1F1B, hence below its timeline, and nearer to it than a pivot alone.
+ROUNDS = Objective(
+    "rounds",
+    (0.0, 0.0, 0.0),
+    _rounds,
+    _sent_both_ways,
+    lambda known, micro: known[1],
+)
+
 # AdaPipe (Sun et al., ASPLOS 2024).
 PHASES = Objective(
     "phases",
@@ -157,7 +183,7 @@ PHASES = Objective(
     lambda known, micro: known[0] + known[1] + max(0, micro - 1) * known[2],
 )
 
-OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, PHASES, PEAK)}
+OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, ROUNDS, PHASES, PEAK)}
 
 # (first unit, unit behind the last, devices, stages behind it) -> ways
 Menu = Callable[[int, int, range, int], Iterable[Way]]

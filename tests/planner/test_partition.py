@@ -15,6 +15,7 @@ from schedlang.passes.planner.partition import (
     OBJECTIVES,
     PHASES,
     PIVOT,
+    ROUNDS,
     SLOWEST,
     SUM,
     Cut,
@@ -149,19 +150,21 @@ def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
         return
     units = partition(times, stages, micro)
     assert units is not None
-    found = _pivot(times, units, micro)
-    assert found <= _played("1F1B", times, units, micro) + 1e-9
+    took = _played("1F1B", times, units, micro)
+    assert _of(PIVOT, times, units, micro) <= _of(ROUNDS, times, units, micro) <= took + 1e-9
     even = [(1, 2)] * stages
-    assert _pivot(even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
+    assert _of(PIVOT, even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
 
 
-def _pivot(times: list[tuple[int, int]], units: tuple[int, ...], micro: int) -> float:
-    known, at = PIVOT.empty, len(times)
+def _of(
+    objective: Objective, times: list[tuple[int, int]], units: tuple[int, ...], micro: int
+) -> float:
+    known, at = objective.empty, len(times)
     for after, size in enumerate(reversed(units)):
         some = times[at - size : at]
-        known = PIVOT.stage(known, Way(*(sum(s) for s in zip(*some, strict=True))), micro, after)
+        known = objective.stage(known, Way(*map(sum, zip(*some, strict=True))), micro, after)
         at -= size
-    return PIVOT.total(known, micro)
+    return objective.total(known, micro)
 
 
 def _played(
@@ -279,3 +282,11 @@ def test_a_result_tells_units_devices_and_ways() -> None:
     assert found.value == 2.0
     assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
     assert found.ways[0].name == (0, found.units[0])
+
+
+def test_large_cuts_for_1f1b_are_proven() -> None:
+    """The rounds of 1F1B bound all cuts of 34 units, of which there are millions."""
+    times = [(0.3, 0.5), *[(1.0, 2.0)] * 32, (1.7, 3.1)]
+    found = simulated(order("1F1B", 8, 32), times, 0.01)
+    assert found is not None and found.proven and found.tries < 200
+    assert sum(found.units) == 34 and found.units[0] > found.units[-1]
