@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial
-from schedlang.passes.planner.operators.graph import Graph, graph_of
+from schedlang.passes.planner.operators.graph import graph_of
+from schedlang.passes.planner.operators.named import PLANNERS, cut, laid, names
 from schedlang.passes.planner.operators.placements import Asked, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, text
 from schedlang.passes.planner.operators.solve import solve
@@ -58,13 +59,182 @@ def calls(one: Chosen) -> dict[str, str]:
     return {name: printer.expr(row.call) for row in one.rows for name in row.names}
 
 
+def schedule(one: Chosen) -> str:
+    """The rows as text."""
+    return "\n".join(str(row) for row in one.rows)
+
+
 def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
     """Column then row, heads split, the vocabulary padded and split: and it computes the same."""
-    _, one = found(models.gpt2(), models.tokens(8), tokens=False)
+    model = models.gpt2()
+    trial, one = found(model, models.tokens(8), tokens=False)
     rows = calls(one)
     assert rows["transformer.h.*.attn.c_attn"] == "shard(col, blocks=3, over=tp)"
     assert rows["transformer.h.*.attn.c_proj"] == "shard(row, over=tp)"
     assert rows["transformer.h.*.mlp.c_fc"] == "shard(col, over=tp)"
     assert rows["transformer.h.*.mlp.c_proj"] == "shard(row, over=tp)"
     assert rows["transformer.wte"] == rows["lm_head"] == "shard(vocab, over=tp)"
-    print(rows)
+    written = text("GPT2LMHeadModel", {"tp": 2}, [one], trial)
+    assert "pad(vocab, multiple=2)" in written and "at transformer.h.* {" in written
+    proven(threads, planned(model, schedule(one), "tp=2"), [models.tokens(6)])
+
+
+def test_the_sequence_is_split_between_the_blocks_of_a_llama(threads: Threads) -> None:
+    """Where what is sent costs much, norms and residuals are split along the sequence."""
+    model = models.llama(layers=2)
+    _, one = found(model, models.tokens(8), costs=Slow(8.0))
+    rows = calls(one)
+    assert rows["model.layers.*.self_attn.q_proj"] == "shard(col, over=tp)"
+    assert rows["model.layers.*.self_attn.o_proj"] == "shard(row, output=S(seq), over=tp)"
+    assert "input=S(seq)" in rows["model.layers.*.input_layernorm"]
+    assert rows["model.layers.0"] == "shard(input=S(seq), over=tp)"
+    proven(threads, planned(model, schedule(one), "tp=2"), [models.tokens(6)])
+
+
+@pytest.mark.parametrize(
+    "model, column, row",
+    [
+        (models.bert, "bert.encoder.layer.*.intermediate", "bert.encoder.layer.*.output"),
+        (models.bloom, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        (models.qwen3, "self_attn.q_proj", "self_attn.o_proj"),
+    ],
+)
+def test_pairs_of_other_models(model: Any, column: str, row: str) -> None:
+    rows = calls(found(model(), models.tokens(8), tokens=False)[1])
+    of = {name: next(r for n, r in rows.items() if name in n) for name in (column, row)}
+    assert of == {column: "shard(col, over=tp)", row: "shard(row, over=tp)"}
+
+
+def test_rows_of_a_user_are_completed() -> None:
+    """One weight is pinned, and all else follows: GSPMD's completion."""
+    pins = {"model.layers.*.mlp.up_proj.weight": 0}
+    rows = calls(found(models.llama(), models.tokens(8), costs=Slow(fixed=1e6), pins=pins)[1])
+    assert rows == {
+        "model.layers.*.mlp.gate_proj": "shard(col, over=tp)",
+        "model.layers.*.mlp.up_proj": "shard(col, over=tp)",
+        "model.layers.*.mlp.down_proj": "shard(row, over=tp)",
+    }
+
+
+def test_parameters_lie_in_slices_where_memory_binds() -> None:
+    """Split by rows, ZeRO's third stage fits where the first does not."""
+    graph = graph_of(trial_of(models.gpt2(), models.tokens(8)))
+    stages = {
+        stage: solve(Placed(graph, Asked(2, Slow(), mode="rows", zero=stage)).problem)
+        for stage in (0, 1, 3)
+    }
+    whole, first, third = (stages[stage] for stage in (0, 1, 3))
+    assert whole and first and third
+    assert whole.bytes > first.bytes > third.bytes
+    assert whole.seconds == first.seconds < third.seconds
+
+
+# -- every choice -------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=bias), nn.Linear(8, 4, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.relu(self.up(x))) + x).sum()
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.table(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.sigmoid(self.a(x)) * self.b(x)).sum()
+
+
+X = {"x": torch.ones(2, 4, 4)}
+IDS = {"ids": torch.zeros(2, 4, dtype=torch.long)}
+SMALL = [(Pair(), X), (Pair(False), X), (Looked(), IDS), (Gated(), X)]
+
+
+def cheapest(placed: Placed, limit: float) -> float:
+    """The least seconds of all choices of nodes and parameters that fit; values by their best."""
+    problem, nodes = placed.problem, len(placed.graph.nodes)
+    own = nodes + len(placed.parameters)
+    best = math.inf
+    for choice in itertools.product(*(range(len(one)) for one in problem.seconds[:own])):
+        seconds = sum(float(problem.seconds[v][k]) for v, k in enumerate(choice))
+        if sum(float(problem.bytes[v][k]) for v, k in enumerate(choice)) > limit:
+            continue
+        for (i, j), costs in problem.pairs.items():
+            seconds += float(costs[choice[i], choice[j]]) if j < own else 0.0
+        for value in range(own, len(problem.seconds)):
+            told = problem.seconds[value]
+            for (i, j), costs in problem.pairs.items():
+                told = told + (costs[choice[i]] if j == value else 0.0)
+                told = told + (costs[:, choice[j]] if i == value else 0.0)
+            seconds += float(told.min())
+        best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("sent, fixed", [(1e-3, 0.0), (1.0, 5.0), (30.0, 0.0)])
+@pytest.mark.parametrize("model, batch", SMALL, ids=["pair", "unbiased", "looked", "gated"])
+def test_equals_every_choice_on_recorded_graphs(
+    model: nn.Module, batch: dict[str, Tensor], sent: float, fixed: float
+) -> None:
+    graph = graph_of(trial_of(model, batch))
+    assert len(graph.nodes) <= 8
+    for mode in ("tensors", "rows"):
+        placed = Placed(graph, Asked(2, Slow(sent, fixed), mode=mode))
+        free = solve(placed.problem)
+        assert free is not None and math.isclose(free.seconds, cheapest(placed, math.inf))
+        limit = free.bytes * 0.8
+        tight, known = solve(placed.problem, limit), cheapest(placed, limit)
+        assert math.isclose(tight.seconds if tight else math.inf, known)
+
+
+def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
+    few, many = (graph_of(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
+    assert len(few.nodes) == len(many.nodes) and len(few.edges) == len(many.edges)
+    costs = [solve(Placed(graph, Asked(2, Slow())).problem) for graph in (few, many)]
+    longer = graph_of(trial_of(models.llama(layers=20), models.tokens(8)))
+    third = solve(Placed(longer, Asked(2, Slow())).problem)
+    assert costs[0] and costs[1] and third
+    step = costs[1].seconds - costs[0].seconds
+    assert math.isclose(third.seconds, costs[1].seconds + step, rel_tol=1e-9)
+
+
+def test_planners_of_the_literature_are_settings() -> None:
+    """One name of dims is never better than every operator by itself; two axes go on from one."""
+    graph = graph_of(trial_of(models.gpt2(), models.tokens(8)))
+    asked = Asked(2, Slow())
+    both = (PLANNERS[name] for name in ("Alpa", "Mesh-TensorFlow"))
+    mine, named = (one.search(graph, [asked], math.inf) for one in both)
+    assert mine and named and mine[0].seconds <= named[0].seconds
+    tried = [laid(graph, replace(asked, name=name)) for name in names(graph)]
+    assert named[0].seconds == min(one.seconds for one in tried if one)
+    two = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
+    assert two and two[0].seconds == mine[0].seconds > two[1].seconds
+
+
+@pytest.mark.parametrize("model, batch", SMALL, ids=["pair", "unbiased", "looked", "gated"])
+def test_two_axes_equal_every_choice_of_the_second(
+    model: nn.Module, batch: dict[str, Tensor]
+) -> None:
+    graph = graph_of(trial_of(model, batch))
+    asked = Asked(2, Slow(1.0))
+    found = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
+    assert found is not None
+    left = cut(graph, found[0])
+    menu = [replace(asked, mode="rows", zero=stage) for stage in (0, 1, 3)]
+    least = min(cheapest(Placed(left, one), math.inf) for one in (asked, *menu))
+    assert math.isclose(found[1].seconds, least)
