@@ -18,11 +18,11 @@ from schedlang.passes.complete.proposal import Trial
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, cut, laid, names
 from schedlang.passes.planner.operators.placements import Asked, Placed
-from schedlang.passes.planner.operators.rows import Chosen, chosen, text
+from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.reduce_model.blocks import blocks_of
-from tests import models
+from tests import models, small_models
 from tests.engine import Threads
 from tests.proofs import planned, proven
 
@@ -66,7 +66,7 @@ def schedule(one: Chosen) -> str:
 
 def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
     """Column then row, heads split, the vocabulary padded and split: and it computes the same."""
-    model = models.gpt2()
+    model = models.gpt2(layers=2)
     trial, one = found(model, models.tokens(8), tokens=False)
     rows = calls(one)
     assert rows["transformer.h.*.attn.c_attn"] == "shard(col, blocks=3, over=tp)"
@@ -127,6 +127,57 @@ def test_parameters_lie_in_slices_where_memory_binds() -> None:
     assert whole and first and third
     assert whole.bytes > first.bytes > third.bytes
     assert whole.seconds == first.seconds < third.seconds
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def square(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (out**2).mean()
+
+
+def test_convolutions_are_split_along_places(threads: Threads) -> None:
+    """Edges of large pictures are cheaper to send than channels."""
+    torch.manual_seed(0)
+    model, batch = Pictures(), {"x": torch.randn(4, 2, 16, 16)}
+    trial = trial_of(model, batch, square)
+    one = chosen(trial, graph_of(trial), "sp", Asked(2, Slow()))
+    assert one is not None
+    assert calls(one) == {
+        "a": "shard(input=S(2), output=S(2), over=sp)",
+        "b": "shard(input=S(2), output=R, over=sp)",
+    }
+    proven(threads, planned(model, schedule(one), "sp=2"), [batch], loss=square)
+
+
+def test_experts_lie_on_ranks_that_split_the_rows() -> None:
+    """Rows are sent to their experts, and all else is as data parallelism has it."""
+    trial = trial_of(small_models.mixtral(2), models.tokens(8))
+    one = chosen(trial, graph_of(trial), "ep", Asked(2, Slow(), mode="rows", zero=1))
+    assert one is not None
+    assert [str(row) for row in one.rows] == [
+        "model.layers.*.mlp.experts  expert_parallel(over=ep)",
+        "zero(stage=1, over=ep)",
+    ]
+
+
+@pytest.mark.deep
+def test_two_axes_of_a_gpt2(threads: Threads) -> None:
+    """Rows over one axis, tensors over the other: as one schedule it computes the same."""
+    model = models.gpt2(layers=2)
+    asked = Asked(2, Slow())
+    trial = trial_of(model, models.tokens(8))
+    found = layouts(trial, {"dp": asked, "tp": asked})
+    assert found is not None
+    assert {one.axis: one.placed.asked.mode for one in found} == {"dp": "rows", "tp": "tensors"}
+    rows = "\n".join(schedule(one) for one in reversed(found))
+    proven(threads, planned(model, rows, "dp=2, tp=2"), [models.tokens(6)])
 
 
 # -- every choice -------------------------------------------------------------------------------
@@ -220,7 +271,8 @@ def test_planners_of_the_literature_are_settings() -> None:
     both = (PLANNERS[name] for name in ("Alpa", "Mesh-TensorFlow"))
     mine, named = (one.search(graph, [asked], math.inf) for one in both)
     assert mine and named and mine[0].seconds <= named[0].seconds
-    tried = [laid(graph, replace(asked, name=name)) for name in names(graph)]
+    tried = [laid(graph, replace(asked, name=n)) for n in names(graph) if n not in graph.rows]
+    tried.append(laid(graph, replace(asked, mode="rows")))
     assert named[0].seconds == min(one.seconds for one in tried if one)
     two = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
     assert two and two[0].seconds == mine[0].seconds > two[1].seconds

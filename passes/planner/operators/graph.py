@@ -225,9 +225,9 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
             graph.values.setdefault(graph.result(node, k), found.values[value])
     short: Counter[str] = Counter(blocks.common(fqn) for fqn in blocks.facts.sites)
     for node, those in instances.items():
-        one = graph.nodes[node]
-        if len(those) < short[one.site]:  # what only some blocks do is not repeated
-            graph.nodes[node] = replace(one, count=len(those))
+        known = graph.nodes[node]
+        if len(those) < short[known.site]:  # what only some blocks do is not repeated
+            graph.nodes[node] = replace(known, count=len(those))
     graph.counts = {
         graph.result(at, k): node.count
         for at, node in enumerate(graph.nodes)

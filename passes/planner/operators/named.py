@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from schedlang.passes.planner.operators.graph import Dim, Graph
-from schedlang.passes.planner.operators.placements import Asked, Mode, Placed
+from schedlang.passes.planner.operators.placements import Asked, Placed
 from schedlang.passes.planner.operators.solve import Solution, solve
 
-MODES: tuple[Mode, ...] = ("tensors", "rows")
+STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def best(graph: Graph, asked: Asked, limit: float = math.inf) -> Laid | None:
     None where nothing fits in so many bytes.
     """
     menu = [replace(asked, mode="tensors")]
-    menu += [replace(asked, mode="rows", zero=stage) for stage in (0, 1, 3)]
+    menu += [replace(asked, mode="rows", zero=stage) for stage in STAGES]
     found = (laid(graph, one, limit) for one in menu)
     return min((one for one in found if one), key=lambda one: one.seconds, default=None)
 
@@ -81,7 +82,9 @@ def mesh_tensorflow(
 ) -> tuple[Laid, ...] | None:
     """One name of dims for the axis, split wherever it occurs: the best of all names."""
     (asked,) = axes
-    found = (laid(graph, replace(asked, name=name), limit) for name in names(graph))
+    menu = [replace(asked, name=name) for name in names(graph) if name not in graph.rows]
+    menu.append(replace(asked, mode="rows"))
+    found = (laid(graph, one, limit) for one in menu)
     one = min((one for one in found if one), key=lambda one: one.seconds, default=None)
     return None if one is None else (one,)
 

@@ -18,6 +18,8 @@ from schedlang.language import printer
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
+from schedlang.passes.planner.operators.graph import graph_of
+from schedlang.passes.planner.operators.named import STAGES, Laid, cut
 from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Option, Placed
 from schedlang.passes.planner.operators.solve import Solution, solve
 
@@ -100,8 +102,6 @@ def _blamed(trial: Trial, rows: Sequence[tuple[int, Row]], axis: str, ranks: int
 def _rows(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[int, Row]]:
     """The rows of a solution, each with its node: -1 where it is about a block."""
     graph = placed.graph
-    if placed.asked.mode == "rows":
-        yield -1, Row((), call("zero", stage=placed.asked.zero, over=axis))
     read = _readers(placed, solution)
     yield from _entries(placed, solution, axis)
     done: set[str] = set()
@@ -112,6 +112,8 @@ def _rows(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[int, 
             if made is not None:
                 done.add(node.site)
                 yield at, made
+    if placed.asked.mode == "rows":  # experts stand above it
+        yield -1, Row((), call("zero", stage=placed.asked.zero, over=axis))
 
 
 def _readers(placed: Placed, solution: Solution) -> dict[int, list[tuple[Edge, int]]]:
@@ -182,6 +184,29 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
     made = graph.result(at, 0)
     token = graph.name(made, dim) in graph.tokens and len(graph.values[made].shape) == 3
     return S("seq") if token and dim == 1 else S(dim)
+
+
+def layouts(
+    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf
+) -> tuple[Chosen, ...] | None:
+    """A legal layout over each axis in turn, each for what the ones before have left of the model.
+
+    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
+    that fits; rows are split over one axis at most.  None where nothing fits in `limit` bytes.
+    """
+    graph, found = graph_of(trial), list[Chosen]()
+    for k, (axis, asked) in enumerate(axes.items()):
+        rest = limit * math.prod(one.ranks for one in list(axes.values())[k + 1 :])
+        menu = [replace(asked, mode="tensors")]
+        if all(one.placed.asked.mode == "tensors" for one in found):
+            menu += [replace(asked, mode="rows", zero=stage) for stage in STAGES]
+        tried = [chosen(trial, graph, axis, one, rest) for one in menu]
+        best = min((one for one in tried if one), key=lambda one: one.seconds, default=None)
+        if best is None:
+            return None
+        found.append(best)
+        graph = cut(graph, Laid(best.placed, best.solution))
+    return tuple(found)
 
 
 def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:

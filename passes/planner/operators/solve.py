@@ -167,7 +167,7 @@ def _conditioned(
         cut: list[Factor] = []
         for own, costs in factors:
             if variable in own:
-                costs = costs.take(option, axis=own.index(variable))
+                costs = np.asarray(costs.take(option, axis=own.index(variable)))
                 own = tuple(v for v in own if v != variable)
             cut.append((own, costs))
         inner = _eliminated(cut, sizes, left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +184,7 @@ class _Wiring(Lattice):
 
 
 def _module_ways(
-    module: nn.Module, kind: str, tensors: list[Tensor], own: list[Tensor]
+    module: nn.Module, kind: str, tensors: Sequence[Tensor], own: Sequence[Tensor]
 ) -> tuple[Way, ...]:
     x = tuple(tensors[0].shape)
     if kind == "experts":
