@@ -54,6 +54,7 @@ what is followed from tensor to tensor is a lattice over these calls.
 | `Recorded` | `propagation/trace.py` | calls, labels, draws | `propagate/original.py` |
 | `Follower` | `propagation/follow.py` | how a rank's tensors lie | `propagate/dryrun.py` |
 | `Typed` | `adjoint.py` | which differ by rank, both ways | `static_checks/gradients.py` |
+| `Wiring` | `propagation/wired.py` | operators and the values between | `planner/operators` |
 | `Sums` | `batch_statistics.py` | sums over rows | `propagate/original.py` |
 | `_Feeding` | `propagation/feeds.py` | outputs of projections | `complete` |
 | `_Naming` | `propagation/feeds.py` | numbers that name rows | `analyze/taking.py` |

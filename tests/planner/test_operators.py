@@ -100,6 +100,7 @@ def test_the_sequence_is_split_between_the_blocks_of_a_llama(threads: Threads) -
     ],
 )
 def test_pairs_of_other_models(model: Any, column: str, row: str) -> None:
+    """Projections are split by columns, and those that read them by rows."""
     rows = calls(found(model(), models.tokens(8), tokens=False)[1])
     of = {name: next(r for n, r in rows.items() if name in n) for name in (column, row)}
     assert of == {column: "shard(col, over=tp)", row: "shard(row, over=tp)"}
@@ -242,6 +243,7 @@ def cheapest(placed: Placed, limit: float) -> float:
 def test_equals_every_choice_on_recorded_graphs(
     model: nn.Module, batch: dict[str, Tensor], sent: float, fixed: float
 ) -> None:
+    """Freely, and under a limit of bytes, of tensors and of rows."""
     graph = graph_of(trial_of(model, batch))
     assert len(graph.nodes) <= 8
     for mode in ("tensors", "rows"):
@@ -254,6 +256,7 @@ def test_equals_every_choice_on_recorded_graphs(
 
 
 def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
+    """The graph is as large, and every further layer takes as many seconds."""
     few, many = (graph_of(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
     assert len(few.nodes) == len(many.nodes) and len(few.edges) == len(many.edges)
     costs = [solve(Placed(graph, Asked(2, Slow())).problem) for graph in (few, many)]
@@ -282,6 +285,7 @@ def test_planners_of_the_literature_are_settings() -> None:
 def test_two_axes_equal_every_choice_of_the_second(
     model: nn.Module, batch: dict[str, Tensor]
 ) -> None:
+    """After the first axis the second is the best for what is left."""
     graph = graph_of(trial_of(model, batch))
     asked = Asked(2, Slow(1.0))
     found = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)

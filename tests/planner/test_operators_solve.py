@@ -53,6 +53,7 @@ graphs = st.builds(
 @given(graphs)
 @settings(max_examples=60, deadline=None)
 def test_equals_every_choice(problem: Problem) -> None:
+    """The least of all choices, or none where all are forbidden."""
     best, found = tried(problem), solve(problem)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
@@ -63,6 +64,7 @@ def test_equals_every_choice(problem: Problem) -> None:
 @given(graphs, st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
 def test_equals_every_choice_under_a_limit(problem: Problem, share: float) -> None:
+    """The least of all choices that fit, or none where none does."""
     sizes = [one.min() for one in problem.bytes], [one.max() for one in problem.bytes]
     low, high = (float(sum(one)) for one in sizes)
     limit = low + share * (high - low)
@@ -75,6 +77,7 @@ def test_equals_every_choice_under_a_limit(problem: Problem, share: float) -> No
 @given(graphs)
 @settings(max_examples=30, deadline=None)
 def test_fixes_a_variable_where_a_table_would_be_too_large(problem: Problem) -> None:
+    """The least is found through small tables, too."""
     best, large = tried(problem), solver.LARGE
     try:
         solver.LARGE = 9

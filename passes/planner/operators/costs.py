@@ -10,7 +10,7 @@ from schedlang.passes.simulate.step_time import Cluster
 
 
 class Costs(Protocol):
-    """What operators and collectives take; a cluster that knows both is one."""
+    """Seconds of operators and collectives; a cluster that knows both is one."""
 
     def operator(self, kind: Kind, flops: float, moved: float) -> float:
         """Seconds of one operator of so many operations, that reads and writes so many bytes."""

@@ -272,7 +272,7 @@ def _block(common: str, fqn: str) -> str:
 
 
 def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:
-    """How often an edge is crossed in the whole model, by the blocks between which it was seen."""
+    """Count the crossings of an edge in the whole model, by the blocks between which it is."""
     if all(a == b for a, b in ways):
         return count
     if any(a and a != b for a, b in ways) and len(targets) > 1:

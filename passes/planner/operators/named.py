@@ -100,7 +100,7 @@ def names(graph: Graph) -> list[Dim]:
 
 
 def cut(graph: Graph, done: Laid) -> Graph:
-    """What is left of a graph on one rank of an axis: smaller tensors, fewer operations."""
+    """The rest of a graph on one rank of an axis: smaller tensors, fewer operations."""
     placed, ranks = done.placed, done.placed.asked.ranks
     by_rows = placed.asked.mode == "rows"
     values, nodes = dict(graph.values), list(graph.nodes)

@@ -31,7 +31,7 @@ Mode = Literal["tensors", "rows"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of one axis.
+    """A question about one axis.
 
     ranks, stride  of the axis; its ranks lie `stride` apart
     mode    `tensors`: every rank has all rows; `rows`: each has some, as data parallelism

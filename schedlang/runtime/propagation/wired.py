@@ -83,8 +83,8 @@ class Wired:
     steps: list[Step] = field(default_factory=list)
 
 
-class _Wiring(Lattice):
-    """Which value each tensor is."""
+class Wiring(Lattice):
+    """The value that each tensor is."""
 
     mark, nothing = "_schedlang_wired", None
 
@@ -237,7 +237,7 @@ def wired(
     """
     stack = Stack()
     names = {id(one): name for name, one in model.named_parameters()}
-    wiring = _Wiring(stack, names)
+    wiring = Wiring(stack, names)
     for fqn, module in model.named_modules():
         if fqn in kinds:
             module.forward = wiring.leaf(fqn, module, kinds[fqn], module.forward)
