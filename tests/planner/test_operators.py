@@ -287,6 +287,8 @@ def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
     """The graph is as large, and every further layer takes as many seconds."""
     few, many = (graph_of(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
     assert len(few.nodes) == len(many.nodes) and len(few.edges) == len(many.edges)
+    assert {edge.count for edge in few.edges} == {1, 3, 4}  # between blocks one time less
+    assert {edge.count for edge in many.edges} == {1, 11, 12}
     costs = [solve(Placed(graph, Asked(2, Slow())).problem) for graph in (few, many)]
     longer = graph_of(trial_of(models.llama(layers=20), models.tokens(8)))
     third = solve(Placed(longer, Asked(2, Slow())).problem)
