@@ -141,6 +141,7 @@ class Finder:
     rows: list[Row]
     notes: list[str]
     left: set[str] = field(default_factory=set)  # names of which is noted why they stay whole
+    blamed: int = -1  # the place of the row that the last refusal was about; -1: of none
 
     def mended(self, rows: Sequence[Row]) -> list[Row] | str:
         """The rows with what their refusals ask for, if they are legal then; else why not."""
@@ -152,6 +153,7 @@ class Finder:
             refusal, place = found
             said = _said(refusal)
             place -= len(self.rows)
+            self.blamed = place if 0 <= place < len(rows) else -1
             more = self._shared(refusal)
             if more is not None and more not in rows:
                 rows.append(more)

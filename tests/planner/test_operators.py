@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
-from schedlang.passes.complete.proposal import Trial
+from schedlang.passes.complete.proposal import Trial, rows_text
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, cut, laid, names
 from schedlang.passes.planner.operators.placements import Asked, Placed
@@ -59,9 +59,11 @@ def calls(one: Chosen) -> dict[str, str]:
     return {name: printer.expr(row.call) for row in one.rows for name in row.names}
 
 
-def schedule(one: Chosen) -> str:
-    """The rows as text."""
-    return "\n".join(str(row) for row in one.rows)
+def schedule(trial: Trial, one: Chosen) -> str:
+    """The rows as text, as a file would have them."""
+    named = [row for row in one.rows if row.names]
+    whole = [str(row) for row in one.rows if not row.names]
+    return "\n".join([rows_text(named, trial.all), *whole])
 
 
 def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
@@ -76,19 +78,19 @@ def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
     assert rows["transformer.wte"] == rows["lm_head"] == "shard(vocab, over=tp)"
     written = text("GPT2LMHeadModel", {"tp": 2}, [one], trial)
     assert "pad(vocab, multiple=2)" in written and "at transformer.h.* {" in written
-    proven(threads, planned(model, schedule(one), "tp=2"), [models.tokens(6)])
+    proven(threads, planned(model, schedule(trial, one), "tp=2"), [models.tokens(6)])
 
 
 def test_the_sequence_is_split_between_the_blocks_of_a_llama(threads: Threads) -> None:
     """Where what is sent costs much, norms and residuals are split along the sequence."""
     model = models.llama(layers=2)
-    _, one = found(model, models.tokens(8), costs=Slow(8.0))
+    trial, one = found(model, models.tokens(8), costs=Slow(8.0))
     rows = calls(one)
     assert rows["model.layers.*.self_attn.q_proj"] == "shard(col, over=tp)"
     assert rows["model.layers.*.self_attn.o_proj"] == "shard(row, output=S(seq), over=tp)"
     assert "input=S(seq)" in rows["model.layers.*.input_layernorm"]
     assert rows["model.layers.0"] == "shard(input=S(seq), over=tp)"
-    proven(threads, planned(model, schedule(one), "tp=2"), [models.tokens(6)])
+    proven(threads, planned(model, schedule(trial, one), "tp=2"), [models.tokens(6)])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_convolutions_are_split_along_places(threads: Threads) -> None:
         "a": "shard(input=S(2), output=S(2), over=sp)",
         "b": "shard(input=S(2), output=R, over=sp)",
     }
-    proven(threads, planned(model, schedule(one), "sp=2"), [batch], loss=square)
+    proven(threads, planned(model, schedule(trial, one), "sp=2"), [batch], loss=square)
 
 
 def test_experts_lie_on_ranks_that_split_the_rows() -> None:
@@ -168,6 +170,32 @@ def test_experts_lie_on_ranks_that_split_the_rows() -> None:
     ]
 
 
+def t5() -> nn.Module:
+    """T5, whose first blocks alone have a table of positions."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "d_kv": 4}
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    config = transformers.T5Config(vocab_size=64, dropout_rate=0.0, **sizes, **ends)
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+MANY = (models.bert, models.bloom, models.qwen3, models.bart, models.phi3, models.gemma2, t5)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("tokens, sent", [(False, 1e-3), (True, 8.0)])
+@pytest.mark.parametrize("make", MANY)
+def test_layouts_of_many_models_compute_the_same(
+    threads: Threads, make: Any, tokens: bool, sent: float
+) -> None:
+    """With activations split along the sequence where that is quicker, and without."""
+    model = make()
+    trial, one = found(model, models.tokens(8), tokens=tokens, costs=Slow(sent))
+    proven(threads, planned(model, schedule(trial, one), "tp=2"), [models.tokens(6)])
+
+
 @pytest.mark.deep
 def test_two_axes_of_a_gpt2(threads: Threads) -> None:
     """Rows over one axis, tensors over the other: as one schedule it computes the same."""
@@ -177,7 +205,7 @@ def test_two_axes_of_a_gpt2(threads: Threads) -> None:
     found = layouts(trial, {"dp": asked, "tp": asked})
     assert found is not None
     assert {one.axis: one.placed.asked.mode for one in found} == {"dp": "rows", "tp": "tensors"}
-    rows = "\n".join(schedule(one) for one in reversed(found))
+    rows = "\n".join(schedule(trial, one) for one in reversed(found))
     proven(threads, planned(model, rows, "dp=2, tp=2"), [models.tokens(6)])
 
 
@@ -259,6 +287,8 @@ def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
     """The graph is as large, and every further layer takes as many seconds."""
     few, many = (graph_of(trial_of(models.llama(layers=n), models.tokens(8))) for n in (4, 12))
     assert len(few.nodes) == len(many.nodes) and len(few.edges) == len(many.edges)
+    assert {edge.count for edge in few.edges} == {1, 3, 4}  # between blocks one time less
+    assert {edge.count for edge in many.edges} == {1, 11, 12}
     costs = [solve(Placed(graph, Asked(2, Slow())).problem) for graph in (few, many)]
     longer = graph_of(trial_of(models.llama(layers=20), models.tokens(8)))
     third = solve(Placed(longer, Asked(2, Slow())).problem)

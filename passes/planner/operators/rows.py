@@ -83,7 +83,7 @@ def _legal(trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float) ->
         if isinstance(made, list):
             return Chosen(axis, placed, solution, tuple(made), tuple(refused))
         refused.append(made)
-        blamed = _blamed(trial, rows, axis, asked.ranks)
+        blamed = _blamed(rows, finder.blamed)
         bans = {(graph.nodes[at].site, placed.options[at][solution.choice[at]]) for at in blamed}
         asked = replace(asked, banned=asked.banned | bans)
         if not blamed:
@@ -91,11 +91,10 @@ def _legal(trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float) ->
     return None
 
 
-def _blamed(trial: Trial, rows: Sequence[tuple[int, Row]], axis: str, ranks: int) -> Sequence[int]:
-    """The nodes whose rows a refusal names; of one that names none, those that split tokens."""
-    found = trial.refusal([row for _, row in rows], axis, ranks)
-    if found is not None and 0 <= found[1] < len(rows) and rows[found[1]][0] >= 0:
-        return [rows[found[1]][0]]
+def _blamed(rows: Sequence[tuple[int, Row]], place: int) -> Sequence[int]:
+    """The node whose row a refusal names; of one that names none, those that split tokens."""
+    if 0 <= place < len(rows) and rows[place][0] >= 0:
+        return [rows[place][0]]
     return [at for at, row in rows if at >= 0 and row.argument("input") is not None]
 
 
