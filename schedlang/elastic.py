@@ -361,7 +361,7 @@ def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
 
 def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     """The cluster of the mesh's `on`, else of the devices that there are; the least memory."""
-    from schedlang.passes.simulate.step_time import CLUSTERS, GIB, Cluster, cluster_named
+    from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
     from schedlang.runtime import device as devices
 
     here = devices.own_device()
