@@ -18,7 +18,6 @@ from schedlang.diagnostics.tables import GAP, fitted, seconds, size, table, widt
 from schedlang.ir.memory import heaviest
 from schedlang.language.value import shown
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.complete.complete import completed
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
@@ -90,24 +89,6 @@ def _not_too_many(menus: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def meshes(ranks: int, node: int) -> Iterator[dict[str, int]]:
-    """Every mesh of so many ranks over data, stages and tensors, as `init` knows their axes.
-
-    Tensors are split within a node.  Each with sliced optimizer state (`dp`), and with sliced
-    parameters (`fsdp`).  Axes of one rank are left out.
-    """
-    for tp in _divisors(ranks):
-        for pp in _divisors(ranks // tp) if tp <= node else ():
-            rest = ranks // tp // pp
-            for data in ("dp", "fsdp") if rest > 1 else ("dp",):
-                sizes = {data: rest, "pp": pp, "tp": tp}
-                yield {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
-
-
 @dataclass(frozen=True)
 class Job:
     """A training job: the model's facts, a batch of a whole step, and the cluster it runs on."""
@@ -156,18 +137,6 @@ def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Itera
         yield _tried(job, given, planned)
 
 
-def tune_meshes(job: Job, sizes: Iterable[Mapping[str, int]]) -> Iterator[Tried]:
-    """The schedules that `init` writes for some meshes, priced one after the other."""
-
-    def proposed(mesh: Mapping[str, int]) -> Plan:
-        plan = expand(propose(job.facts, job.batch, mesh, job.loss).file, job.facts).plan
-        assert plan is not None
-        return plan
-
-    for mesh in sizes:
-        yield _tried(job, mesh, proposed)
-
-
 def ranked(found: Iterable[Tried], memory: int) -> list[Tried]:
     """Return those that fit, the quickest first; of equal ones the one with the lower peak
     first."""
@@ -185,12 +154,12 @@ def _tried(
         if plan.mesh.world != job.ranks:
             title = f"the mesh has {plan.mesh.world} ranks, but there are {job.ranks}"
             return Tried(given, mesh, refusal=Diagnostic("S607", title))
-        return _priced(job, plan, given)
+        return priced(job, plan, given)
     except Refusal as refusal:
         return Tried(given, {}, refusal=refusal.diagnostics[0])
 
 
-def _priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
+def priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
     """Price one choice of settings: its state alone first, since too large a state need not be
     played."""
     from schedlang.runtime.batch import sample_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,9 +74,9 @@ class Search:
 
 
 def searched(
-    file: Path, found: ModelFile, cluster: Cluster, ranks: int, asked: Search, as_json: bool
+    model: ModelFile, cluster: Cluster, ranks: int, limits: Limits, asked: Search, as_json: bool
 ) -> None:
-    """Search, write and tell; exit 1 where nothing fits."""
+    """Search, write and tell; exit 1 where nothing fits.  `limits` bind beside those asked for."""
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.planner.limits import asked as question
     from schedlang.passes.planner.limits import limits_of
@@ -86,34 +86,35 @@ def searched(
     start = time.perf_counter()
     if asked.dtype not in DTYPES:
         bad_option(f"`--dtype {asked.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
-    limits = limits_of(asked.pin or (), asked.forbid or (), asked.least or ())
+    limits = limits_of(asked.pin or (), asked.forbid or (), asked.least or ()).within(limits)
     questions = [question(text) for text in asked.why or ()]
-    batch, dtype = _batch(found), "" if asked.dtype == "none" else asked.dtype
-    facts = ModelFacts(found.model(meta=True))
-    profiles = Profiles(facts, batch, found.loss, found.weight, dtype)
+    batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
+    facts = ModelFacts(model.model(meta=True))
+    profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
     job = _job(batch, asked, profiles, cluster, ranks)
-    last = _best(profiles, job, limits, quiet=as_json)
+    last, written = _fitting(profiles, job, limits, quiet=as_json)
     answers = [why(profiles, job, one, last, limits) for one in questions]
-    text = _text(profiles, job, last)
-    if asked.out is not None and text:
-        write_asked(asked.out, text)
+    if asked.out is not None and written is not None:
+        write_asked(asked.out, written.text)
     if as_json:
-        show_json(_plain(job, last, answers, text))
+        show_json(_plain(job, last, answers, written))
     else:
-        print("\n".join(_told(file, job, last, answers)))
-        if text and asked.out is None:
-            print(f"\n{text}", end="")
-        if text:
-            print(f"next: schedlang verify {asked.out or 'best.sched'} --shrink --model {file}")
+        print("\n".join(_told(model, job, last, answers, written)))
+        if written is not None:
+            if asked.out is None:
+                print(f"\n{written.text}", end="")
+            name = asked.out or "best.sched"
+            print(f"next: schedlang verify {name} --shrink --model {model.name}")
         print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    if last.best is None:
+    if written is None:
         raise typer.Exit(FAILS)
 
 
 # -- what is asked ---------------------------------------------------------------------------------
 
 
-def _batch(found: ModelFile) -> Mapping[str, Any]:
+def batch_of(found: ModelFile) -> Mapping[str, Any]:
+    """The batch of a model file (S109 where it has none)."""
     if not found.has_batch:
         bad_option(
             f"`{found.name}` has no batch: a step has no cost without one",
@@ -161,6 +162,79 @@ def _job(
 # -- the search ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Written:
+    """The schedule of a setting, and what the simulated step of just this schedule takes."""
+
+    text: str
+    seconds: float
+    peak: int
+
+
+TRIES = 4  # searches, each for the memory that the last one's best has shown to be there
+
+
+def _fitting(
+    profiles: Profiles, job: Job, limits: Limits, quiet: bool
+) -> tuple[Found, Written | None]:
+    """The best whose own simulated step fits: a price tells its bytes only nearly.
+
+    Raises Refusal where the schedule that is written is refused.
+    """
+    room = job
+    for _ in range(TRIES):
+        found = _best(profiles, room, limits, quiet)
+        if found.best is None or found.best.priced is None:
+            return found, None
+        made = _simulated(profiles, job, found)
+        if made.peak <= job.cluster.memory:
+            return found, made
+        share = min(0.99, found.best.priced.peak / made.peak)
+        memory = int(share * min(room.cluster.memory, job.cluster.memory))
+        room = replace(room, cluster=replace(room.cluster, memory=memory))
+    return found, None
+
+
+def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
+    """Write the best, and play a step of it."""
+    from schedlang.diagnostics.source import Source
+    from schedlang.language.syntax import parse
+    from schedlang.passes.autoshard import tune
+    from schedlang.passes.elaborate.expand import expand
+    from schedlang.passes.planner.write import written
+
+    assert found.best is not None
+    text = written(profiles, found.best.setting)
+    plan = expand(parse(Source("best.sched", text)), profiles.facts).plan
+    assert plan is not None
+    whole = tune.Job(
+        profiles.facts,
+        _whole(profiles.batch, job.rows),
+        profiles.loss,
+        profiles.weight,
+        job.cluster,
+        job.ranks,
+    )
+    tried = tune.priced(whole, plan, {})
+    seconds = found.best.least if tried.time is None else tried.time.seconds
+    remarks = [*_figures(job, found, seconds, tried.peak), *_reasons(found.rejected)]
+    return Written(written(profiles, found.best.setting, remarks), seconds, tried.peak)
+
+
+def _whole(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The batch of a whole step, all of the first row, which takes no memory of its own."""
+    from schedlang.runtime.batch import cut, rows_of
+
+    count = rows_of(batch)
+    first = cut(batch, range(1), count)
+    return {
+        name: value.expand(rows, *value.shape[1:])
+        if getattr(value, "ndim", 0) and batch[name].shape[0] == count
+        else value
+        for name, value in first.items()
+    }
+
+
 def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
     """The best that is found, or the best so far where one interrupts; a bar on a terminal."""
     from schedlang.passes.planner.search import search
@@ -192,49 +266,50 @@ def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def _text(profiles: Profiles, job: Job, found: Found) -> str:
-    """The schedule of the best, with figures and reasons as comments; "" where nothing fits."""
-    from schedlang.passes.planner.write import written
-
-    if found.best is None:
-        return ""
-    remarks = [*_figures(job, found), *_reasons(found.rejected)]
-    return written(profiles, found.best.setting, remarks)
-
-
-def _figures(job: Job, found: Found) -> Iterator[str]:
-    """The predicted time of a step, by cause, and the memory of the ranks of each place."""
+def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
+    """Time of the simulated step, where it goes by the planner's price, memory of a rank."""
     from schedlang.diagnostics.tables import seconds, size
 
     best = found.best
     assert best is not None and best.priced is not None
     parts = sorted(best.priced.parts.items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {took / best.priced.seconds:.0%}" for name, took in parts if took)
-    took = f"{seconds(best.priced.seconds)} a step of {job.rows} rows"
-    yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {took}: {shares}."
+    shares = [f"{name} {part / best.priced.seconds:.0%}" for name, part in parts if part]
+    step = f"{seconds(took)} a step of {job.rows} rows"
+    yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {step}; {', '.join(shares)}."
     peaks = dict.fromkeys(size(int(one)) for one in best.priced.peaks)
-    yield f"Memory of a rank, by its place in the pipeline: {', '.join(peaks)}."
+    places = f"; by place in the pipeline about {', '.join(peaks)}" if len(peaks) > 1 else ""
+    yield f"Memory of the fullest rank: {size(peak)} of {size(job.cluster.memory)}{places}."
 
 
 def _reasons(rejected: Sequence[Rejected]) -> Iterator[str]:
-    for one in rejected:
+    for one in rejected[:REASONS]:
         yield f"Rejected: {one.kind}: {one.reason}."
 
 
-def _told(file: Path, job: Job, found: Found, answers: Sequence[Rejected]) -> Iterator[str]:
+REASONS = 3  # rejected settings that are told
+
+
+def _told(
+    model: ModelFile,
+    job: Job,
+    found: Found,
+    answers: Sequence[Rejected],
+    written: Written | None,
+) -> Iterator[str]:
     """The best in words, what was rejected, and answers to what was asked."""
     from schedlang.diagnostics.tables import size
 
     ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
-    yield f"{file.name} · {ranks} · {rows}"
+    yield f"{model.name} · {ranks} · {rows}"
     yield ""
-    if found.best is None:
+    if written is None:
         yield "nothing fits"
     else:
         yield f"best      {_way(found)}"
-        yield from (f"          {line}" for line in _figures(job, found))
-    yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected)
+        figures = _figures(job, found, written.seconds, written.peak)
+        yield from (f"          {line}" for line in figures)
+    yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:REASONS])
     yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
     counts = found.counts
     end = "none is quicker" if found.done else f"one may be {found.gap:.0%} quicker"
@@ -242,25 +317,25 @@ def _told(file: Path, job: Job, found: Found, answers: Sequence[Rejected]) -> It
 
 
 def _way(found: Found) -> str:
+    """dp = 8, tp = 4, zero 1, .."""
     from schedlang.passes.planner.limits import told
 
     assert found.best is not None
     said = told(found.best.setting)
-    axes = {name: said.pop(name) for name in ("dp", "pp", "cp", "ep", "tp")}
-    if axes["pp"] == 1:
-        for name in ("order", "chunks"):
-            said.pop(name)
-    if said["chunks" if "chunks" in said else "zero"] == 1 and "chunks" in said:
-        said.pop("chunks")
-    words = [f"{name} = {size}" for name, size in axes.items() if size != 1]
-    words += [f"{name} {str(value).lower()}" for name, value in said.items()]
+    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
+    if "pp" not in axes:
+        said.pop("order")
+    words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
+    for name, value in said.items():
+        if name != "chunks" or value != 1:
+            words.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
     return ", ".join(words)
 
 
-def _plain(job: Job, found: Found, answers: Sequence[Rejected], text: str) -> dict[str, Any]:
+def _plain(
+    job: Job, found: Found, answers: Sequence[Rejected], written: Written | None
+) -> dict[str, Any]:
     """Plain values; seconds and bytes."""
-    from dataclasses import asdict
-
     best = found.best
     return {
         "cluster": asdict(job.cluster),
@@ -271,5 +346,7 @@ def _plain(job: Job, found: Found, answers: Sequence[Rejected], text: str) -> di
         "asked": [asdict(one) for one in answers],
         "counts": asdict(found.counts),
         "done": found.done,
-        "schedule": text or None,
+        "seconds": None if written is None else written.seconds,
+        "peak": None if written is None else written.peak,
+        "schedule": None if written is None else written.text,
     }

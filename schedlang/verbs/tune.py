@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
-from schedlang.verbs.searched import Search
+from schedlang.verbs.searched import Search, batch_of
 
 if TYPE_CHECKING:
-    from schedlang.ir.modelfile import ModelFile
+    from schedlang.ir.limits import Limits
     from schedlang.language.nodes import File
-    from schedlang.passes.autoshard.tune import Job, Tried
+    from schedlang.passes.autoshard.tune import Tried
     from schedlang.passes.simulate.step_time import Cluster
 
 PYTHON = ".py"
@@ -77,110 +77,99 @@ def tune(
     knob: Knobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank settings of a schedule or a model by the time of a step.
+    """Write the schedule that trains a model fastest, or rank the settings of a schedule's knobs.
 
-    `schedlang tune my.sched --gpus 64 --on a100`
+    `schedlang tune model.py --gpus 64 --on h100 --memory 70GiB --batch 4M -o best.sched`
 
-    Every setting of a schedule's knobs, or for a model file (`model.py`) every mesh of data,
-    stages and tensors with the schedule that `init` writes for it.  Steps are simulated on the
-    meta device and timed on a cluster by its data sheet; what needs more than `--memory` is left
-    out.  Exit 1 where nothing fits.
+    For a model file (`model.py`) all ways to lay it on the ranks are searched, and the best one is
+    written with its predicted time and memory and what was rejected.  A schedule with lines of
+    `search` binds such a search.  Of another schedule every setting of its knobs is priced.  What
+    needs more than `--memory` is left out.  Exit 1 where nothing fits.
     """
-    from schedlang.diagnostics.tables import columns
-    from schedlang.passes.autoshard.tune import ranked, text, to_json
+    from schedlang.ir.limits import Limits
+    from schedlang.ir.primitive import load_all
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.expand import expand
+    from schedlang.verbs.inputs import settings
 
-    start = time.perf_counter()
+    load_all()
+    given = settings(knob, None)
     if file.suffix == PYTHON:
-        _search(file, machine, search, wanted, knob or (), as_json)
+        if given.knobs or _values(wanted):
+            bad_option(
+                "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
+            )
+        _search(file, str(file), machine, None, Limits(), search, as_json)
+        return
+    tree = parse(read(file))
+    limits = expand(tree, None, given).limits
+    if limits != Limits():
+        _search(file, model, machine, _device(tree), limits, search, as_json)
         return
     if search.given:
         bad_option(
-            "a schedule says how it trains: only its knobs are tried",
-            "give the model file alone: `schedlang tune model.py --gpus 64 --on h100`",
+            "a schedule without `search` says how it trains: only its knobs are tried",
+            "give the model file alone, or let the schedule say `search pin tp = 4`",
         )
-    asked = _asked(file, machine, wanted, model, knob or ())
+    _rank(file, tree, machine, wanted, model, knob or (), as_json)
+
+
+def _search(
+    file: Path,
+    model: str | None,
+    machine: Machine,
+    device: str | None,
+    limits: Limits,
+    search: Search,
+    as_json: bool,
+) -> None:
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.verbs.searched import searched
+
+    cluster, ranks = _cluster(machine, device)
+    searched(load_model_file(model, file), cluster, ranks, limits, search, as_json)
+
+
+def _rank(
+    file: Path,
+    tree: File,
+    machine: Machine,
+    wanted: Wanted,
+    model: str | None,
+    knob: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Price every setting of the knobs; the quickest that fit first."""
+    from schedlang.diagnostics.tables import columns
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.passes.autoshard.tune import Job, ranked, settings_of, text, to_json, tune
+    from schedlang.verbs.inputs import settings
+
+    start = time.perf_counter()
+    cluster, ranks = _cluster(machine, _device(tree))
+    given = settings(knob, None).knobs
+    menu = settings_of(tree, given, _values(wanted))
+    one = load_model_file(model, file)
+    job = Job(ModelFacts(one.model(meta=True)), batch_of(one), one.loss, one.weight, cluster, ranks)
     found = []
-    for place, one in enumerate(asked.tried, 1):
-        found.append(one)
+    for place, tried in enumerate(tune(job, tree, [{**given, **each} for each in menu]), 1):
+        found.append(tried)
         if not as_json and sys.stderr.isatty():
-            print(f"\r{place} of {asked.count}", end="", file=sys.stderr, flush=True)
-    best = ranked(found, asked.job.cluster.memory)
+            print(f"\r{place} of {len(menu)}", end="", file=sys.stderr, flush=True)
+    best = ranked(found, cluster.memory)
     if as_json:
-        show_json(to_json(asked.job, found))
+        show_json(to_json(job, found))
     else:
-        print(text(asked.job, found, wanted.top, f"{file.name} · ", columns()))
+        print(text(job, found, wanted.top, f"{file.name} · ", columns()))
         if best:  # in one line, however long: it is to be pasted
-            print(f"next: {_next(file, best[0], model, knob or ())}")
+            print(f"next: {_next(file, best[0], model)}")
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if not best:
         raise typer.Exit(FAILS)
 
 
-def _search(
-    file: Path, machine: Machine, search: Search, wanted: Wanted, knob: Sequence[str], as_json: bool
-) -> None:
-    """A schedule for a model file."""
-    from schedlang.ir.modelfile import load_model_file
-    from schedlang.ir.primitive import load_all
-    from schedlang.verbs.searched import searched
-
-    load_all()
-    if knob or _values(wanted):
-        bad_option(
-            "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
-        )
-    cluster, ranks = _cluster(machine, None)
-    searched(file, load_model_file(str(file)), cluster, ranks, search, as_json)
-
-
 # -- what is asked ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Asked:
-    job: Job
-    tried: Iterable[Tried]
-    count: int
-
-
-def _asked(
-    file: Path, machine: Machine, wanted: Wanted, model: str | None, knob: Sequence[str]
-) -> _Asked:
-    from schedlang.ir.model import ModelFacts
-    from schedlang.ir.modelfile import load_model_file
-    from schedlang.ir.primitive import load_all
-    from schedlang.language.syntax import parse, read
-    from schedlang.passes.autoshard.tune import Job, meshes, settings_of, tune, tune_meshes
-    from schedlang.verbs.inputs import settings
-
-    load_all()
-    alone = file.suffix == PYTHON
-    given = settings(knob, None).knobs
-    tries = _values(wanted)
-    tree = None if alone else parse(read(file))
-    cluster, ranks = _cluster(machine, None if tree is None else _device(tree))
-    if alone and (given or tries):
-        bad_option(
-            "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
-        )
-    menu = [] if tree is None else settings_of(tree, given, tries)
-    found = load_model_file(str(file) if alone else model, file)
-    job = Job(
-        ModelFacts(found.model(meta=True)), _batch(found), found.loss, found.weight, cluster, ranks
-    )
-    if tree is None:
-        sizes = list(meshes(ranks, cluster.node))
-        return _Asked(job, tune_meshes(job, sizes), len(sizes))
-    return _Asked(job, tune(job, tree, [{**given, **one} for one in menu]), len(menu))
-
-
-def _batch(found: ModelFile) -> Mapping[str, Any]:
-    if not found.has_batch:
-        bad_option(
-            f"`{found.name}` has no batch: a step has no cost without one",
-            "define `batch(seed)` in it",
-        )
-    return found.batch(0)
 
 
 def _device(tree: File) -> str | None:
@@ -244,13 +233,10 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
     return found
 
 
-def _next(file: Path, best: Tried, model: str | None, knob: Sequence[str]) -> str:
-    """The command that shows, or writes, the first of the table."""
+def _next(file: Path, best: Tried, model: str | None) -> str:
+    """The command that shows the first of the table."""
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
-    if file.suffix == PYTHON:
-        return f"schedlang init {file} --mesh {mesh} > my.sched"
-    knobs = {**best.given}
-    words = [f"--knob {name}={_word(value)}" for name, value in knobs.items()]
+    words = [f"--knob {name}={_word(value)}" for name, value in best.given.items()]
     words += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
     return f"schedlang plan {file} {' '.join(words)}"
 
