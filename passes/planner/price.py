@@ -112,6 +112,7 @@ def _sending(
     return (axis, took - start), (f"{axis} start", start)
 
 
+@lru_cache(100_000)
 def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
     """Seconds of one collective, or of one message to a neighbour, along an axis."""
     return cluster.collective(op, size, ranks, apart)

@@ -21,7 +21,7 @@ from schedlang.passes.planner.bounds import (
 )
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import price
+from schedlang.passes.planner.price import collective, price
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
@@ -53,7 +53,7 @@ def jobs(draw: st.DrawFn) -> tuple[Profiles, Job]:
         network=draw(st.sampled_from([1e9, 25e9])),
         memory=int(draw(st.floats(0.05, 8.0)) * 2**30),
     )
-    ranks = draw(st.sampled_from([2, 4, 6]))
+    ranks = draw(st.sampled_from([2, 4, 6, 8]))
     rows = ranks * draw(st.sampled_from([1, 2, 3]))
     return profiles, Job(ranks, rows, cluster, Recipe(), 2048, experts)
 
@@ -210,7 +210,7 @@ class Slowed(Cluster):
 
     def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
         """Seconds of one collective."""
-        return self.times * self.base.collective(op, size, ranks, apart)
+        return self.times * collective(self.base, op, size, ranks, apart)
 
 
 @FEW
