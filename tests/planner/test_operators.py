@@ -130,6 +130,12 @@ def test_parameters_lie_in_slices_where_memory_binds() -> None:
     assert whole and first and third
     assert whole.bytes > first.bytes > third.bytes
     assert whole.seconds == first.seconds < third.seconds
+    asked = Asked(2, Slow(), mode="rows", zero=3, kept=False)
+    over = laid(graph, asked)
+    assert over is not None  # a second axis that splits nothing holds the slices of the first
+    beside = replace(asked, mode="tensors", pins=dict.fromkeys(over.placed.parameters, -1))
+    again = laid(cut(graph, over), beside)
+    assert again is not None and again.solution.bytes == over.solution.bytes
 
 
 class Pictures(nn.Module):

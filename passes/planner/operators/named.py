@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from schedlang.passes.planner.operators.graph import Dim, Graph
-from schedlang.passes.planner.operators.placements import Asked, Placed
+from schedlang.passes.planner.operators.placements import ZERO1, ZERO3, Asked, Placed
 from schedlang.passes.planner.operators.solve import Solution, solve
 
 STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first
@@ -103,7 +103,7 @@ def cut(graph: Graph, done: Laid) -> Graph:
     """The rest of a graph on one rank of an axis: smaller tensors, fewer operations."""
     placed, ranks = done.placed, done.placed.asked.ranks
     by_rows = placed.asked.mode == "rows"
-    values, nodes = dict(graph.values), list(graph.nodes)
+    values, nodes, slices = dict(graph.values), list(graph.nodes), dict(graph.slices)
     held = {
         name: menu[done.solution.choice[placed.numbers[name]]]
         for name, menu in placed.parameters.items()
@@ -117,11 +117,14 @@ def cut(graph: Graph, done: Laid) -> Graph:
             held[graph.result(at, k)] = dim
     for name, dim in held.items():
         one = values[name]
+        if dim in (ZERO1, ZERO3):
+            own, beside = slices.get(name, (1.0, 1.0))
+            slices[name] = own / (ranks if dim == ZERO3 else 1), beside / ranks
         if dim >= 0:
             size = math.ceil(one.shape[dim] / ranks)
             values[name] = replace(one, shape=(*one.shape[:dim], size, *one.shape[dim + 1 :]))
     scale = graph.scale / ranks if by_rows else graph.scale
-    return Graph(nodes, list(graph.edges), values, dict(graph.counts), scale)
+    return Graph(nodes, list(graph.edges), values, dict(graph.counts), scale, slices)
 
 
 PLANNERS: Mapping[str, Named] = MappingProxyType(

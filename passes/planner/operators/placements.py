@@ -259,8 +259,10 @@ class Placed:
         model, state = recipe.parameter + recipe.gradient, recipe.moments + recipe.master
         if not one.grad:
             model, state = recipe.parameter, 0
-        parts = 1 if layout in (WHOLE, ZERO1) else ranks
-        return math.prod(one.shape) * (model / parts + state / (1 if layout == WHOLE else ranks))
+        own, beside = self.graph.slices.get(name, (1.0, 1.0))
+        own /= 1 if layout in (WHOLE, ZERO1) else ranks
+        beside /= 1 if layout == WHOLE else ranks
+        return math.prod(one.shape) * (model * own + state * beside)
 
     # -- the problem -------------------------------------------------------------------------------
 
