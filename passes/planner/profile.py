@@ -99,7 +99,7 @@ class Profiles:
 
     @property
     def recipe(self) -> Recipe:
-        """How numbers are held: in 16 bits beside masters in 32, or all as they are stored."""
+        """Bytes of numbers: in 16 bits beside masters in 32, or all as they are stored."""
         if self.dtype:
             return Recipe()
         wide = max((fact.itemsize for fact in self.facts.unique.values()), default=4)

@@ -17,10 +17,11 @@ from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
 from schedlang.passes.planner.write import cuts_of, written
+from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.memory import rank_classes
 from schedlang.passes.simulate.played_step import repeated
 from schedlang.passes.simulate.rehearse import held, rehearse
-from schedlang.passes.simulate.step_time import CLUSTERS, step_time
+from schedlang.passes.simulate.step_time import step_time
 from schedlang.runtime.batch import sample_of
 from tests.planner import models
 
@@ -54,7 +55,7 @@ def exact(profiles: Profiles, setting: Setting) -> tuple[float, float, float]:
     prepared = prepare(plan, sample_of(batch, plan.shares, plan.micro))
     played = rehearse(plan, batch, None, prepared, works=True)
     took = step_time(plan, prepared, played, A100).seconds
-    ready = replace(A100, start=0.0)  # an optimizer goes over many parameters in one kernel
+    ready = replace(A100, start=0.0)  # an update goes over many parameters in one kernel
     update = max(sum(ready.computing(run.work) for run in p.rest) for p in played.of.values())
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     peak = max(one.peak for one in held(plan, prepared, played))
@@ -73,6 +74,8 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4),
     Setting(P(8), pp=2, micro=4, order="GPipe"),
     Setting(P(8), pp=2, micro=4, order="Interleaved1F1B", chunks=2),
+    Setting(P(8), pp=2, micro=4, order="ZB-H1"),
+    Setting(P(8), pp=2, micro=8, order="ZB-H2"),
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
@@ -92,8 +95,11 @@ def near(profiles: Profiles, setting: Setting, recipe: Recipe, seconds: float, p
 
 @pytest.mark.parametrize("setting", NEAR, ids=str)
 def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
-    """Playing units once and adding them up is playing the schedule as it is written."""
-    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.03, 0.03)
+    """Playing units once and adding them up is playing the schedule as it is written.
+
+    The simulation hides in the backward what ZeRO sends; a price lets it wait.
+    """
+    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, 0.03)
 
 
 @pytest.mark.deep
@@ -131,6 +137,12 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
 def flops(work: Work, kind: str) -> float:
     """Operations of one kind."""
     return sum(one.flops * one.count for one in work.operators if one.kind == kind)
+
+
+def test_ranks_of_one_sequence_may_draw_masks() -> None:
+    """GPT-2 drops weights of its attention, also where ranks split the sequence."""
+    chain = chain_of(models.profiles(models.gpt2, "", 64), P(2, cp=2))
+    assert {one.axis for run in chain.runs for one in run.unit.forward.sent} == {"cp"}
 
 
 def test_layers_are_played_once() -> None:
