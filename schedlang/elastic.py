@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.language.knob import Knob
     from schedlang.passes.autoshard.tune import Tried
-    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.passes.simulate.machine import Cluster
     from schedlang.trainer import Trainer
 
 COMES = 30.0  # seconds in which all ranks come: a node may have died since torchrun counted them
@@ -361,7 +361,7 @@ def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
 
 def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     """The cluster of the mesh's `on`, else of the devices that there are; the least memory."""
-    from schedlang.passes.simulate.step_time import CLUSTERS, GIB, Cluster, cluster_named
+    from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
     from schedlang.runtime import device as devices
 
     here = devices.own_device()

@@ -22,7 +22,7 @@ from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
 
 if TYPE_CHECKING:
-    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.passes.simulate.machine import Cluster
 
 Array = NDArray[np.float64]
 Causes = Mapping[str, float]  # seconds by what takes them, or weights of these

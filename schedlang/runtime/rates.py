@@ -20,7 +20,7 @@ HEADS, CHANNELS = 8, 64
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured of one size: operations, bytes that were moved or sent, and seconds."""
+    """A measurement of one size: operations, bytes that were moved or sent, and seconds."""
 
     what: str
     dtype: str

@@ -15,10 +15,11 @@ from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.planner.write import cuts_of, written
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from schedlang.passes.simulate.memory import rank_classes
 from schedlang.passes.simulate.played_step import repeated
 from schedlang.passes.simulate.rehearse import held, rehearse
-from schedlang.passes.simulate.step_time import CLUSTERS, SHARES, Cluster, step_time
+from schedlang.passes.simulate.step_time import SHARES, step_time
 from schedlang.runtime.batch import sample_of
 from tests.planner import models
 

@@ -12,15 +12,9 @@ from torch import nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate.account import account
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster, changed, cluster_named
 from schedlang.passes.simulate.rehearse import rehearse
-from schedlang.passes.simulate.step_time import (
-    CLUSTERS,
-    Cluster,
-    StepTime,
-    changed,
-    cluster_named,
-    step_time,
-)
+from schedlang.passes.simulate.step_time import StepTime, step_time
 from schedlang.runtime import batch as parts
 from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
