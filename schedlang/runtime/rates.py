@@ -138,4 +138,4 @@ def _together(run: Callable[[], Any]) -> float:
         took.append(time.perf_counter() - begin)
     slowest = torch.tensor(took)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return float(statistics.median(slowest.tolist()))
