@@ -63,7 +63,7 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
     `beside` are rows that must stand with it, such as the one that splits the batch.
     """
     spread = call("expert_parallel", over=finder.axis)
-    for name in _experts(finder.trial.blocks):
+    for name in experts_of(finder.trial.blocks):
         row = Row((name,), spread, "each rank has some experts")
         made = finder.mended([row, *beside])
         if isinstance(made, str):
@@ -72,15 +72,21 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
             finder.rows.append(row)
 
 
-def _experts(blocks: Blocks) -> list[str]:
-    """Common names of modules with two or more weights per expert, all of as many experts."""
-    found = []
+def experts_of(blocks: Blocks) -> dict[str, int]:
+    """Common names of modules with two or more weights per expert: how many experts each has."""
+    found = {}
     for name, group in blocks.named.items():
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
         deep = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[:1] for shape in shapes}  # () of one number, a temperature
-        if "*" in name and len(deep) > 1 and len(counts) == 1 and counts.pop() > (1,):
-            found.append(name)
+        if (
+            "*" in name
+            and len(deep) > 1
+            and len(counts) == 1
+            and (1,) not in counts
+            and counts != {()}
+        ):
+            found[name] = deep[0][0]
     return found
 
 
@@ -131,7 +137,7 @@ def vocabulary_rows(finder: Finder) -> None:
     table = [Row((n,), rows, "split by rows") for n in tables]
     split = [Row((n,), rows, _loss(f"{n}.weight" in tied)) for n in heads]
     gathered = [Row((n,), columns, "logits are gathered") for n in heads]
-    pads, why = _pads(finder, (*tables, *heads)), ""
+    pads, why = pads_of(finder, (*tables, *heads)), ""
     for tried, left in (
         ([*table, *split], ()),
         ([*table, *gathered], ()),
@@ -161,7 +167,7 @@ def bag_rows(finder: Finder) -> None:
         columns = call("shard", "col", output=R, over=finder.axis)
         for how, said in ((rows, "split by rows"), (columns, "split by columns")):
             row = Row((name,), how, said)
-            pads = _pads(finder, [name]) if how is rows else []
+            pads = pads_of(finder, [name]) if how is rows else []
             made = finder.mended([*pads, row])
             if isinstance(made, list):
                 finder.rows += made
@@ -196,7 +202,7 @@ def _found(finder: Finder) -> tuple[list[str], list[str]]:
     return [fqn for fqn, count in rows.items() if count == most], heads
 
 
-def _pads(finder: Finder, names: Sequence[str]) -> list[Row]:
+def pads_of(finder: Finder, names: Sequence[str]) -> list[Row]:
     """A row for each weight whose rows do not divide; tied ones once."""
     facts, ranks = finder.trial.blocks.facts, finder.ranks
     out: list[Row] = []

@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
-from schedlang.diagnostics.tables import GAP, fitted, size, table, widths
+from schedlang.diagnostics.tables import GAP, fitted, seconds, size, table, widths
 from schedlang.ir.memory import heaviest
 from schedlang.language.value import shown
 from schedlang.passes.analyze.prepare import prepare
@@ -293,7 +293,7 @@ def _cells(one: Tried, names: Sequence[str]) -> list[str]:
     shares = (part / time.seconds for part in (time.computing, time.sending, time.idle))
     return [
         *(_value(told.get(name, "-")) for name in names),
-        _seconds(time.seconds),
+        seconds(time.seconds),
         *(f"{share:.0%}" for share in shares),
         size(one.peak),
     ]
@@ -301,13 +301,6 @@ def _cells(one: Tried, names: Sequence[str]) -> list[str]:
 
 def _value(value: object) -> str:
     return value if isinstance(value, str) else shown(value).strip("`")
-
-
-def _seconds(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
 
 
 def _too_large(found: Sequence[Tried], memory: int) -> Iterator[str]:

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedlang.passes.planner.price import collective, composition, stride, unit_times
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
@@ -18,6 +20,7 @@ from schedlang.passes.planner.values import Chain, Setting
 from schedlang.passes.simulate.machine import Cluster
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
+WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS")  # a backward is whole
 
 
 # -- of all ways of a placement --------------------------------------------------------------------
@@ -51,18 +54,40 @@ def seconds_floor(ways: Ways, clock: Clock) -> Floats:
     A rank computes its share of a step, the fullest at least the mean of them.  With one stage on
     each rank more can be said: how long some rank waits before and after, for any cut.
     """
+    ahead, back, longest = _units(ways, clock)
+    busy = ways.micro * np.maximum((ahead + back) / ways.pp, longest)
+    alone = (ways.chunks == 1) & (ways.pp > 1)
+    waits = _waiting(ahead + back, ways.pp, ways.micro)
+    waits = np.where(_of(ways, FLUSHED), waits, _last(ahead, back, ways.pp, ways.micro))
+    return np.where(alone, np.maximum(busy, waits), busy)
+
+
+def seconds_hoped(ways: Ways, clock: Clock) -> Floats:
+    """Seconds that a step of each way may take: no bound, but the order in which to look at them.
+
+    Stages alike, idle as orders are by their closed forms: a whole share of a microbatch for each
+    rank but one, less by the stages on a rank, a third of it where backwards are halved.
+    """
+    ahead, back, _ = _units(ways, clock)
+    idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
+    found: Floats = (ahead + back) / ways.pp * (ways.micro + idle)
+    return found
+
+
+def _units(ways: Ways, clock: Clock) -> tuple[Floats, Floats, Floats]:
+    """Seconds of all units forward and backward, and of the longest of them, for each way."""
     counts = np.array([run.count for run in ways.chain.runs])
     ahead, back, longest = (np.zeros(len(ways)) for _ in "fbm")
     for pp in np.unique(ways.pp):
         times, mine = clock.times(int(pp)), ways.pp == pp
         ahead[mine], back[mine] = times[:2] @ counts
         longest[mine] = times[:2].sum(0).max()
-    busy = ways.micro * np.maximum((ahead + back) / ways.pp, longest)
-    alone = (ways.chunks == 1) & (ways.pp > 1)
-    names = [at for at, name in enumerate(ways.names) if name in FLUSHED]
-    waits = _waiting(ahead + back, ways.pp, ways.micro)
-    waits = np.where(np.isin(ways.order, names), waits, _last(ahead, back, ways.pp, ways.micro))
-    return np.where(alone, np.maximum(busy, waits), busy)
+    return ahead, back, longest
+
+
+def _of(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
+    """Find the ways whose order is one of these."""
+    return np.isin(ways.order, [at for at, name in enumerate(ways.names) if name in orders])
 
 
 def _waiting(both: Floats, ranks: Ints, micro: Ints) -> Floats:
@@ -179,7 +204,7 @@ def span_floor(clock: Clock, setting: Setting) -> float:
     forward, backward = made @ ahead, made @ back + again @ once_more
     rank = homes(setting.order, setting.pp, setting.chunks)
     busy = np.bincount(rank, forward + backward, setting.pp) * setting.micro
-    whole = setting.order in (*FLUSHED, "Interleaved1F1B", "BFS")
+    whole = setting.order in WHOLE
     before = forward[: setting.pp] + (backward[: setting.pp] if whole else 0.0)
     waits = np.concatenate([[0.0], np.cumsum(before)[:-1]])
     return float((busy + waits).max())

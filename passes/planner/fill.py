@@ -9,6 +9,7 @@ import numpy as np
 
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock, span_floor
+from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.price import composition, even, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes
@@ -71,25 +72,50 @@ class Filler:
     def improved(self, clock: Clock, filled: Filled, moves: int) -> Filled:
         """Move units from stage to stage, so many times, where this makes a step quicker.
 
-        A rank that must compute much again so comes to have fewer units than the others.
+        A rank that must compute much again so comes to have fewer units than the others; of several
+        stages on it those have more computed again that others do not wait for.
         """
         best, moved = filled, True
         while moved:
             moved = False
-            for cuts in _moves(best.setting.cuts):
+            for one in self._near(clock, best):
                 if not moves:
                     return best
                 moves -= 1
-                one = self.filled(clock, replace(best.setting, cuts=cuts, again=()), best.least)
                 if one.priced is not None and one.least < best.least * (1 - 1e-6):
                     best, moved = one, True
                     break
         return best
 
+    def _near(self, clock: Clock, best: Filled) -> Iterator[Filled]:
+        """Settings with one unit more or less on some stages, or computed again there."""
+        setting, job = best.setting, self.job
+        for again in _shifts(setting):
+            one = replace(setting, again=again if any(again) else ())
+            priced = price(clock.chain, one, job.cluster, job.recipe)
+            if priced.peak <= job.cluster.memory and kept(self.limits, one):
+                yield Filled(one, priced.seconds, priced.peak, priced)
+        for cuts in _moves(setting.cuts):
+            yield self.filled(clock, replace(setting, cuts=cuts, again=()), best.least)
+
     def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
         """Whether none, some, all units may be computed again."""
         none, some, every = (self.limits.admits("again", name) for name in ("none", "some", "all"))
         return none, some, every
+
+
+def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
+    """Units computed again, one less on a stage, and maybe one more on another of its rank."""
+    rank = homes(setting.order, setting.pp, setting.chunks)
+    for one in np.flatnonzero(setting.again) if setting.chunks > 1 else ():
+        others = [at for at in np.flatnonzero(rank == rank[one]) if at != one]
+        for other in (None, *others):
+            shifted = list(setting.again)
+            shifted[one] -= 1
+            if other is not None:
+                shifted[other] += 1
+            if other is None or shifted[other] <= setting.cuts[other]:
+                yield tuple(shifted)
 
 
 def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -3,26 +3,36 @@
 * Planners that search: limits of the search, or a walk over all that it would look at.
 * All of them.
 * A setting's stages cut as one of them would.
+* What each of them says to one job, by our price.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
-from schedlang.passes.planner.limits import Limits
-from schedlang.passes.planner.menus import Devices, Layer
-from schedlang.passes.planner.price import RECIPE, price, stride, unit_times
-from schedlang.passes.planner.rules import RULED, Ruled
+from schedlang.passes.planner.menus import (
+    Devices,
+    Layer,
+    Replicas,
+    again,
+    each_step,
+    keep,
+    shared_out,
+)
+from schedlang.passes.planner.partition import Way
+from schedlang.passes.planner.price import RECIPE, collective, price, stride, unit_times
+from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import Profiles, search
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
-from schedlang.passes.planner.staged import STAGED, Staged
-from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
+from schedlang.passes.planner.staged import STAGED, Staged, one
+from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
 
@@ -88,7 +98,7 @@ class Searched:
 
 
 def _splits(way: Setting) -> int:
-    """How often a way splits the model: data parallelism alone comes first."""
+    """Parts that a way splits the model into: data parallelism alone has one."""
     return way.pp * way.placement.tp * way.placement.cp
 
 
@@ -113,6 +123,11 @@ SEARCHED = {
         "activations that leave for the host; its figures are measured operators, as a profile's"
         " are after `calibrate`",
         Limits(pinned={"order": ("1F1B", "Interleaved1F1B")}),
+    ),
+    "tessel": Searched(
+        "Tessel (Lin et al., HPCA 2024)",
+        "placements other than a row of stages; its order is searched for stages that are alike",
+        Limits(pinned={"order": ("search",), "chunks": (1, 2)}),
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
@@ -167,37 +182,123 @@ def cut_as(
 ) -> Setting | None:
     """A setting with the stages that a planner of this name gives it, one on each rank.
 
-    Returns None where none fit in memory.  Raises KeyError for a planner that cuts no stages,
+    Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
+    where none fit in memory.  Raises KeyError for a planner that cuts no stages,
     ValueError for several stages on a rank, and for fewer units than stages.
     """
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
-    planner = replace(STAGED[name], alike=False, arranged=False, sizes=_one, degrees=_one)
+    says = tuple(choice for choice in STAGED[name].choices if choice in (keep, again))
+    planner = replace(
+        STAGED[name], alike=False, arranged=False, sizes=one, degrees=one, choices=says
+    )
+    if planner.replicas in (each_step, shared_out):
+        planner = replace(planner, replicas=_copied(planner.replicas, setting, cluster))
     flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1).tolist()
     layers = layers_of(chain, setting, cluster, recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")
-    problem = planner.problem(
-        layers,
-        devices_of(setting, chain, cluster),
-        setting.micro,
-        setting.pp,
-        lambda after: flying[setting.pp - 1 - after],
+    devices = devices_of(setting, chain, cluster)
+    found = planner.solved(
+        layers, devices, setting.micro, setting.pp, lambda after: flying[setting.pp - 1 - after]
     )
-    found = planner.solver(problem, planner.objective)
     if found is None:
         return None
-    again = tuple(way.name.count("again") for way in found.ways)
-    return replace(setting, cuts=found.units, again=again if any(again) else ())
+    often = tuple(way.name.count("again") for way in found.ways)
+    return replace(setting, cuts=found.units, again=often if any(often) else ())
 
 
-def _one(count: int) -> tuple[int, ...]:
-    return (1,)
+def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
+    """Replicas of a stage as a setting has them, whose gradients meet in this cluster."""
+
+    def over(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
+        took = collective(cluster, "all_reduce", weights, setting.dp, stride(setting, "dp"))
+        ring = 2 * (setting.dp - 1) / setting.dp * weights
+        return replicas(way, weights, setting.dp, ring / took, micro) if took else way
+
+    return over
 
 
-def seconds_as(
-    name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe = RECIPE
-) -> float | None:
-    """Seconds of a step, by our price, with the stages that a planner of this name gives it."""
-    cut = cut_as(name, chain, setting, cluster, recipe)
-    return None if cut is None else price(chain, cut, cluster, recipe).seconds
+# -- one job ---------------------------------------------------------------------------------------
+
+
+def case_of(profiles: Profiles, job: Job) -> Case:
+    """A job as guides ask about it.
+
+    Raises ValueError for a model that cannot be placed without splitting tensors.
+    """
+    whole = profiles(Placement())
+    if not isinstance(whole, Chain):
+        raise ValueError("the model cannot be placed on one rank")
+    recipe, cluster = job.recipe, job.cluster
+    number = recipe.parameter + recipe.gradient + recipe.moments + recipe.master
+
+    def needs(setting: Setting) -> float:
+        chain = profiles(setting.placement)
+        if not isinstance(chain, Chain) or chain.length < setting.pp:
+            return math.inf
+        return price(chain, setting, cluster, recipe).peak
+
+    def times(rows: int) -> tuple[float, float]:
+        chain = profiles(Placement(rows))
+        if not isinstance(chain, Chain):
+            return math.inf, math.inf
+        one = Setting(chain.placement)
+        each = [(unit_times(run.unit, one, cluster), run.count) for run in chain.runs]
+        return sum(t[0] * n for t, n in each), sum(t[1] * n for t, n in each)
+
+    units = [run.unit.numbers * number for run in whole.runs]
+    state = float(sum(size * run.count for size, run in zip(units, whole.runs)))
+    layers = max(run.count for run in whole.runs)
+    return Case(
+        job.ranks,
+        cluster.node,
+        cluster.memory,
+        needs,
+        state,
+        layers,
+        cluster.node,
+        job.rows,
+        max(units),
+        cluster.network >= cluster.link,
+        times,
+    )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Setting that a planner says to a job, and what that costs by our price."""
+
+    name: str
+    setting: Setting
+    priced: Priced
+
+
+def advised(
+    profiles: Profiles, job: Job, base: Setting, names: Iterable[str] = tuple(PLANNERS)
+) -> Iterator[Advice]:
+    """Settings that planners say to a job; of those alone that say one which the model can have.
+
+    Planners that cut stages cut those of `base`, which another one has found.  A rule may say what
+    does not fit: its price tells the bytes.
+    """
+    for name in names:
+        setting = _said(name, PLANNERS[name], profiles, job, base)
+        chain = setting and profiles(setting.placement)
+        if setting is not None and isinstance(chain, Chain):
+            yield Advice(name, setting, price(chain, setting, job.cluster, job.recipe))
+
+
+def _said(
+    name: str, planner: Planner, profiles: Profiles, job: Job, base: Setting
+) -> Setting | None:
+    if isinstance(planner, Searched):
+        found = planner.plan(profiles, job)
+        return None if found is None else found.setting
+    if isinstance(planner, Ruled):
+        chosen = planner.plan(case_of(profiles, job))
+        return chosen and chosen[0]
+    chain = profiles(base.placement)
+    if base.chunks > 1 or not isinstance(chain, Chain):
+        return None
+    return cut_as(name, chain, base, job.cluster, job.recipe)

@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step is taken to last, told from the last stage to the first.
+    """Measure of a step, told from the last stage to the first.
 
     empty  what is known of a pipeline without stages
     stage  (known, way, micro, after) with one stage more in front of `after` others
@@ -68,6 +68,11 @@ def _as_stage(stage: Callable[[Vector, Way, int, int], Vector]) -> Callable[...,
     return link
 
 
+def _sent_both_ways(known: Vector, seconds: float, micro: int) -> Vector:
+    first, ended, below = known
+    return 2 * seconds + first, seconds + ended, 2 * seconds + below
+
+
 def _slowest(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return (max(known[0], way.both),)
 
@@ -88,6 +93,16 @@ def _through(known: Vector, way: Way, micro: int, after: int) -> Vector:
     """Longest ways through the pipeline, that turn in one stage and stay there for the rest."""
     first = max(micro * way.both, way.both + known[0])
     return first, max(way.forward + known[1], first + way.sync)
+
+
+def _rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    """The same, and ways that go down and up all stages, then once more from one that stays."""
+    first, ended, below = known
+    below += way.both
+    stays = micro - 2 - after
+    again = 2 * below + stays * way.both if stays >= 0 else 0.0
+    first = max(micro * way.both, way.both + first, again)
+    return first, max(way.forward + ended, first + way.sync), below
 
 
 def _phases(known: Vector, way: Way, micro: int, after: int) -> Vector:
@@ -148,6 +163,17 @@ PIVOT = Objective(
     lambda known, micro: known[1],
 )
 
+# The same with the rounds of 1F1B: a rank takes a forward for each backward, so that the second
+# microbatch of a stage waits for the first to come back from all stages below.  No paper's; ways
+# that are in 1F1B, hence below its timeline, and nearer to it than a pivot alone.
+ROUNDS = Objective(
+    "rounds",
+    (0.0, 0.0, 0.0),
+    _rounds,
+    _sent_both_ways,
+    lambda known, micro: known[1],
+)
+
 # AdaPipe (Sun et al., ASPLOS 2024).
 PHASES = Objective(
     "phases",
@@ -157,7 +183,7 @@ PHASES = Objective(
     lambda known, micro: known[0] + known[1] + max(0, micro - 1) * known[2],
 )
 
-OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, PHASES, PEAK)}
+OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, ROUNDS, PHASES, PEAK)}
 
 # (first unit, unit behind the last, devices, stages behind it) -> ways
 Menu = Callable[[int, int, range, int], Iterable[Way]]
@@ -165,7 +191,7 @@ Menu = Callable[[int, int, range, int], Iterable[Way]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is cut into stages.
+    """Chain that is cut into stages.
 
     units    of the chain; `menu` the ways of a stage of them
     micro    microbatches of a step
@@ -186,9 +212,13 @@ class Problem:
     memory: float = math.inf
     flight: Callable[[int], float] | None = None
 
+    def flying(self, after: int) -> float:
+        """Microbatches whose activations a stage keeps, with so many stages behind it."""
+        return self.flight(after) if self.flight else min(after + 1, self.micro)
+
     def ways(self, first: int, last: int, devices: range, after: int) -> Iterator[Way]:
         """The ways of a stage that fit in the memory of its devices."""
-        flight = self.flight(after) if self.flight else min(after + 1, self.micro)
+        flight = self.flying(after)
         for way in self.menu(first, last, devices, after):
             if way.held + flight * way.kept <= self.memory:
                 yield way
@@ -224,10 +254,28 @@ def cut(problem: Problem, objective: Objective) -> Cut | None:
     All devices are used.  Takes a pass that keeps one end of each kind for a first value, which
     bounds the pass that keeps all.
     """
-    quick = _least(problem, objective, math.inf, 1)
+    quick = _least(problem, objective, _even(problem, objective), 1)
     if len(objective.empty) == 1:
         return quick
     return _least(problem, objective, quick.value if quick else math.inf, None) or quick
+
+
+def _even(problem: Problem, objective: Objective) -> float:
+    """Value of stages of as many units each, as a first bound; infinite where there is none."""
+    stages, micro = problem.stages, problem.micro
+    if stages is None or stages != problem.devices or 1 not in problem.sizes:
+        return math.inf
+    ends = [at * problem.units // stages for at in range(stages + 1)]
+    known = objective.empty
+    for after in range(stages):
+        first, last = ends[stages - after - 1], ends[stages - after]
+        at = stages - after - 1
+        way = next(problem.ways(first, last, range(at, at + 1), after), None)
+        if way is None or first == last:
+            return math.inf
+        seconds = problem.send(last, at + 1) if after else 0.0
+        known = objective.stage(objective.link(known, seconds, micro), way, micro, after)
+    return objective.total(known, micro) * (1 + 1e-12)
 
 
 def _least(problem: Problem, objective: Objective, limit: float, width: int | None) -> Cut | None:

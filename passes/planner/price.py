@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.span import Way, homes, in_flight, longest
+from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ COMPUTING = "computing"
 
 
 def stride(setting: Setting, axis: str) -> int:
-    """How far neighbours of an axis lie apart; ep is folded into dp."""
+    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
     at = setting.placement
     sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
     place = setting.axes.index("dp" if axis == "ep" else axis)
@@ -79,6 +79,7 @@ def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes
 
 
 def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster) -> Causes:
+    """Seconds of a stretch; a ring passes on beside the computing what is computed with."""
     found: dict[str, float] = {}
 
     def add(cause: str, took: float) -> None:
@@ -90,9 +91,16 @@ def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster)
         took = operator(cluster, op.kind, op.flops, op.moved)
         add(op.cause or op.kind, op.count * (took - start))
         add("start", op.count * start)
+    shown = 1.0
+    if rings := [sent for sent in work.sent if sent.op == "send"]:
+        ring = sum(
+            one.count * collective(cluster, "send", one.bytes, *sizes[one.axis]) for one in rings
+        )
+        shown = 1 - overlap(cluster) * min(1.0, sum(found.values()) / max(ring, 1e-12))
     for sent in work.sent:
+        often = sent.count * (shown if sent.op == "send" else 1)
         for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
-            add(cause, sent.count * took)
+            add(cause, often * took)
     return found
 
 
@@ -129,7 +137,7 @@ def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -
 
 
 def overlap(cluster: Cluster) -> float:
-    """What share of messages beside the computing it hides."""
+    """Share of messages beside the computing that it hides."""
     return float(getattr(cluster, "overlap", 1.0))
 
 
@@ -194,7 +202,7 @@ SENDING = ("tp", "cp", "ep")
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is made of.
+    """Values that a step is made of.
 
     names                    causes of units
     forward, backward, half  seconds of one of each run [runs, causes]
@@ -324,7 +332,7 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
 
 
 def _reached(total: Array, most: float, stages: int) -> int:
-    """How many units so many stages take, each as many as `most` seconds allow."""
+    """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
         at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
@@ -489,7 +497,9 @@ def peaks(
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
     holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
-    return tuple((found + holds).tolist())
+    waiting = made @ np.array([unit.waiting for unit in units])
+    waits = waiting * halved(setting.order, setting.pp, setting.micro, setting.chunks)
+    return tuple((found + holds + np.bincount(rank, waits, setting.pp)).tolist())
 
 
 def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What the units of a model cost under any placement: its steps, played on the meta device.
+"""Chains of a model under any placement, by playing its steps on the meta device.
 
 * A model, a batch and a loss as a source of chains.
 * One play: rows that split its tensors, a model with few layers, what each unit did.
@@ -25,7 +25,18 @@ from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
-from schedlang.passes.planner.values import Chain, Kind, Operator, Placement, Run, Sent, Unit, Work
+from schedlang.passes.planner.affine import of_rows
+from schedlang.passes.planner.values import (
+    Chain,
+    Kind,
+    Operator,
+    Placement,
+    Recipe,
+    Run,
+    Sent,
+    Unit,
+    Work,
+)
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
@@ -43,11 +54,13 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
+# rows from which more are told: so many that a unit's fullest moment is that of its activations
+FEW = (8, 16)
 
 
 @dataclass
 class Profiles:
-    """Chains of one model by placement, each played once.
+    """Chains of one model by placement, each played once; of many rows from those of few.
 
     batch  of any number of rows, the length of which is that of training
     dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
@@ -67,24 +80,46 @@ class Profiles:
         found = self._known.get(placement)
         if found is None:
             try:
-                found = self._chain(placement)
+                found = self._of_few(placement) or self.played(placement)
             except Refusal as refusal:
                 found = refusal
             self._known[placement] = found
         return found
 
+    def _of_few(self, placement: Placement) -> Chain | None:
+        """The chain of many rows; None for few ones, and where two of few rows are not alike."""
+        if placement.rows <= FEW[-1]:
+            return None
+        first, second = (self(replace(placement, rows=rows)) for rows in FEW)
+        if isinstance(first, Refusal) or isinstance(second, Refusal):
+            return None
+        return of_rows(first, second, placement.rows)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How numbers are held: in 16 bits beside masters in 32, or all as they are stored."""
+        if self.dtype:
+            return Recipe()
+        wide = max((fact.itemsize for fact in self.facts.unique.values()), default=4)
+        return Recipe(wide, wide, 2 * wide, 0)
+
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
-        """The rows that split tensors, by what for; raises Refusal where nothing can be split."""
-        key = replace(placement, rows=1)
-        if key not in self._rows:
-            mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
-            asked = Asked(self.trial, self.trial.all, mesh, self.batch)
-            found = rows_by_role(asked, [])
-            if placement.sequence and placement.tp > 1:
-                parts = sequence_rows(self.trial, found["parts"], "tp", placement.tp)
-                found["parts"] = parts
-            self._rows[key] = found
-        return self._rows[key]
+        """The rows that split tensors, by what for; raises Refusal where nothing can be split.
+
+        Those of sequences do not hang on those of tensors and experts: each is found once.
+        """
+        one = placement
+        found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
+        return found | self._split(Placement(cp=one.cp))
+
+    def _split(self, one: Placement) -> dict[str, list[Row]]:
+        if one not in self._rows:
+            mesh = {axis: size for axis in AXES if (size := getattr(one, axis)) > 1}
+            found = rows_by_role(Asked(self.trial, self.trial.all, mesh, self.batch), [])
+            if one.sequence and one.tp > 1:
+                found["parts"] = sequence_rows(self.trial, found["parts"], "tp", one.tp)
+            self._rows[one] = found
+        return self._rows[one]
 
     @cached_property
     def trial(self) -> Trial:
@@ -94,7 +129,7 @@ class Profiles:
 
     @cached_property
     def relax(self) -> str:
-        """What a step in parts gives up: a model may take statistics of each by itself."""
+        """The word that a step in parts gives up; a model may take statistics of each by itself."""
         model = self.short.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
         return "batch_stats" if batch_norm(model.model, traced) is not None else ""
@@ -111,7 +146,8 @@ class Profiles:
         """The model as it is."""
         return Short(self.trial.all, {})
 
-    def _chain(self, placement: Placement) -> Chain:
+    def played(self, placement: Placement) -> Chain:
+        """The chain of a placement, played now; raises Refusal where it cannot be."""
         try:
             plan, seen = self._seen(placement, self.short, self.short.units)
         except LookupError:
@@ -183,6 +219,7 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
         float(after.carried if after is not None else 0),
         spread,
         float(one.loose),
+        float(one.outputs),
     )
 
 
@@ -299,8 +336,8 @@ class Short:
 
 
 def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
-    """Of each block of a list the place, among those kept, of one that is alike, with alike ones
-    beside it if there is such a one."""
+    """Places among those kept: of each block of a list one that is alike, with alike ones beside it
+    if there is such a one."""
     facts = whole.facts
     kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]

@@ -18,7 +18,7 @@ Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds 
 
 @dataclass(frozen=True)
 class Case:
-    """What guides ask about a job.
+    """A job as guides ask about it.
 
     needs    bytes of the fullest rank under a setting
     state    bytes of the model's state on one device, undivided; `largest` of one layer
@@ -66,12 +66,13 @@ class Ruled:
     """A planner that is a table of rules.
 
     paper   who gives them, and where; `leaves` what they leave out
-    margin  share of the memory that what they count may fill
+    counts  bytes of the fullest rank, as they count; `margin` share of the memory that these fill
     """
 
     paper: str
     leaves: str
     rules: Sequence[Rule]
+    counts: Callable[[Case, Setting], float] = lambda case, setting: case.needs(setting)
     margin: float = 1.0
 
     def plan(self, case: Case) -> tuple[Setting, Rule] | None:
@@ -79,7 +80,8 @@ class Ruled:
         for rule in self.rules:
             if rule.holds(case):
                 for setting in rule.settings(case):
-                    if case.whole(setting) and case.needs(setting) <= self.margin * case.memory:
+                    room = self.margin * case.memory
+                    if case.whole(setting) and self.counts(case, setting) <= room:
                         return setting, rule
         return None
 
@@ -110,7 +112,7 @@ def _sharded(case: Case) -> Iterator[Setting]:
 
 
 def _split_thrice(case: Case) -> Iterator[Setting]:
-    """Over layers, their tensors and copies; tensors inside of nodes, and no more than must be."""
+    """Split layers, their tensors and rows; tensors inside of nodes, no more than must be."""
     for tp, pp in _by_degree(case):
         yield case.setting(tp, pp)
 
@@ -132,16 +134,14 @@ def _megatron(case: Case) -> Iterator[Setting]:
     shapes = [(tp, 1) for tp in inside]
     shapes += [(inside[-1], pp) for pp in _pipelines(case, inside[-1]) if pp > 1]
     for tp, pp in shapes:
-        rows = _rows(case, case.ranks // (tp * pp), pp)
-        yield case.setting(tp, pp, rows)
-        if rows > 1:
-            yield case.setting(tp, pp)
+        yield case.setting(tp, pp, _rows(case, tp, pp))
 
 
-def _rows(case: Case, dp: int, pp: int) -> int:
+def _rows(case: Case, tp: int, pp: int) -> int:
     """Rows b of a microbatch: least (b'/b + p - 1) (tf(b) + tb(b)), with b' rows of a replica."""
-    own = case.rows // dp
-    return min(_divisors(own) or [1], key=lambda b: (own / b + pp - 1) * sum(case.times(b)))
+    own = case.rows // (case.ranks // (tp * pp))
+    fit = [b for b in _divisors(own) if case.needs(case.setting(tp, pp, b)) <= case.memory]
+    return min(fit or [1], key=lambda b: (own / b + pp - 1) * sum(case.times(b)))
 
 
 def _pipelined(case: Case) -> Iterator[Setting]:
@@ -166,8 +166,8 @@ def _always(case: Case) -> bool:
 RULED = {
     "ptd-p": Ruled(
         "PTD-P, Megatron-LM (Narayanan et al., SC 2021), its takeaways 1 to 3",
-        "activations: the state alone is counted, and may fill 0.6 of the memory, which gives all"
-        " ten rows of its Table 1; interleaved stages",
+        "activations, but in the rows of a microbatch: the state alone may fill 0.6 of the memory,"
+        " which gives all ten rows of its Table 1; recomputation; interleaved stages",
         (
             Rule(
                 "always",
@@ -176,6 +176,7 @@ RULED = {
                 "tensors within a node, layers over nodes, copies of what fits then",
             ),
         ),
+        counts=lambda case, setting: case.state / setting.placement.tp / setting.pp,
         margin=0.6,
     ),
     "pytorch": Ruled(

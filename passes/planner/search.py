@@ -1,7 +1,7 @@
-"""The search for the quickest setting that fits: best first by bounds from below, at any time.
+"""The search for the quickest setting that fits: best first, pruned by bounds from below.
 
 * What was found so far, and what was rejected.
-* The search: groups of placements opened, then all ways in the order of their bounds.
+* The search: groups of placements opened, then all ways, the most promising first.
 * What other limits would cost.
 """
 
@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
-from schedlang.passes.planner.bounds import Clock, bytes_floor, seconds_floor, sums_floor
+from schedlang.passes.planner.bounds import (
+    Clock,
+    bytes_floor,
+    seconds_floor,
+    seconds_hoped,
+    sums_floor,
+)
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
@@ -60,12 +66,14 @@ class Found:
     floor     seconds below which no setting can be, as far as is known
     done      whether the search has come to its end: `best` is the optimum
     rejected  the best of other kinds, with why they are not it
+    refused   placements that the model does not have, and why, the first for each code
     """
 
     best: Filled | None
     floor: float
     counts: Counts
     rejected: tuple[Rejected, ...] = ()
+    refused: tuple[tuple[Placement, Refusal], ...] = ()
     done: bool = False
 
     @property
@@ -105,6 +113,7 @@ class _Opened:
     clock: Clock
     at: Ints
     floors: Floats
+    hopes: Floats  # what they may take, by which they are looked at in turn
     beside: Floats  # seconds that replicas send while the pipeline runs
     after: Floats  # and after it
     known: set[int] = field(default_factory=set)
@@ -135,11 +144,12 @@ class _Search:
     best: Filled | None = None
     nearest: Filled | None = None
     seen: Seen = field(default_factory=Seen)
+    refused: dict[str, tuple[Placement, Refusal]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
     def run(self) -> Iterator[Found]:
-        """Open all placements, with one look at the most promising way of each group; then all ways
-        by their bounds; then the best of other kinds."""
+        """Open all placements, and look at the most promising way of each group; then all ways;
+        then the best of other kinds."""
         for group in groups(self.job, self.limits):
             first = len(self.opened)
             self._open(group)
@@ -158,6 +168,9 @@ class _Search:
             chain = self.profiles(replace(group, rows=rows))
             if not isinstance(chain, Chain):
                 self.counts["refused"] += 1
+                if chain is not None:
+                    code = chain.diagnostics[0].code
+                    self.refused.setdefault(code, (replace(group, rows=rows), chain))
                 continue
             found = ways(self.job, chain, self.limits)
             if found is None:
@@ -171,8 +184,9 @@ class _Search:
                 break
             clock, (beside, after) = Clock(chain, self.job), sums_floor(found, self.job)
             floors = np.maximum(seconds_floor(found, clock), beside) + after
-            beside, after, floors = beside[fits], after[fits], floors[fits]
-            self.opened.append(_Opened(found, clock, fits, floors, beside, after))
+            hopes = np.maximum(seconds_hoped(found, clock), beside) + after
+            bounds = (floors[fits], hopes[fits], beside[fits], after[fits])
+            self.opened.append(_Opened(found, clock, fits, *bounds))
 
     def _note(self, found: Ways, needed: Floats) -> None:
         """Keep of ways that are all too large the one that needs least, if all are."""
@@ -182,33 +196,38 @@ class _Search:
 
     def _glance(self, some: list[_Opened]) -> Iterator[Found]:
         """Look at the most promising way of some placements."""
-        one = min(some, key=lambda opened: opened.floors.min(), default=None)
-        if one is not None and one.floors.min() < self._worst:
-            at = int(one.floors.argmin())
+        one = min(some, key=lambda opened: opened.hopes.min(), default=None)
+        if one is not None and one.floors[at := int(one.hopes.argmin())] < self._worst:
             yield from self._better(self._try(one, at, self._worst), 0.0)
 
     # -- ways --------------------------------------------------------------------------------------
 
     def _descend(self) -> Iterator[Found]:
-        """Try all ways in the order of their bounds, until none can be better than the best."""
-        for done, (one, at, floor) in enumerate(self._by_floor(self.opened)):
-            if floor >= self._worst:
+        """Try all ways that may be better than the best, the most promising first."""
+        order = list(self._in_turn())
+        left = np.minimum.accumulate(np.array([f for _, _, f in order])[::-1])[::-1]
+        for done, (one, at, floor) in enumerate(order):
+            if left[done] >= self._worst:
                 break
             if self.progress is not None:
-                self.progress(done, sum(int((o.floors < self._worst).sum()) for o in self.opened))
-            if at not in one.known:
-                yield from self._better(self._try(one, at, self._worst), floor)
+                self.progress(done, len(order))
+            if floor < self._worst and at not in one.known:
+                yield from self._better(self._try(one, at, self._worst), float(left[done]))
 
-    def _by_floor(
-        self, some: list[_Opened], masks: list[NDArray[np.bool_]] | None = None
+    def _in_turn(
+        self, masks: list[NDArray[np.bool_]] | None = None
     ) -> Iterator[tuple[_Opened, int, float]]:
-        """Ways, or those of a mask, with their bounds in order."""
-        floors = np.concatenate([one.floors for one in some] or [np.zeros(0)])
+        """Ways, or those of a mask, with their bounds, the most promising first."""
+        some, none = self.opened, np.zeros(0)
+        hopes, floors = (
+            np.concatenate([none, *(getattr(one, name) for one in some)])
+            for name in ("hopes", "floors")
+        )
         whose = np.repeat(np.arange(len(some)), [len(one.at) for one in some])
         begins = np.cumsum([0, *(len(one.at) for one in some)])
-        order = np.argsort(floors, kind="stable")
+        order = np.argsort(hopes, kind="stable")
         if masks is not None:
-            order = order[np.concatenate([*masks, np.zeros(0, dtype=bool)])[order]]
+            order = order[np.concatenate([*masks, none.astype(bool)])[order]]
         for at in order.tolist():
             yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
 
@@ -233,10 +252,10 @@ class _Search:
             ]
             worst, left = min(known, default=np.inf), LOOKS
             masks = [one.unlike(self.best.setting, name) for one in self.opened]
-            for one, at, floor in self._by_floor(self.opened, masks):
-                if floor >= worst or not left:
+            for one, at, floor in self._in_turn(masks):
+                if not left:
                     break
-                if at not in one.known:
+                if floor < worst and at not in one.known:
                     filled = self._try(one, at, worst)
                     worst = min(worst, filled.least) if filled.priced is not None else worst
                     left -= 1
@@ -267,7 +286,8 @@ class _Search:
         others = self.seen.rejected(self.best, memory)
         if self.best is None and self.nearest is not None and not others:
             others = (against(None, self.nearest, memory, "what needs least"),)
-        return Found(self.best, floor, Counts(**self.counts), others, done)
+        refused = tuple(self.refused.values())
+        return Found(self.best, floor, Counts(**self.counts), others, refused, done)
 
 
 # -- other limits ----------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.partition import PIVOT, SLOWEST, partition
+from schedlang.passes.planner.partition import PIVOT, ROUNDS, SLOWEST, Way, partition
+from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind, Timeline
 
@@ -78,9 +79,17 @@ class _Search:
         self.best: tuple[float, Units] | None = None
 
     def run(self) -> Played | None:
-        for seed in self._seeds():
-            self._climb(seed)
-        floor = self._descend()
+        floor = 0.0
+        for objective in (ROUNDS, PIVOT, SLOWEST):
+            sends = [self.send] * len(self.times)
+            seed = partition(self.times, self.line.stages, self.micro, objective, sends=sends)
+            assert seed is not None  # no memory was given
+            if objective is ROUNDS and self.line == order("1F1B", self.line.ranks, self.micro):
+                floor = self._rounds(seed)  # no cut's ways through 1F1B are all shorter
+            if self.best is None or self.best[0] > floor * (1 + ROUNDING):
+                self._climb(seed)
+        if self.best is None or self.best[0] > floor * (1 + ROUNDING):
+            floor = max(floor, self._descend())
         if self.best is None:
             return None
         seconds, units = self.best
@@ -110,13 +119,17 @@ class _Search:
 
     # -- near what others find ---------------------------------------------------------------------
 
-    def _seeds(self) -> Iterator[Units]:
-        for objective in (PIVOT, SLOWEST):
-            stages = self.line.stages
-            sends = [self.send] * len(self.times)
-            found = partition(self.times, stages, self.micro, objective, sends=sends)
-            if found is not None:
-                yield found
+    def _rounds(self, units: Units) -> float:
+        """Seconds of the longest way through 1F1B that `ROUNDS` knows."""
+        known, last = ROUNDS.empty, len(self.times)
+        for after, size in enumerate(reversed(units)):
+            if after:
+                known = ROUNDS.link(known, self.send, self.micro)
+            first = last - size
+            ahead = self.forward[last] - self.forward[first]
+            back = self.backward[last] - self.backward[first]
+            known, last = ROUNDS.stage(known, Way(ahead, back), self.micro, after), first
+        return ROUNDS.total(known, self.micro)
 
     def _climb(self, units: Units) -> None:
         """Move one unit from a stage to another, as long as that is quicker."""

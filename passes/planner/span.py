@@ -248,25 +248,48 @@ def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
 PLAIN = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 
 
-@lru_cache(512)
 def in_flight(order: str, ranks: int, micro: int, chunks: int) -> Array:
-    """Microbatches whose activations each stage holds when its rank holds most of them."""
-    stages = ranks * chunks
+    """Microbatches whose activations each stage holds when its rank holds most."""
     if chunks == 1 and order == "1F1B":
         return np.minimum(ranks - np.arange(ranks), micro).astype(float)
     if chunks == 1 and order == "GPipe":
         return np.full(ranks, float(micro))
-    line = played(order, ranks, min(micro, 2 * FEW * ranks), chunks)
-    found = np.zeros(stages)
+    return _fullest(order, ranks, min(micro, 2 * FEW * ranks), chunks)[0]
+
+
+def halved(order: str, ranks: int, micro: int, chunks: int) -> Array:
+    """Microbatches of each stage that wait then for the second half of their backward: gradients
+    of outputs lie there beside what is kept.
+
+    Halves that follow one another run as one.
+    """
+    if chunks == 1 and order in CLOSED:
+        return np.zeros(ranks)
+    return _fullest(order, ranks, min(micro, 2 * FEW * ranks), chunks)[1]
+
+
+@lru_cache(512)
+def _fullest(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, Array]:
+    """Microbatches of each stage in flight, and of these those that wait, at the fullest moment of
+    its rank."""
+    line = played(order, ranks, micro, chunks)
+    live, waiting = np.zeros((2, ranks * chunks))
     for rank in range(ranks):
         rows = slice(line.starts[rank], line.starts[rank + 1])
-        kind = line.kind[rows]
-        change = (kind == Kind.F).astype(float) - np.isin(kind, (Kind.B, Kind.W))
-        each = np.zeros((len(kind), stages))
-        each[np.arange(len(each)), line.stage[rows]] = change
-        live = each.cumsum(0)
-        found += live[live.sum(1).argmax()]
-    return found
+        kind, stage = line.kind[rows], line.stage[rows]
+        one = np.stack([stage, line.microbatch[rows]], 1)
+        joined = (kind[:-1] == Kind.I) & (kind[1:] == Kind.W) & (one[:-1] == one[1:]).all(1)
+        halves = (kind == Kind.I) & ~np.append(joined, False)
+        rests = (kind == Kind.W) & ~np.append([False], joined)
+        changes = np.zeros((2, len(kind), ranks * chunks))
+        at = np.arange(len(kind))
+        changes[0, at, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
+        changes[1, at, stage] = halves.astype(int) - rests
+        held = changes.cumsum(1)
+        full = (held[0].sum(1) + held[1].sum(1) / len(kind)).argmax()  # of equals more that wait
+        live += held[0, full]
+        waiting += held[1, full]
+    return live, waiting
 
 
 @lru_cache(512)

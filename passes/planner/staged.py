@@ -6,6 +6,7 @@ replicas), and what its model leaves out.  None has code of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -87,7 +88,7 @@ class Staged:
         stages: int | None = None,
         flight: Callable[[int], float] | None = None,
     ) -> Problem:
-        """What the programme solves for these layers."""
+        """Problem that the programme solves for these layers."""
         menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas, flight)
 
         def send(unit: int, device: int) -> float:
@@ -110,35 +111,62 @@ class Staged:
     def plan(
         self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None = None
     ) -> Cut | None:
-        """Its stages, first to last; None where none fit in memory.
+        """Stages, first to last; None where none fit in memory.
 
         layers   with seconds of one microbatch on one device
         stages   how many (None: as many as its model likes best)
         """
         found = [
-            self.solver(problem, self.objective)
+            planner.solved(layers, order, micro, count)
             for order in self._orders(devices)
-            for problem in self._problems(layers, order, micro, stages)
+            for planner, count in self._grids(layers, devices, stages)
         ]
         fits = [each for each in found if each is not None]
         return min(fits, key=lambda each: each.value, default=None)
+
+    def solved(
+        self,
+        layers: Sequence[Layer],
+        devices: Devices,
+        micro: int,
+        stages: int | None = None,
+        flight: Callable[[int], float] | None = None,
+    ) -> Cut | None:
+        """Stages on devices as they stand; None where none fit in memory.
+
+        flight  microbatches that a stage keeps, with so many behind it (None: those of 1F1B)
+        The first choice is quicker than others: if its best stages fit, no others are better.
+        """
+        if len(self.choices) > 1:
+            first = replace(self, choices=self.choices[:1])
+            free = first.problem(layers, replace(devices, memory=math.inf), micro, stages, flight)
+            found = self.solver(free, self.objective)
+            if found is not None and _fits(found, devices.memory, free):
+                return found
+        return self.solver(self.problem(layers, devices, micro, stages, flight), self.objective)
 
     def _orders(self, devices: Devices) -> Iterator[Devices]:
         orders = set(permutations(devices.speeds)) if self.arranged else {devices.speeds}
         return (replace(devices, speeds=speeds) for speeds in sorted(orders))
 
-    def _problems(
-        self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None
-    ) -> Iterator[Problem]:
+    def _grids(
+        self, layers: Sequence[Layer], devices: Devices, stages: int | None
+    ) -> Iterator[tuple[Staged, int | None]]:
+        """Itself, or what it is for each grid of stages that are alike."""
         if not self.alike:
-            yield self.problem(layers, devices, micro, stages)
+            yield self, stages
             return
         for count in range(1, min(len(layers), devices.count) + 1):
             size, rest = divmod(devices.count, count)
             if rest == 0 and stages in (None, count):
                 for degree in self.degrees(size):
-                    fixed = replace(self, sizes=_only(size), degrees=_only(degree))
-                    yield fixed.problem(layers, devices, micro, count)
+                    yield replace(self, sizes=_only(size), degrees=_only(degree)), count
+
+
+def _fits(found: Cut, memory: float, problem: Problem) -> bool:
+    stages = len(found.ways)
+    flights = (problem.flying(stages - 1 - at) for at in range(stages))
+    return all(way.held + n * way.kept <= memory for way, n in zip(found.ways, flights))
 
 
 def _only(number: int) -> Sizes:
@@ -155,7 +183,7 @@ STAGED = {
     ),
     "dapple": Staged(
         "DAPPLE (Fan et al., PPoPP 2021)",
-        "memory; its three policies of placing devices, which lie in one row here",
+        "its three policies of placing devices, which lie in one row here",
         PIVOT,
         every,
         replicas=each_step,
@@ -206,7 +234,7 @@ STAGED = {
         arranged=True,
     ),
     "mcap": Staged(
-        "mCAP (Henkel et al., 2023)",
+        "mCAP (Dreuning et al., Euro-Par 2022)",
         "time altogether: the fullest device decides",
         PEAK,
         links=False,

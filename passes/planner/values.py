@@ -75,7 +75,8 @@ class Unit:
     already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
     backward; `input`, which is kept instead where the unit is computed again; `most` that forward
     or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
-    `entering` kept besides by the first unit of a stage, which holds what another one sent it.
+    `entering` kept besides by the first unit of a stage, which holds what another one sent it;
+    `waiting` kept besides between two halves of a backward, of gradients of what layers gave.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Unit:
     handed: float
     spread: int = 0
     entering: float = 0.0
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,6 @@ def walk(
 def _accepted(now: float, then: float, heat: float, chance: random.Random) -> bool:
     if then <= now:
         return True
-    if math.isinf(then):
-        return False
     return chance.random() < math.exp((now - then) / (heat * now))
 
 

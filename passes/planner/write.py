@@ -30,7 +30,7 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
         raise chain
     blocks = profiles.trial.all
     steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
-    steps += [wrapped(one) for one in remarks]
+    steps.append("".join(map(wrapped, remarks)))
     steps.append(f"{mesh_text(_mesh(setting))}\n")
     rows = profiles.rows(setting.placement)
     if profiles.dtype:
@@ -101,7 +101,7 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
-    """Those that follow one another, together."""
+    """Names that follow one another, together."""
     runs: list[list[str]] = []
     for k, name in enumerate(everyone):
         if name in mine:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Seen:
     given   bytes that a backward gives a gradient for, and that only the unit before has made
     loose   those of them that nobody keeps once the unit has run
     carried   those, and what earlier units have made and the unit reads as well
+    outputs   bytes of what its modules with parameters give
     modules   outside of units, that are called first in this one; in the order of their calls
     """
 
@@ -43,11 +45,12 @@ class Seen:
     given: int
     loose: int
     carried: int
+    outputs: int
     modules: tuple[str, ...]
 
 
 FORWARD, BACKWARD = "forward", "backward"
-MICRO = 3  # the first, one between, the last: that between is looked at
+MICRO = 2  # the first, and one that finds gradients there: this is looked at
 HEAD, TAIL = "", "after"
 
 
@@ -94,6 +97,7 @@ def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
                 end - before[name],
                 most,
                 *calls.given.get(name, Given()).sizes,
+                calls.outputs[name],
                 tuple(m for m, unit in calls.modules.items() if unit == name),
             )
         )
@@ -132,6 +136,7 @@ class _Calls:
 
     order   of the first microbatch; later ones know by it which unit is the last
     given   of each unit
+    outputs   of each unit, bytes
     modules   outside of units -> the unit in which they are first called
     """
 
@@ -139,6 +144,7 @@ class _Calls:
     units: tuple[str, ...]
     order: list[str] = field(default_factory=list)
     given: dict[str, Given] = field(default_factory=dict)
+    outputs: Counter[str] = field(default_factory=Counter)
     modules: dict[str, str] = field(default_factory=dict)
     micro: int = -1
     now: str = HEAD
@@ -169,12 +175,19 @@ class _Calls:
                 hook.remove()
 
     def _hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
+        if module._parameters:
+            yield module.register_forward_hook(lambda m, args, out: self._gave(out))
         if name in self.units:
             begin = lambda m, args, kwargs: self._begins(name, args, kwargs)  # noqa: E731
             yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             yield module.register_forward_hook(lambda m, args, out: self._ended(name, out))
         elif not any(name.startswith(f"{unit}.") for unit in self.units):
             yield module.register_forward_pre_hook(lambda m, args: self._runs(name))
+
+    def _gave(self, out: Any) -> None:
+        if self.micro == 0:
+            tensors = [t for t in pytree.tree_leaves(out) if getattr(t, "requires_grad", False)]
+            self.outputs[self.now] += sum(t.numel() * t.element_size() for t in tensors)
 
     def _runs(self, name: str) -> None:
         self.modules.setdefault(name, self.now)
@@ -207,8 +220,8 @@ class _Calls:
 
 @dataclass
 class Given:
-    """What a unit is given that has a gradient, by storage: bytes, what only the unit before has
-    made, and what of that is alive once the unit has run."""
+    """Arguments of a unit that have a gradient, by storage: bytes, which of them only the unit
+    before has made, and which of these are alive once the unit has run."""
 
     all: dict[int, int] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)

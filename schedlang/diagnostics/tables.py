@@ -27,6 +27,14 @@ def size(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
+def seconds(time: float) -> str:
+    """1.5 s, 20 ms, 3 us"""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if time * factor >= 1:
+            return f"{time * factor:.4g} {unit}"
+    return f"{time * 1e6:.4g} us"
+
+
 def number(count: int) -> str:
     """A count for people: 124.4 M."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):

@@ -13,6 +13,7 @@ import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
+from schedlang.verbs.searched import Search
 
 if TYPE_CHECKING:
     from schedlang.ir.modelfile import ModelFile
@@ -70,6 +71,7 @@ def tune(
     ],
     *,
     machine: Machine,
+    search: Search,
     wanted: Wanted,
     model: Model = None,
     knob: Knobs = None,
@@ -88,6 +90,14 @@ def tune(
     from schedlang.passes.autoshard.tune import ranked, text, to_json
 
     start = time.perf_counter()
+    if file.suffix == PYTHON:
+        _search(file, machine, search, wanted, knob or (), as_json)
+        return
+    if search.given:
+        bad_option(
+            "a schedule says how it trains: only its knobs are tried",
+            "give the model file alone: `schedlang tune model.py --gpus 64 --on h100`",
+        )
     asked = _asked(file, machine, wanted, model, knob or ())
     found = []
     for place, one in enumerate(asked.tried, 1):
@@ -104,6 +114,23 @@ def tune(
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if not best:
         raise typer.Exit(FAILS)
+
+
+def _search(
+    file: Path, machine: Machine, search: Search, wanted: Wanted, knob: Sequence[str], as_json: bool
+) -> None:
+    """A schedule for a model file."""
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.ir.primitive import load_all
+    from schedlang.verbs.searched import searched
+
+    load_all()
+    if knob or _values(wanted):
+        bad_option(
+            "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
+        )
+    cluster, ranks = _cluster(machine, None)
+    searched(file, load_model_file(str(file)), cluster, ranks, search, as_json)
 
 
 # -- what is asked ---------------------------------------------------------------------------------

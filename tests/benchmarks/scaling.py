@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 
+from schedlang.passes.planner.fit import Timed, fitted, told
 from schedlang.passes.planner.price import causes, collective, times_by_cause
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Run, Setting, Unit, Work
 from schedlang.passes.simulate.machine import CLUSTERS
@@ -215,8 +216,8 @@ def layers() -> Iterator[Row]:
         forward, backward, _ = times_by_cause(unit, setting, A100)
         if again == "all":
             backward = {c: backward.get(c, 0) + forward.get(c, 0) for c in {**forward, **backward}}
-        for which, by, told in zip("FB", (forward, backward), published):
-            yield Row(f"{name} {which}", told, by, lambda seconds: 1e3 * seconds)
+        for which, by, took in zip("FB", (forward, backward), published):
+            yield Row(f"{name} {which}", took, by, lambda seconds: 1e3 * seconds)
 
 
 def zero_bubble() -> Iterator[Row]:
@@ -231,9 +232,9 @@ def zero_bubble() -> Iterator[Row]:
         made = decoder(layers, width, heads, 4 * width, 51200, 1024, flash=False)
         unit = made(Placement(rows)).runs[1].unit
         each = (layers + 2) // stages
-        for which, by, told in zip("FIW", halves(unit, Setting(Placement(rows))), published):
-            by = {cause: each * took for cause, took in by.items()}
-            yield Row(f"{name} {which}", told, by, lambda seconds: 1e3 * seconds)
+        for which, by, whole in zip("FIW", halves(unit, Setting(Placement(rows))), published):
+            by = {cause: each * one for cause, one in by.items()}
+            yield Row(f"{name} {which}", whole, by, lambda seconds: 1e3 * seconds)
 
 
 def halves(unit: Unit, setting: Setting) -> tuple[dict[str, float], ...]:
@@ -309,6 +310,35 @@ def used(one: Gpt, batch: int, ranks: int) -> Callable[[float], float]:
     return lambda seconds: 100 * one.flops(batch, again=False) / (seconds * ranks * PEAK)
 
 
+# -- sequences from 4,096 tokens to a million ------------------------------------------------------
+
+
+def long_sequences() -> Iterator[tuple[int, float, float]]:
+    """Thousands of tokens, seconds by weights that are fitted to the other runs, and published.
+
+    Llama 2 of 7 B on H100 in 8 bits, its context split over up to 32 ranks (NVIDIA NeMo 24.03,
+    performance summary: tokens a second of a GPU, 4 M tokens a step).
+    """
+    twice = replace(CLUSTERS["h100"], speed=1979e12)
+    runs, names = list[Timed](), list[int]()
+    for thousands, ranks, tp, cp, published in [
+        (4, 4, 1, 1, 16671),
+        (16, 16, 2, 1, 10082),
+        (64, 64, 4, 2, 4021),
+        (256, 256, 4, 8, 1214),
+        (1024, 1024, 8, 32, 318),
+    ]:
+        length, batch, dp = 1024 * thousands, 4096 // thousands, ranks // tp // cp
+        made = decoder(32, 4096, 32, 11008, 32000, length, gated=True)
+        at = Placement(1, tp, tp > 1, cp)
+        setting = Setting(at, dp, micro=batch // dp, axes=("dp", "pp", "cp", "tp"))
+        found = causes(made(at), setting, twice, SUMMED)
+        runs.append((found, batch * length / ranks / published))
+        names.append(thousands)
+    for left, (name, (by, took)) in enumerate(zip(names, runs)):
+        yield name, told(by, fitted([*runs[:left], *runs[left + 1 :]])), took
+
+
 # -- what is printed -------------------------------------------------------------------------------
 
 
@@ -351,9 +381,13 @@ def main() -> int:
         print(f"\n{name}: mean error {100 * error(rows, longer, sending):.1f} %", end="")
         print(f", sending {sending:.1f} times as long" if sending != 1 else "")
         for row in rows:
-            told = row.told(longer, sending)
-            off = 100 * (told / row.published - 1)
-            print(f"  {row.name:28} {told:8.2f} published {row.published:8.2f}  {off:+6.1f} %")
+            found = row.told(longer, sending)
+            off = 100 * (found / row.published - 1)
+            print(f"  {row.name:28} {found:8.2f} published {row.published:8.2f}  {off:+6.1f} %")
+    print("\nlong sequences: each row by weights that are fitted to the others")
+    for thousands, seconds, took in long_sequences():
+        off = 100 * (seconds / took - 1)
+        print(f"  {thousands:4} K {seconds:27.2f} published {took:8.2f}  {off:+6.1f} %")
     return 0
 
 

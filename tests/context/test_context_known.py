@@ -14,6 +14,7 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import propose
 from schedlang.passes.lower.build import build
+from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.traffic import collectives
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.batch import Batch
@@ -176,6 +177,18 @@ def test_a_model_without_values_is_proposed_for(buffer: bool) -> None:
         model.register_buffer("turns", torch.ones(3, device="meta"), persistent=False)
     text = propose(model, batches(mask=False)[0], {"cp": 2}).text
     assert "transformer.h.*.self_attention  context_parallel(ring, over=cp)" in text
+
+
+def test_a_model_without_values_takes_the_next_ranks_label() -> None:
+    """With a loss function labels are moved, and the head gives one row more for them: where a
+    plan is counted without values, too, what is sent and held is what it is with values."""
+    given, told = models.tokens(), []
+    for model in (models.llama(layers=1), models.llama(layers=1).to("meta")):
+        plan = planned(model, "model.layers.*.self_attn  context_parallel(ring, over=cp)", "cp=2")
+        found = account(plan, given, lambda output, batch: output.loss, memory=True)
+        assert found.memory is not None, found.notes
+        told.append((found.collectives, [one.peak for one in found.memory]))
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
+from schedlang.passes.prove import prove
 from schedlang.passes.static_checks.static import static
+from schedlang.passes.verify.sides import Case
 from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.moe.experts import kept, limit_experts
 from schedlang.runtime.moe.probe import Experts, NoExperts, probe_experts
@@ -104,6 +106,15 @@ def test_every_way_equals_the_original(name: str, threads: Any) -> None:
     found = static(plan, BATCHES[0])
     assert not found.problems
     assert all(claim.checked for claim in found.claims)
+
+
+@pytest.mark.parametrize("how", ["", ", dispatch=fetch", ", shadow=[0, 3]"])
+def test_experts_that_compute_in_16_bits(how: str, threads: Any) -> None:
+    """Under `cast(params=true)` ranks send, fetch and shadow the experts that compute, in bf16."""
+    rows = f"cast(bf16, params=true)\nlayers.*.experts  expert_parallel(over=ep{how})\n"
+    plan = planned(models.tiny(layers=1), rows + DP.format(1), BOTH, "dtype")
+    report = prove(Case(plan, tuple(BATCHES), dtype="float32"), pool=threads)
+    assert report.ok and any("working dtype" in row.kind for row in report.rows)
 
 
 class _Dropping(models.Mixture):

@@ -17,7 +17,7 @@ from schedlang.passes.planner.limits import asked, kept, limits_of, told
 from schedlang.passes.planner.reasons import slower
 from schedlang.passes.planner.search import search, why
 from schedlang.passes.planner.space import Job
-from schedlang.passes.planner.values import Priced
+from schedlang.passes.planner.values import Chain, Placement, Priced
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.schedules import ORDERS
 from tests.planner.decoders import decoder
@@ -171,3 +171,18 @@ def test_an_order_without_a_price_is_refused():
             assert last.best is None or last.best.setting.order == name
         except Refusal:
             assert name not in space.ORDERS
+
+
+def test_placements_that_the_model_refuses_are_told():
+    """Placements without a chain are counted, and the first refusal of each code is kept."""
+
+    def some(at: Placement) -> Chain | Refusal | None:
+        if at.tp > 1:
+            return Refusal.of("S401", f"heads are no multiple of {at.tp}")
+        return PROFILES(at) if at.rows < 8 else None
+
+    *_, found = search(some, JOB)
+    assert found.best is not None and found.best.setting.placement.tp == 1
+    ((at, refusal),) = found.refused
+    assert at == Placement(1, 2) and refusal.diagnostics[0].title.endswith("of 2")
+    assert found.counts.refused > 6

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.menus import Layer
-from schedlang.passes.planner.named import PLANNERS, SEARCHED, cut_as, layers_of
+from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, layers_of
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
-from schedlang.passes.planner.values import Placement, Recipe, Setting
+from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
@@ -22,6 +23,7 @@ WAY = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
 
 
 def test_each_planner_says_whose_it_is_and_what_it_leaves_out() -> None:
+    """All names, each with its paper and its limits."""
     assert {"alpa", "piper", "amp", "whale", "dapple", "pipedream", "kwai", "flexflow"} < {
         *PLANNERS
     }
@@ -31,6 +33,7 @@ def test_each_planner_says_whose_it_is_and_what_it_leaves_out() -> None:
 
 
 def test_kwai_is_within_three_percent_of_all_and_fits() -> None:
+    """A search over fewer orders is near the optimum over all, within memory."""
     job = Job(16, 64, replace(A100, memory=24 << 30), length=1024)
     found = SEARCHED["kwai"].plan(SMALL, job)
     *_, every = search(SMALL, job)
@@ -42,6 +45,7 @@ def test_kwai_is_within_three_percent_of_all_and_fits() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
+    """A walk from data parallelism ends at the search's optimum."""
     job = Job(8, 32, replace(A100, memory=16 << 30), orders=("1F1B", "GPipe"))
     found = SEARCHED["flexflow"].plan(SMALL, job, seed)
     *_, every = search(SMALL, job)
@@ -55,18 +59,25 @@ def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
     assert starved is None
 
 
-def test_a_setting_cut_by_dapple_beats_even_stages_and_mcap_holds_least() -> None:
+def test_stages_cut_by_dapple_run_quickest_and_by_mcap_hold_least() -> None:
+    """Stages of one setting by three objectives, judged by our own price."""
     chain = LARGE(WAY.placement)
     even = price(chain, WAY, A100)
     cut = {name: cut_as(name, chain, WAY, A100) for name in ("dapple", "mcap", "pipedream")}
     took = {name: price(chain, way, A100) for name, way in cut.items() if way is not None}
     assert len(took) == 3
-    assert took["dapple"].seconds < min(even.seconds, took["pipedream"].seconds)
+    assert _pipeline(took["dapple"]) < min(_pipeline(even), _pipeline(took["pipedream"]))
     assert took["mcap"].peak < min(even.peak, took["dapple"].peak)
     assert cut["dapple"] is not None and sum(cut["dapple"].cuts) == chain.length
 
 
+def _pipeline(priced: Priced) -> float:
+    """Seconds without what comes after the pipeline, which DAPPLE takes to run beside it."""
+    return priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
+
+
 def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
+    """A setting that does not fit does so with less recomputation than all."""
     chain = LARGE(WAY.placement)
     tight = replace(A100, memory=int(9.5 * 2**30))
     assert price(chain, WAY, tight).peak > tight.memory
@@ -77,9 +88,14 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
     every = replace(WAY, cuts=way.cuts, again=way.cuts)
     assert made.seconds < price(chain, every, tight).seconds
     assert cut_as("adapipe", chain, WAY, replace(A100, memory=1 << 30)) is None
+    # swaps cannot be said by a setting: what is cut without them must fit as well
+    for name in ("mpress", "swapadvisor", "piper"):
+        other = cut_as(name, chain, WAY, tight)
+        assert other is None or price(chain, other, tight).peak <= tight.memory
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
+    """Interleaved stages, and more stages than units, are refused."""
     chain = LARGE(WAY.placement)
     with pytest.raises(ValueError, match="several"):
         cut_as("alpa", chain, replace(WAY, order="Interleaved1F1B", chunks=2), A100)
@@ -88,6 +104,7 @@ def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
 
 
 def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
+    """Layers of a chain hold what its units hold, as ZeRO splits it."""
     chain = LARGE(WAY.placement)
     layers = layers_of(chain, WAY, A100, Recipe())
     assert len(layers) == chain.length == 42
@@ -100,3 +117,29 @@ def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
     )
     whole = layers_of(chain, replace(WAY, zero=0), A100, Recipe())
     assert whole[1].state == unit.numbers * 16
+
+
+def test_planners_advise_a_job_and_none_beats_the_search() -> None:
+    """Each says a legal setting for all ranks and rows; of those that fit none is quicker."""
+    job = Job(16, 64, replace(A100, memory=4 << 30), orders=("1F1B",))
+    *_, last = search(SMALL, job)
+    *_, deep = search(SMALL, job, Limits(pinned={"pp": (4,)}))
+    assert last.best is not None and last.best.priced is not None and deep.best is not None
+    names = [name for name in PLANNERS if name != "tessel"]  # which searches orders for long
+    said = list(advised(SMALL, job, deep.best.setting, names))
+    assert {"piper", "pytorch", "kwai", "flexflow"} <= {advice.name for advice in said}
+    for advice in said:
+        way = advice.setting
+        assert way.ranks == job.ranks and way.dp * way.micro * way.placement.rows == job.rows
+        if advice.priced.peak <= job.cluster.memory:
+            assert advice.priced.seconds >= last.best.priced.seconds * (1 - 1e-9), advice
+
+
+@pytest.mark.parametrize(("chunks", "hand"), [(1, "1F1B"), (1, "ZB-H1"), (2, "ZB-V")])
+def test_tessel_is_no_slower_than_the_best_order_by_hand(chunks: int, hand: str) -> None:
+    """Its order, searched, against the order of the catalogue on the same stages and ranks."""
+    (order,) = SEARCHED["tessel"].limits.pinned["order"]
+    way = Setting(Placement(1), dp=2, pp=4, micro=8, order=str(order), chunks=chunks)
+    chain = SMALL(way.placement)
+    took = price(chain, way, A100).seconds
+    assert took <= price(chain, replace(way, order=hand), A100).seconds * (1 + 1e-9)

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from schedlang.passes.planner.partition import (
     OBJECTIVES,
+    PHASES,
     PIVOT,
+    ROUNDS,
     SLOWEST,
     SUM,
     Cut,
+    Menu,
     Objective,
     Problem,
     Way,
@@ -24,7 +27,7 @@ from schedlang.passes.planner.partition import (
     cut,
     partition,
 )
-from schedlang.passes.planner.simulated import simulated
+from schedlang.passes.planner.simulated import _Search, simulated
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind
@@ -111,6 +114,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problem=problems())
 @settings(max_examples=60)
 def test_least_value_is_that_of_brute_force(objective: Objective, problem: Problem) -> None:
+    """Every objective, with several devices, choices, links and memory: equal to enumeration."""
     try:
         best = forced(problem, objective)
     except ValueError:
@@ -128,6 +132,7 @@ def test_least_value_is_that_of_brute_force(objective: Objective, problem: Probl
 @given(problem=problems())
 @settings(max_examples=40)
 def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem) -> None:
+    """Alpa's enumeration of the slowest stage equals the programme on sum and maximum."""
     links = Problem(**{**vars(problem), "send": lambda unit, device: 0.0})
     one, other = cut(links, SUM), ceilings(links)
     assert (one and pytest.approx(one.value)) == (other and other.value)
@@ -138,25 +143,28 @@ def test_ceilings_on_the_slowest_stage_find_what_one_pass_finds(problem: Problem
 def test_a_pivot_is_below_the_timeline_and_at_it_for_even_stages(
     times: list[tuple[int, int]], stages: int, micro: int
 ) -> None:
+    """A pivot is a way through 1F1B: never longer than what is played."""
     if stages > len(times):
         with pytest.raises(ValueError, match="do not make"):
             partition(times, stages, micro)
         return
     units = partition(times, stages, micro)
     assert units is not None
-    found = _pivot(times, units, micro)
-    assert found <= _played("1F1B", times, units, micro) + 1e-9
+    took = _played("1F1B", times, units, micro)
+    assert _of(PIVOT, times, units, micro) <= _of(ROUNDS, times, units, micro) <= took + 1e-9
     even = [(1, 2)] * stages
-    assert _pivot(even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
+    assert _of(PIVOT, even, (1,) * stages, micro) == _played("1F1B", even, (1,) * stages, micro)
 
 
-def _pivot(times: list[tuple[int, int]], units: tuple[int, ...], micro: int) -> float:
-    known, at = PIVOT.empty, len(times)
+def _of(
+    objective: Objective, times: list[tuple[int, int]], units: tuple[int, ...], micro: int
+) -> float:
+    known, at = objective.empty, len(times)
     for after, size in enumerate(reversed(units)):
         some = times[at - size : at]
-        known = PIVOT.stage(known, Way(*(sum(s) for s in zip(*some, strict=True))), micro, after)
+        known = objective.stage(known, Way(*map(sum, zip(*some, strict=True))), micro, after)
         at -= size
-    return PIVOT.total(known, micro)
+    return objective.total(known, micro)
 
 
 def _played(
@@ -183,6 +191,7 @@ def _played(
 def test_what_is_played_is_quickest_of_all_cuts(
     name: str, chunks: int, data: st.DataObject
 ) -> None:
+    """Cuts for the timeline of an order equal enumeration, and say that they are proven."""
     stages = data.draw(st.integers(2, 4 // chunks)) * chunks
     each = st.tuples(st.integers(1, 9), st.integers(1, 9))
     times = data.draw(st.lists(each, min_size=stages, max_size=7))
@@ -194,7 +203,65 @@ def test_what_is_played_is_quickest_of_all_cuts(
     assert found.seconds == pytest.approx(best)
 
 
+def test_bounds_are_below_every_cut_that_begins_so() -> None:
+    """Bounds of the search for a timeline hold for the quickest cut that continues each beginning;
+    that of a whole cut is met by an even one."""
+    times = [(3.0, 5.0), (1.0, 2.0), (1.0, 2.0), (2.0, 4.0), (1.0, 1.0), (4.0, 9.0)]
+    for name, ranks, chunks in (("1F1B", 3, 1), ("ZB-H1", 3, 1), ("Interleaved1F1B", 2, 2)):
+        line = order(name, ranks, 4, chunks)
+        search = _Search(line, times, 0.5, 0.5, 500, lambda units: True)
+        cuts = {units: search._play(units) for units in parts(len(times), line.stages)}
+        for units in cuts:
+            for length in range(line.stages + 1):
+                begun = units[:length]
+                least = min(took for other, took in cuts.items() if other[:length] == begun)
+                assert search._bound(begun) <= least
+    even = _Search(order("1F1B", 3, 4), [(1.0, 2.0)] * 3, 0.0, 0.5, 1, lambda units: True)
+    assert even._bound((1, 1, 1)) == even._play((1, 1, 1)) == 18.0
+
+
+def test_phases_by_hand() -> None:
+    """Even stages take (m + p - 1) (f + b); a slow first stage begins with all its forwards."""
+    assert _value(PHASES, [(1.0, 2.0)] * 4, 8) == (8 + 4 - 1) * 3.0
+    # begin 5 + 2 * 5, end 1 + 2 * 1 beside 1 + 1 + 1, steady 6
+    assert _value(PHASES, [(5.0, 1.0), (1.0, 1.0), (1.0, 1.0)], 4) == 15 + 3 + 3 * 6
+
+
+def _value(objective: Objective, stages: list[tuple[float, float]], micro: int) -> float:
+    known = objective.empty
+    for after, (forward, backward) in enumerate(reversed(stages)):
+        known = objective.stage(known, Way(forward, backward), micro, after)
+    return objective.total(known, micro)
+
+
+def _table(costs: dict[tuple[int, int, int], float]) -> Menu:
+    """A menu of first unit, last unit and number of devices; all else is dear."""
+
+    def menu(first: int, last: int, some: range, after: int) -> list[Way]:
+        return [Way(costs.get((first, last, len(some)), 100.0), 0.0)]
+
+    return menu
+
+
+def test_ends_that_are_neither_shortest_nor_slowest_are_kept() -> None:
+    """Of three ends, the one in between is best: less in sum than one, less slow than another."""
+    costs = {(0, 1, 1): 6.5, (1, 2, 1): 0.5, (2, 4, 2): 7.5, (1, 3, 2): 2.5, (3, 4, 1): 6.5}
+    costs |= {(1, 2, 2): 5.0, (2, 4, 1): 5.0}
+    found = cut(Problem(4, _table(costs), 5, 4, (1, 2), 3), SUM)
+    assert found is not None and found.value == 15.5 + 4 * 6.5
+    assert found.units == (1, 2, 1) and found.devices == (1, 2, 1)
+
+
+def test_ceilings_go_on_after_the_first_that_can_be_kept() -> None:
+    """One stage on two devices takes longer than each of two, and less than both."""
+    menu = _table({(0, 1, 1): 5.0, (1, 2, 1): 5.0, (0, 2, 2): 8.0})
+    for micro, best in ((1, 8.0), (2, 15.0)):
+        found = ceilings(Problem(2, menu, micro, 2, (1, 2)))
+        assert found is not None and found.value == best
+
+
 def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
+    """Memory of a stage counts the microbatches in flight at its place."""
     times = [(1.0, 2.0)] * 8
     even = partition(times, 4, 8, SLOWEST, kept=[1.0] * 8, memory=8)
     assert even == (2, 2, 2, 2)
@@ -205,6 +272,8 @@ def test_first_stages_keep_more_microbatches_and_get_fewer_units() -> None:
 
 
 def test_a_result_tells_units_devices_and_ways() -> None:
+    """A cut tells units, devices and the ways of its stages."""
+
     def menu(first: int, last: int, some: range, after: int) -> Iterator[Way]:
         yield Way(float(last - first) / len(some), 0.0, name=(first, last))
 
@@ -213,3 +282,11 @@ def test_a_result_tells_units_devices_and_ways() -> None:
     assert found.value == 2.0
     assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
     assert found.ways[0].name == (0, found.units[0])
+
+
+def test_large_cuts_for_1f1b_are_proven() -> None:
+    """The rounds of 1F1B bound all cuts of 34 units, of which there are millions."""
+    times = [(0.3, 0.5), *[(1.0, 2.0)] * 32, (1.7, 3.1)]
+    found = simulated(order("1F1B", 8, 32), times, 0.01)
+    assert found is not None and found.proven and found.tries < 200
+    assert sum(found.units) == 34 and found.units[0] > found.units[-1]

@@ -84,6 +84,19 @@ def test_quicker_machines_are_quicker(setting: Setting) -> None:
         assert price(chain, setting, twice).seconds <= now * (1 + 1e-12)
 
 
+def test_a_ring_is_hidden_by_computing() -> None:
+    """Keys and values go round while others are computed with; what takes longer is seen."""
+    at = Placement(1, cp=4)
+    unit = GPT(at).runs[1].unit
+    here, quiet = Setting(at), replace(unit, forward=replace(unit.forward, sent=()))
+    alone, ring = unit_times(quiet, here, A100)[0], unit.forward.sent[0]
+    assert unit_times(unit, here, A100)[0] == pytest.approx(alone)
+    slow = replace(A100, link=1e9)
+    took = ring.count * ring.bytes / 1e9
+    assert unit_times(unit, here, slow)[0] == pytest.approx(took, rel=1e-3)
+    assert took > alone
+
+
 # -- orders ----------------------------------------------------------------------------------------
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+from torch import nn
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.planner.affine import of_rows
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
-from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
 from schedlang.passes.planner.write import cuts_of, written
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from schedlang.passes.simulate.memory import rank_classes
@@ -87,6 +89,8 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4),
     Setting(P(8), pp=2, micro=4, order="GPipe"),
     Setting(P(8), pp=2, micro=4, order="Interleaved1F1B", chunks=2),
+    Setting(P(8), pp=2, micro=4, order="ZB-H1"),
+    Setting(P(8), pp=2, micro=8, order="ZB-H2"),
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
@@ -118,3 +122,63 @@ def test_every_price_is_that_of_the_schedule(make: object, dtype: str, setting: 
     """Both dtypes, a tied head; copies of ZeRO are left out of prices, which are 8 % lower then."""
     recipe = MIXED if dtype else replace(FULL, master=4 * (setting.dp > 1 and setting.zero > 0))
     near(models.profiles(make, dtype), setting, recipe, 0.08, 0.05)  # type: ignore[arg-type]
+
+
+# -- chains ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [P(tp=2), P(cp=2)], ids=str)
+def test_many_rows_are_told_by_few(placement: Placement) -> None:
+    """All that a unit costs is affine in the rows: what was played for 8 is what 2 and 4 tell."""
+    source = models.profiles(models.llama, "bf16", 64)
+    few, more = (chain_of(source, replace(placement, rows=rows)) for rows in (2, 4))
+    played, told = source.played(replace(placement, rows=8)), of_rows(few, more, 8)
+    assert told is not None
+    assert told.placement == played.placement
+    assert [run.count for run in told.runs] == [run.count for run in played.runs]
+    for first, second in ((a.unit, b.unit) for a, b in zip(told.runs, played.runs)):
+        assert (first.name, first.numbers) == (second.name, second.numbers)
+        for name in ("kept", "input", "handed", "entering"):
+            assert getattr(first, name) == pytest.approx(getattr(second, name), rel=0.01)
+        for work, exactly in ((first.forward, second.forward), (first.backward, second.backward)):
+            assert work.sent == exactly.sent
+            for kind in ("product", "attention"):
+                assert flops(work, kind) == pytest.approx(flops(exactly, kind), rel=1e-9)
+
+
+def flops(work: Work, kind: str) -> float:
+    """Operations of one kind."""
+    return sum(one.flops * one.count for one in work.operators if one.kind == kind)
+
+
+def test_layers_are_played_once() -> None:
+    """A Llama of 100 layers: its chain is that of one with 8, but for how many there are."""
+    few, many = (
+        chain_of(models.profiles(make, "", 64), P(2, tp=2)) for make in (models.llama, of_hundred)
+    )
+    assert [run.unit for run in few.runs] == [run.unit for run in many.runs]
+    assert (few.length, many.length) == (10, 102)
+    assert models.profiles(of_hundred, "", 64).names[-2:] == ("model.layers.99", "model.norm")
+
+
+def of_hundred() -> nn.Module:
+    """A Llama of 100 layers."""
+    return models.llama(100)
+
+
+def test_chains_hold_what_the_model_holds() -> None:
+    """Every parameter, tied ones at both ends; of experts each rank has a share."""
+    source = models.profiles(models.gpt2, "", 64)
+    chain = chain_of(source, P(2))
+    held = sum(run.count * run.unit.numbers for run in chain.runs)
+    shared = models.WORDS * models.WIDTH
+    assert held == sum(one.numel for one in source.facts.unique.values()) + shared
+    assert chain.tied == ((0, len(chain.runs) - 1),)
+    whole, spread = (
+        chain_of(models.profiles(models.mixtral, "", 64), P(2, ep=ep)).runs[1].unit for ep in (1, 2)
+    )
+    experts = 3 * 4 * models.WIDTH * models.INNER
+    assert (whole.spread, spread.spread) == (0, experts // 2)
+    assert whole.numbers - spread.numbers == experts // 2
+    assert {one.axis for one in spread.forward.sent} == {"ep"}
+    assert "all_to_all" in {one.op for one in spread.forward.sent}

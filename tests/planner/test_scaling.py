@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.scaling import TABLES, TOLD, Row, constant, error, slower
+from tests.benchmarks.scaling import TABLES, TOLD, Row, constant, error, long_sequences, slower
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +47,8 @@ def test_zero_3_collapses(made: dict[str, list[Row]], longer: float) -> None:
     assert max(error([row], longer, sending) for row in rows) <= 0.10
     speeds = [row.told(longer, sending) for row in rows[:3]]
     assert speeds[0] > 3 * speeds[2]
+
+
+def test_long_sequences() -> None:
+    """From 4,096 tokens to a million, over 1 to 32 parts of context."""
+    assert max(abs(told / took - 1) for _, told, took in long_sequences()) <= 0.05

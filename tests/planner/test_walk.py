@@ -23,6 +23,7 @@ ORDERS = [("1F1B", 1), ("GPipe", 1), ("ZB-H1", 1), ("Interleaved1F1B", 2), ("ZB-
 def test_delta_simulation_is_the_whole_simulation_exactly(
     name: str, chunks: int, data: st.DataObject
 ) -> None:
+    """Operations timed again from a change end exactly as when all are timed."""
     ranks = data.draw(st.integers(2, 4))
     line = order(name, ranks, 2 * ranks, chunks)
     seconds = st.integers(1, 20).map(float)
@@ -40,6 +41,7 @@ def test_delta_simulation_is_the_whole_simulation_exactly(
 
 
 def test_only_what_a_change_reaches_is_timed_again() -> None:
+    """A change at the end, or none, times next to nothing."""
     line = order("1F1B", 4, 16)
     timed = Retimed(line, [1.0] * len(line))
     before = timed.timed
@@ -52,12 +54,14 @@ def test_only_what_a_change_reaches_is_timed_again() -> None:
 
 
 def test_orders_with_copies_are_refused() -> None:
+    """Copy streams are no part of the delta simulation, which says so."""
     with pytest.raises(ValueError, match="compute and send"):
         Retimed(order("BPipe", 4, 8), [1.0] * len(order("BPipe", 4, 8)))
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZB-H1"])
 def test_a_walk_over_cuts_comes_to_the_optimum(name: str) -> None:
+    """A walk from a bad cut ends at the proven optimum."""
     times = [(3.0, 5.0), (1.0, 2.0), (1.0, 2.0), (2.0, 4.0), (1.0, 1.0), (2.0, 2.0), (4.0, 9.0)]
     line = order(name, 3, 6)
     best = simulated(line, times)
@@ -68,6 +72,7 @@ def test_a_walk_over_cuts_comes_to_the_optimum(name: str) -> None:
 
 
 def test_a_walk_leaves_a_valley_and_never_takes_what_does_not_fit() -> None:
+    """Heat leads out of a valley; infinite costs are never taken."""
     costs = [3.0, 2.0, 2.5, 3.0, 1.0, float("inf"), 0.5]
 
     def propose(at: int, chance: random.Random) -> int:

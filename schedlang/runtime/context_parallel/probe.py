@@ -390,12 +390,14 @@ def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
     """Return how a model without values would run, untried: it can be shown, not trained."""
     style = shift_of(trial)
     given = style == "padded" and _given(trial)
+    shift = "given" if given else "none" if style == "none" else "head"
     return Tokens(
         kind,
         ranks,
         _takes(trial, "position_ids"),
         products=lines_of(trial, Lines),
-        shift="given" if given else "none" if style == "none" else "head",
+        shift=shift,
+        head=head_of(trial) if shift == "head" else "",
         **labelled(trial),
     )
 

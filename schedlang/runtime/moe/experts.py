@@ -335,7 +335,7 @@ class ShardedExperts:
         return self._own(), self.held
 
     def _own(self) -> dict[str, Tensor]:
-        return {name: self.module.get_parameter(name) for name in self.routing.experts.split}
+        return {name: getattr(self.module, name) for name in self.routing.experts.split}
 
     # -- places of experts -------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class ShardedExperts:
         """The experts that this rank's tokens choose from; gradients are summed where they live."""
         found: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
-            whole = self.module.get_parameter(name)
+            whole = getattr(self.module, name)
             part: Tensor = whole * 1 if whole.is_meta else whole  # read, as a gather does
             for edge in reversed(self.apart):
                 part = collectives.gather(part, 0, edge.group, consumers_differ=True)
@@ -403,7 +403,7 @@ class ShardedExperts:
         """Copies of the shadowed experts; their gradients are summed where the experts live."""
         found: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
-            part = self.module.get_parameter(name)
+            part = getattr(self.module, name)
             shadowed = self._numbers(self.shadowed, part.device)
             at = self._places(self.held, part.device)[shadowed]
             mask = (at >= 0).view(-1, *[1] * (part.ndim - 1))

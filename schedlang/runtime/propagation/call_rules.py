@@ -176,7 +176,7 @@ def check_meeting(step: Compared, axis: str) -> None:
 def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
     """Describe how tensors split over one axis meet otherwise than their wholes do; "" if they do
     not."""
-    dims = {_meaning(call, one) for one in met}
+    dims = {meaning(call, one) for one in met}
     if len(met) < 2 or None in dims:
         return ""
     if len(dims) > 1:
@@ -185,7 +185,7 @@ def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
     return "" if alike else "in different orders"
 
 
-def _meaning(call: Running, one: Met) -> object:
+def meaning(call: Running, one: Met) -> object:
     """Return the role of a tensor's split dim in a call: equal for dims that meet; None: not
     known."""
     behind = one.tag.dim - len(one.whole)  # counted from the last
@@ -547,6 +547,15 @@ def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
         names.add(plain[1:])
     return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
+
+
+def elementwise(name: str) -> bool:
+    """Return whether a call of this name, in place or from the right too, is elementwise."""
+    plain = name.strip("_")
+    names = {name, plain}
+    if name.startswith("__") and plain[:1] in ("i", "r"):
+        names.add(plain[1:])
+    return any(one in ELEMENTWISE or _elementwise(one) for one in names)
 
 
 @cache

@@ -231,7 +231,7 @@ def head_of(trial: Trial) -> str:
         if name:
             handles.append(module.register_forward_hook(note(name)))
     try:
-        forward(trial, trial.model, trial.batch)
+        _shown(trial, trial.batch)
     finally:
         for handle in handles:
             handle.remove()

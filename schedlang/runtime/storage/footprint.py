@@ -228,7 +228,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return unwatched
 
     def holds(self, storages: Iterable[int]) -> set[int]:
-        """Those of some storages, by their ids, that are alive still."""
+        """Return which of some storages, by their ids, are alive still."""
         return {key for key in storages if key in self._alive}
 
     # -- what was seen -----------------------------------------------------------------------------

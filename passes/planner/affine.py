@@ -1,0 +1,81 @@
+"""Chains of many rows from those of few: all that units cost grows by as much with each row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Work
+
+Line = Callable[[float, float], float]
+SIZES = ("kept", "input", "most", "handed", "entering", "waiting")
+
+
+def of_rows(few: Chain, more: Chain, rows: int) -> Chain | None:
+    """The chain of so many rows, from two of the same placement but for theirs.
+
+    None where the two are not alike: other operators ran, or others of them were equal.
+    """
+    low, high = few.placement.rows, more.placement.rows
+    share = (rows - low) / (high - low)
+
+    def line(first: float, second: float) -> float:
+        return first + (second - first) * share
+
+    runs = []
+    for one, other in zip(few.runs, more.runs):
+        unit = _unit(one.unit, other.unit, line) if one.count == other.count else None
+        if unit is None:
+            return None
+        runs.append(Run(unit, one.count))
+    if len(few.runs) != len(more.runs) or few.tied != more.tied:
+        return None
+    return replace(few, placement=replace(few.placement, rows=rows), runs=tuple(runs))
+
+
+def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
+    forward, backward = (
+        _work(getattr(one, n), getattr(other, n), line) for n in ("forward", "backward")
+    )
+    if forward is None or backward is None:
+        return None
+    kept, given, most, handed, entering, waiting = (
+        max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
+    )
+    return replace(
+        one,
+        forward=forward,
+        backward=backward,
+        kept=kept,
+        input=given,
+        most=most,
+        handed=handed,
+        entering=entering,
+        waiting=waiting,
+    )
+
+
+def _work(one: Work, other: Work, line: Line) -> Work | None:
+    """The work of a unit; operators are paired by size within their kind."""
+    pairs = list(zip(_each(one), _each(other)))
+    sent = list(zip(one.sent, other.sent))
+    alike = (
+        len(_each(one)) == len(_each(other))
+        and all(a.kind == b.kind for a, b in pairs)
+        and len(one.sent) == len(other.sent)
+        and all((a.op, a.axis, a.count) == (b.op, b.axis, b.count) for a, b in sent)
+    )
+    if not alike:
+        return None
+    often = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
+    return Work(
+        tuple(Operator(*key, float(count)) for key, count in often.items()),
+        tuple(Sent(a.op, a.axis, line(a.bytes, b.bytes), a.count) for a, b in sent),
+    )
+
+
+def _each(work: Work) -> list[Operator]:
+    """Every operator as often as it runs."""
+    found = [replace(one, count=1) for one in work.operators for _ in range(round(one.count))]
+    return sorted(found, key=lambda one: (one.kind, one.flops, one.moved))

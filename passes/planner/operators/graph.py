@@ -1,0 +1,280 @@
+"""A model as a graph of operators: each layer once, however often it is repeated.
+
+The forward is recorded with as few blocks as show all, on the meta device. Steps of blocks that are
+alike are one node, whose cost counts for all of them; an edge knows how often it is crossed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from schedlang.passes.autoshard.propose import experts_of
+from schedlang.passes.reduce_model.blocks import CONVOLUTIONS, TABLES, Blocks, leaf_kind, splits
+
+if TYPE_CHECKING:
+    from schedlang.passes.complete.proposal import Trial
+    from schedlang.runtime.propagation.wired import Step, Value, Wired
+
+Key = tuple[str, int, int, str]
+Dim = tuple[str, int]  # a value's name, and one of its dims
+
+
+@dataclass(frozen=True)
+class Node:
+    """Steps of blocks that are alike; `count` of them in the whole model."""
+
+    key: Key
+    step: Step
+    count: int
+
+    @property
+    def site(self) -> str:
+        """The common name of the module."""
+        return self.key[0]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value from who makes it to one place of a node; `count` of them in the whole model.
+
+    source    the number of the node, and which of its results; of parameters and inputs (-1, 0)
+    boundary  whether the value may change its layout on the way: at a module that is sharded, or
+              where it enters a block
+    """
+
+    value: str
+    source: tuple[int, int]
+    target: int
+    place: int
+    count: int
+    boundary: bool
+
+
+@dataclass
+class Graph:
+    """Nodes in the order of the forward, edges, and what they carry.
+
+    values  by name: a parameter's or an input's own, else that of the node with the result's number
+    scale   rows of the whole batch for each one that was recorded
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    scale: float = 1.0
+
+    @cached_property
+    def classes(self) -> Mapping[Dim, Dim]:
+        """Dims that are one name: split together by every way (dims of Mesh-TensorFlow)."""
+        parent: dict[Dim, Dim] = {}
+
+        def root(one: Dim) -> Dim:
+            while parent.setdefault(one, one) != one:
+                one = parent[one]
+            return one
+
+        for at, node in enumerate(self.nodes):
+            names = self.given(at)
+            for way in node.step.ways:
+                dims = [(names[p], d) for p, d in enumerate(way.inputs) if d >= 0 and p in names]
+                dims += [(self.result(at, k), d) for k, d in enumerate(way.outputs) if d >= 0]
+                if node.step.module == "experts":
+                    dims = [one for one in dims if self.values[one[0]].kind != "parameter"]
+                for one in dims[1:]:
+                    parent[root(one)] = root(dims[0])
+        return {one: root(one) for one in list(parent)}
+
+    def name(self, value: str, dim: int) -> Dim:
+        """The name that a dim has in common with all that are split with it."""
+        return self.classes.get((value, dim), (value, dim))
+
+    @cached_property
+    def _given(self) -> list[dict[int, str]]:
+        found: list[dict[int, str]] = [{} for _ in self.nodes]
+        for edge in self.edges:
+            found[edge.target].setdefault(edge.place, edge.value)
+        return found
+
+    def given(self, node: int) -> Mapping[int, str]:
+        """The values that a node is given, by their places."""
+        return self._given[node]
+
+    def result(self, node: int, place: int) -> str:
+        """The name of one of a node's results."""
+        return ":".join(map(str, (*self.nodes[node].key, place)))
+
+    @cached_property
+    def rows(self) -> frozenset[Dim]:
+        """The names of dims that hold rows of the batch."""
+        inputs = [n for n, v in self.values.items() if v.kind == "input" and v.shape]
+        return frozenset(self.name(one, 0) for one in inputs)
+
+    @cached_property
+    def tokens(self) -> frozenset[Dim]:
+        """The names of dims that hold tokens of a sequence: of inputs, and of what tables read."""
+        inputs = [n for n, v in self.values.items() if v.kind == "input" and len(v.shape) > 1]
+        tables = (at for at, one in enumerate(self.nodes) if one.step.module == "table")
+        read = [given[0] for given in map(self.given, tables) if 0 in given]
+        inputs += [one for one in read if len(self.values[one].shape) == 2]
+        return frozenset(self.name(one, 1) for one in inputs) - self.rows
+
+    @cached_property
+    def worded(self) -> Mapping[str, str]:
+        """The tables of words outside of blocks and projections to as many: their weights."""
+        outside = [k for k, one in enumerate(self.nodes) if "*" not in one.site]
+        found: dict[str, str] = {}
+        for kind in ("table", "linear"):
+            for at in outside:
+                node = self.nodes[at]
+                if node.step.module == kind:
+                    weight = self.given(at)[1]
+                    found[node.site] = weight
+        words = [
+            self.values[found[self.nodes[k].site]].shape[0]
+            for k in outside
+            if self.nodes[k].step.module == "table"
+        ]
+        most = max(words, default=0)
+        return {site: one for site, one in found.items() if self.values[one].shape[0] == most}
+
+    @cached_property
+    def padded(self) -> frozenset[Dim]:
+        """The names of dims that may be padded: words."""
+        return frozenset(self.name(one, 0) for one in self.worded.values())
+
+    @cached_property
+    def batched(self) -> frozenset[str]:
+        """The values that are made of the batch, and not of parameters and constants alone."""
+        found = {name for name, one in self.values.items() if one.kind == "input"}
+        for _ in range(2):  # what one block gives the next is seen the second time
+            for edge in self.edges:
+                if edge.value in found:
+                    count = len(self.nodes[edge.target].step.outputs)
+                    found |= {self.result(edge.target, k) for k in range(count)}
+        return frozenset(found)
+
+    @cached_property
+    def fills(self) -> frozenset[str]:
+        """The values that hold one number everywhere, of which each rank makes its own part."""
+        found: set[str] = set()
+        for at, node in enumerate(self.nodes):
+            given = self.given(at)
+            made = node.step.fills or bool(given) and found.issuperset(given.values())
+            if made and len(given) == len(node.step.inputs):
+                found |= {self.result(at, k) for k in range(len(node.step.outputs))}
+        return frozenset(found)
+
+    def bytes(self, name: str) -> float:
+        """Bytes of a value of the whole batch."""
+        one = self.values[name]
+        return one.bytes * (self.scale if name in self.batched else 1.0)
+
+
+def kinds_of(blocks: Blocks) -> dict[str, str]:
+    """The modules of a model that are split as one, and what kind each is."""
+    facts, found = blocks.facts, {}
+    whole = {fqn for name in experts_of(blocks) for fqn in blocks.named[name]}
+    for fqn, site in facts.sites.items():
+        leaf = leaf_kind(site)
+        if fqn in whole:
+            found[fqn] = "experts"
+        elif leaf:
+            found[fqn] = "table" if leaf in TABLES else "conv1d" if leaf == "Conv1D" else "linear"
+        elif any(site.is_a(kind) for kind in CONVOLUTIONS):
+            found[fqn] = "convolution" if splits(facts, fqn) else "grouped"
+        elif site.parameters and not site.children:
+            plain = all(len(fact.shape) == 1 for fact in site.parameters.values())
+            norm = any("Norm" in name for name in site.classes)
+            if plain and norm and "Batch" not in site.class_name and "Group" not in site.class_name:
+                found[fqn] = "norm"
+    return {fqn: kind for fqn, kind in found.items() if kind != "grouped"}
+
+
+def graph_of(trial: Trial) -> Graph:
+    """The graph of a model that rows are tried on; raises what its forward raises."""
+    from schedlang.runtime.batch import rows_of
+    from schedlang.runtime.propagation.wired import wired
+    from schedlang.runtime.tracing.meta import meta_model
+
+    blocks = trial.shorter(2) if trial.shortened else trial.all
+    model = meta_model(blocks.facts.model, {})
+    found = wired(model, trial.sample, kinds_of(blocks), trial.loss)
+    return _graph(found, trial.all, blocks, rows_of(trial.batch) / rows_of(trial.sample))
+
+
+def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
+    """Steps that are alike as one node, and edges between nodes as often as they are crossed."""
+    graph, at, makers = Graph(scale=scale), {}, {}
+    instances: dict[int, list[str]] = {}
+    for step in found.steps:
+        common = blocks.common(step.site)
+        key = _key(found, blocks, step)
+        here = _block(common, step.site)
+        if key not in at:
+            at[key] = len(graph.nodes)
+            graph.nodes.append(Node(key, step, len(whole.named.get(common, ("",)))))
+        node = at[key]
+        instances.setdefault(node, []).append(here)
+        for k, value in enumerate(step.outputs):
+            makers[value] = node, k, here
+            graph.values.setdefault(graph.result(node, k), found.values[value])
+    short: Counter[str] = Counter(blocks.common(fqn) for fqn in blocks.facts.sites)
+    for node, those in instances.items():
+        one = graph.nodes[node]
+        if len(those) < short[one.site]:  # what only some blocks do is not repeated
+            graph.nodes[node] = replace(one, count=len(those))
+    graph.counts = {
+        graph.result(at, k): node.count
+        for at, node in enumerate(graph.nodes)
+        for k in range(len(node.step.outputs))
+    }
+    crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
+    for step in found.steps:
+        key = _key(found, blocks, step)
+        here = _block(key[0], step.site)
+        for place, value in enumerate(step.inputs):
+            node, k, there = makers.get(value, (-1, 0, ""))
+            one = found.values[value]
+            if node < 0 and one.kind == "constant":
+                continue
+            name = graph.result(node, k) if node >= 0 else blocks.common(one.made)
+            if one.kind == "parameter":
+                there = _block(name, one.made)
+            if node < 0:
+                graph.values.setdefault(name, one)
+                owner = name.rpartition(".")[0]
+                graph.counts.setdefault(name, len(whole.named.get(owner, ("",))))
+            crossed.setdefault((name, (node, k), at[key], place), []).append((there, here))
+    for (name, source, target, place), ways in crossed.items():
+        count = _crossings(ways, graph.nodes[target].count, set(instances[target]))
+        maker = graph.nodes[source[0]].step.module if source[0] >= 0 else ""
+        enters = source[0] >= 0 and any(not a and b for a, b in ways)
+        boundary = bool(maker or graph.nodes[target].step.module or enters)
+        graph.edges.append(Edge(name, source, target, place, count, boundary))
+    return graph
+
+
+def _key(found: Wired, blocks: Blocks, step: Step) -> Key:
+    """Equal for steps of blocks that are alike."""
+    shapes = ",".join(str(list(found.values[one].shape)) for one in step.inputs)
+    return blocks.common(step.site), step.turn, step.place, f"{step.name}({shapes})"
+
+
+def _block(common: str, fqn: str) -> str:
+    """The innermost block in which something stands; "" outside of all."""
+    depth = common.rpartition("*")[0].count(".")
+    return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
+
+
+def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:
+    """How often an edge is crossed in the whole model, by the blocks between which it was seen."""
+    if all(a == b for a, b in ways):
+        return count
+    if any(a and a != b for a, b in ways) and len(targets) > 1:
+        return max(1, count - 1)
+    return count if {b for _, b in ways} >= targets else 1

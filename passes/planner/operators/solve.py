@@ -1,0 +1,274 @@
+"""Exact choice of one option for each variable, where pairs of them cost as well.
+
+* Elimination of variables one by one (Bertele & Brioschi 1972; Dechter 1999, bucket elimination):
+  time grows with the width of the graph, which is small for models, not with their length.
+* Under a limit of bytes the same with a price of a byte, and branches where the two sides of the
+  limit differ: Lagrangian relaxation (Geoffrion 1974) bounds every branch, so the best is proven.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Costs = NDArray[np.float64]
+Factor = tuple[tuple[int, ...], Costs]
+
+LARGE = 1 << 22  # cells of a table; where elimination would need more, a variable is fixed instead
+BRANCHES = 4000  # under a limit of bytes, before the best so far is given with its bound
+CLOSE = 1e-12  # seconds that differ by less, relatively, are equal
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Variables, each with some options; an infinite cost forbids an option or a pair.
+
+    seconds  of every variable, a vector over its options
+    bytes    the same; they are finite
+    pairs    (i, j) with i < j -> seconds, options of i by options of j
+    """
+
+    seconds: tuple[Costs, ...]
+    bytes: tuple[Costs, ...]
+    pairs: Mapping[tuple[int, int], Costs]
+
+    def cost(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Return seconds and bytes of one choice."""
+        seconds = sum(float(one[k]) for one, k in zip(self.seconds, choice))
+        seconds += sum(float(m[choice[i], choice[j]]) for (i, j), m in self.pairs.items())
+        return seconds, sum(float(one[k]) for one, k in zip(self.bytes, choice))
+
+    def fixed(self, variable: int, option: int) -> Problem:
+        """The problem with one variable decided."""
+        only = np.full_like(self.seconds[variable], np.inf)
+        only[option] = self.seconds[variable][option]
+        seconds = (*self.seconds[:variable], only, *self.seconds[variable + 1 :])
+        return replace(self, seconds=seconds)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The order of elimination: next the variable whose table is the smallest."""
+        return _order([len(one) for one in self.seconds], self.pairs)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice and what it costs; no choice costs fewer seconds than `bound`."""
+
+    choice: tuple[int, ...]
+    seconds: float
+    bytes: float
+    bound: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether it is the best."""
+        return self.seconds - self.bound <= CLOSE * max(1.0, abs(self.seconds))
+
+
+def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -> Solution | None:
+    """The quickest choice of at most `limit` bytes; None where there is none.
+
+    Proven the best unless more than `branches` were needed, which the solution tells.
+    """
+    first = _least(problem, 0.0)
+    if first is None:
+        return None
+    if first.bytes <= limit:
+        return first
+    return _limited(problem, limit, branches)
+
+
+# -- without a limit ------------------------------------------------------------------------------
+
+
+def _order(sizes: Sequence[int], pairs: Mapping[tuple[int, int], Costs]) -> tuple[int, ...]:
+    near: dict[int, set[int]] = {k: set() for k in range(len(sizes))}
+    for i, j in pairs:
+        near[i].add(j)
+        near[j].add(i)
+    order = []
+    while near:
+        chosen = min(near, key=lambda k: sizes[k] * math.prod(sizes[o] for o in near[k]))
+        around = near.pop(chosen)
+        for other in around:
+            near[other] |= around - {other}
+            near[other].discard(chosen)
+        order.append(chosen)
+    return tuple(order)
+
+
+def _least(problem: Problem, price: float) -> Solution | None:
+    """The choice of the fewest seconds, with so many more for each byte; None: all is forbidden."""
+    factors: list[Factor] = [
+        ((k,), one + price * more if price else one)
+        for k, (one, more) in enumerate(zip(problem.seconds, problem.bytes))
+    ]
+    factors += [(pair, costs) for pair, costs in problem.pairs.items()]
+    sizes = [len(one) for one in problem.seconds]
+    found = _eliminated(factors, sizes, problem.order)
+    if found is None:
+        return None
+    seconds, size = problem.cost(found)
+    return Solution(found, seconds, size, seconds + price * size)
+
+
+def _eliminated(
+    factors: list[Factor], sizes: Sequence[int], order: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The least choice, one variable after the other; what would be too large is fixed first."""
+    done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
+    for variable in order:
+        mine = [one for one in factors if variable in one[0]]
+        scope = tuple(sorted({v for own, _ in mine for v in own} - {variable}))
+        if sizes[variable] * math.prod(sizes[v] for v in scope) > LARGE:
+            widest = max(scope, key=lambda v: sum(v in own for own, _ in factors))
+            return _conditioned(factors, sizes, [v for v in order if v != widest], widest, done)
+        table = _joined(mine, (*scope, variable), sizes)
+        factors = [one for one in factors if variable not in one[0]]
+        factors.append((scope, table.min(axis=-1)))
+        done.append((variable, scope, table.argmin(axis=-1)))
+    total = sum(float(table) for _, table in factors)
+    return None if math.isinf(total) else _traced(done, {}, len(sizes))
+
+
+def _joined(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Costs:
+    """The sum of factors over all of their variables, in the order of `scope`."""
+    table = np.zeros([sizes[v] for v in scope])
+    place = {v: k for k, v in enumerate(scope)}
+    for own, costs in factors:
+        ranked = sorted(range(len(own)), key=lambda k: place[own[k]])
+        shape = [1] * len(scope)
+        for v in own:
+            shape[place[v]] = sizes[v]
+        table += costs.transpose(ranked).reshape(shape)
+    return table
+
+
+def _conditioned(
+    factors: Sequence[Factor],
+    sizes: Sequence[int],
+    order: Sequence[int],
+    variable: int,
+    done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]],
+) -> tuple[int, ...] | None:
+    """The least over all options of one variable, each tried by itself."""
+    best: tuple[float, tuple[int, ...]] | None = None
+    gone = {one for one, _, _ in done}
+    left = [v for v in order if v not in gone]
+    for option in range(sizes[variable]):
+        cut: list[Factor] = []
+        for own, costs in factors:
+            if variable in own:
+                costs = costs.take(option, axis=own.index(variable))
+                own = tuple(v for v in own if v != variable)
+            cut.append((own, costs))
+        inner = _eliminated(cut, sizes, left)
+        if inner is None:
+            continue
+        chosen = {v: inner[v] for v in left} | {variable: option}
+        value = sum(float(costs[tuple(chosen[v] for v in own)]) for own, costs in cut)
+        if best is None or value < best[0]:
+            best = value, _traced(done, chosen, len(sizes))
+    return None if best is None else best[1]
+
+
+def _traced(
+    done: Sequence[tuple[int, tuple[int, ...], NDArray[np.intp]]],
+    chosen: dict[int, int],
+    count: int,
+) -> tuple[int, ...]:
+    """The choices of what was eliminated, from the last to the first."""
+    chosen = dict(chosen)
+    for variable, scope, best in reversed(done):
+        chosen[variable] = int(best[tuple(chosen[v] for v in scope)])
+    return tuple(chosen.get(v, 0) for v in range(count))
+
+
+# -- with a limit ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """One branch: two choices about the limit; none that fits is quicker than `bound`."""
+
+    bound: float
+    fits: Solution
+    over: Solution | None
+
+
+def _bounded(problem: Problem, limit: float) -> _Bounded | None:
+    """A branch with the best bound that a price of bytes gives; None where nothing fits."""
+    over = _least(problem, 0.0)
+    if over is None:
+        return None
+    if over.bytes <= limit:
+        return _Bounded(over.seconds, over, None)
+    small = _smallest(problem)
+    if small.bytes > limit:
+        return None
+    fits, bound = small, over.seconds
+    while True:
+        price = (fits.seconds - over.seconds) / (over.bytes - fits.bytes)
+        if price <= 0:
+            return _Bounded(bound, fits, over)
+        middle = _least(problem, price)
+        assert middle is not None
+        bound = max(bound, middle.bound - price * limit)
+        line = over.seconds + price * over.bytes
+        if middle.bound >= line - CLOSE * max(1.0, abs(line)):
+            return _Bounded(bound, fits, over)
+        fits, over = (middle, over) if middle.bytes <= limit else (fits, middle)
+
+
+def _smallest(problem: Problem) -> Solution:
+    """The choice of the fewest bytes, of those that nothing forbids."""
+
+    def allowed(costs: Costs) -> Costs:
+        return np.where(np.isinf(costs), np.inf, 0.0)
+
+    least = _least(
+        replace(
+            problem,
+            seconds=tuple(allowed(s) + b for s, b in zip(problem.seconds, problem.bytes)),
+            pairs={pair: allowed(costs) for pair, costs in problem.pairs.items()},
+        ),
+        0.0,
+    )
+    assert least is not None
+    seconds, size = problem.cost(least.choice)
+    return Solution(least.choice, seconds, size, seconds)
+
+
+def _limited(problem: Problem, limit: float, branches: int) -> Solution | None:
+    """Best first: the branch of the lowest bound is split where its two choices differ."""
+    first, turn = _bounded(problem, limit), itertools.count()
+    if first is None:
+        return None
+    best, heap = first.fits, [(first.bound, next(turn), problem, first)]
+    while heap:
+        bound, _, here, told = heapq.heappop(heap)
+        if bound >= best.seconds - CLOSE * max(1.0, abs(best.seconds)):
+            return replace(best, bound=best.seconds)
+        if next(turn) > branches:
+            return replace(best, bound=bound)
+        if told.over is None:
+            continue
+        pairs = zip(told.fits.choice, told.over.choice)
+        differ = [v for v, (a, b) in enumerate(pairs) if a != b]
+        widest = max(differ, key=lambda v: abs(np.ptp(here.bytes[v])))
+        for option in np.flatnonzero(np.isfinite(here.seconds[widest])):
+            child = here.fixed(widest, int(option))
+            found = _bounded(child, limit)
+            if found is None or found.bound >= best.seconds:
+                continue
+            best = min(best, found.fits, key=lambda one: one.seconds)
+            heapq.heappush(heap, (found.bound, next(turn), child, found))
+    return replace(best, bound=best.seconds)

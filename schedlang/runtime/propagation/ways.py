@@ -1,0 +1,236 @@
+"""Ways to split one call of torch over ranks: dims that are split together, found by trying.
+
+* A dim of one tensor is made smaller, with the dims of the others that meet it, and the call runs
+  without values: the dims of its results that shrink alike are split as well.
+* Modules that are split as one: what a projection, a table, a norm, a convolution can do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedlang.ir import pytree
+from schedlang.runtime.propagation import call_rules
+from schedlang.runtime.propagation.call_rules import EXPANDS, Met, known, meaning, reaches
+from schedlang.runtime.propagation.follow import RESHAPES
+from schedlang.runtime.propagation.trace import LOSSES, Running, Tag
+from schedlang.runtime.rng.draws import masks
+from schedlang.runtime.sharding.sizes import FILLS, PARTS, along
+
+WHOLE, SUM = -1, -2  # what is split in place of a dim: nothing; results are parts of a sum
+SUMS = ("sum", "mean")
+BESIDE = 3  # at most so many blocks lie side by side in a dim that a view takes apart
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to split a call: for each tensor that it is given, and gives, the dim that is split.
+
+    outputs  WHOLE where parts are summed within the call, SUM where they are left to be summed
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def ways(call: Running) -> tuple[Way, ...]:
+    """Return the ways to split a call, without the one that splits nothing."""
+    given = call.args, call.kwargs
+    told = known(call.name, *given) or call.func in LOSSES or masks(call.func, *given)
+    if call.name in FILLS or not call.outputs or not told:
+        return ()
+    found: dict[Way, None] = {}
+    for place, tensor in enumerate(call.inputs):
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                found.update(dict.fromkeys(_ways(call, place, dim)))
+    return tuple(found)
+
+
+def _ways(call: Running, place: int, dim: int) -> Iterator[Way]:
+    shapes = [tuple(one.shape) for one in call.inputs]
+    if call.func in LOSSES:
+        yield from _loss(shapes, place, dim)
+        return
+    split = _together(call, shapes, place, dim)
+    if split is None or _mixes(call, shapes, split):
+        return
+    before, after = shapes[place], tuple(call.outputs[0].shape)
+    given = tuple(split)
+    if call.name in RESHAPES and len(shapes) == 1:
+        yield from (Way(given, (d,)) for d in _reshaped(before, dim, after))
+    elif call.name in EXPANDS and len(shapes) == 1 and call.name != "repeat":
+        yield Way(given, (dim + len(after) - len(before),))
+    elif call.name in PARTS and all(one.shape[dim] != before[dim] for one in call.outputs):
+        yield Way(given, (dim,) * len(call.outputs))
+    else:
+        made = _tried(call, shapes, split)
+        if made is not None:
+            yield Way(given, made)
+
+
+def _loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[Way]:
+    """A loss over classes: of some of the rows, or of some of the classes."""
+    if place == 0:
+        labels = [WHOLE] * (len(shapes) - 1)
+        if dim != min(1, len(shapes[0]) - 1) and labels:
+            labels[0] = dim if dim == 0 else dim - 1
+        yield Way((dim, *labels), (WHOLE,))
+
+
+def _together(call: Running, shapes: Sequence[Shape], place: int, dim: int) -> list[int] | None:
+    """The dim of each tensor that is split along with one of them; None: it is not known."""
+    split = [WHOLE] * len(shapes)
+    split[place] = dim
+    if len(shapes) == 1:
+        return split
+    size, role = shapes[place][dim], _role(call, place, dim, shapes[place])
+    if role is None:
+        return None
+    for other, shape in enumerate(shapes):
+        if other == place:
+            continue
+        dims = [d for d in range(len(shape)) if _role(call, other, d, shape) == role]
+        if len(dims) > 1:
+            return None
+        if dims and shape[dims[0]] == size:
+            split[other] = dims[0]
+        elif dims and shape[dims[0]] != 1:
+            if call.func is not F.scaled_dot_product_attention:  # fewer heads of keys
+                return None
+            split[other] = dims[0]
+    return split
+
+
+def _role(call: Running, place: int, dim: int, shape: Shape) -> object:
+    if call_rules.elementwise(call.name):
+        return dim - len(shape)
+    return meaning(call, Met(place, Tag(dim, (shape[dim],)), shape))
+
+
+def _mixes(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> bool:
+    """Return whether a call computes along one of the dims that are split."""
+    after = tuple(call.outputs[0].shape)
+    main = shapes[0]
+    dims = along(call.name, call.args, call.kwargs, len(main))
+    dims |= reaches(call.name, call.args, call.kwargs, main, after)
+    if call.name == "scaled_dot_product_attention":
+        dims = {len(main) - 1, len(main) - 2}
+        return any(d >= len(shape) - 2 for d, shape in zip(split[:3], shapes))
+    return split[0] in dims
+
+
+def _reshaped(before: Shape, dim: int, after: Shape) -> Iterator[int]:
+    """The dims of a view's result that hold the slowest parts of a dim, or of blocks in it."""
+    outer = math.prod(before[:dim])
+    for d, size in enumerate(after):
+        if math.prod(after[:d]) == outer and size > 1:
+            yield d
+            inner = math.prod(after[d:])
+            packed = len(after) > len(before) + 1 and size <= BESIDE
+            taken = math.prod(before[dim:]) == inner and packed
+            if taken and d + 1 < len(after) and after[d + 1] > 1:
+                yield d + 1
+            return
+
+
+def _tried(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> tuple[int, ...] | None:
+    """The dims of the results that shrink along; None: this cannot be told, or is none."""
+    size = next(shape[d] for shape, d in zip(shapes, split) if d >= 0)
+    factor = next(k for k in range(2, size + 1) if size % k == 0)
+    if any(d >= 0 and shape[d] % factor for shape, d in zip(shapes, split)):
+        return None
+    made = _run(call, shapes, split, factor)
+    if made is None or len(made) != len(call.outputs):
+        return None
+    found = []
+    for shape, whole in zip(made, (tuple(one.shape) for one in call.outputs)):
+        if len(shape) != len(whole):
+            return None
+        differ = [d for d, (a, b) in enumerate(zip(shape, whole)) if a != b]
+        if len(differ) == 1 and shape[differ[0]] * factor == whole[differ[0]]:
+            found.append(differ[0])
+        elif not differ and call.name in SUMS:
+            found.append(WHOLE)
+        else:
+            return None
+    return tuple(found)
+
+
+def _run(
+    call: Running, shapes: Sequence[Shape], split: Sequence[int], factor: int
+) -> list[Shape] | None:
+    """The shapes of the results of parts."""
+    turn = itertools.count()
+
+    def given(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        at = next(turn)
+        shape = list(shapes[at])
+        if split[at] >= 0:
+            shape[split[at]] //= factor
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
+        try:
+            out = call.func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None
+    leaves = pytree.tree_leaves(out)
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+# -- modules that are split as one ----------------------------------------------------------------
+
+
+def linear(x: Shape, out: int, bias: bool) -> tuple[Way, ...]:
+    """A projection's ways: by its rows, by outputs, by what it sums over (a bias comes after).
+
+    `out` is the dim of its weight that holds outputs.
+    """
+    last = len(x) - 1
+    rest = (WHOLE,) if bias else ()
+    by_rows = (Way((d, WHOLE, *rest), (d,)) for d in range(last))
+    by_outputs = Way((WHOLE, out, *((0,) if bias else ())), (last,))
+    return (*by_rows, by_outputs, Way((last, 1 - out, *rest), (SUM,)))
+
+
+def table(x: Shape) -> tuple[Way, ...]:
+    """The ways of a table: by what is looked up, by its rows, by its columns."""
+    by_rows = (Way((d, WHOLE), (d,)) for d in range(len(x)))
+    return (*by_rows, Way((WHOLE, 0), (SUM,)), Way((WHOLE, 1), (len(x),)))
+
+
+def norm(x: Shape, parameters: int, normed: int) -> tuple[Way, ...]:
+    """The ways of a norm over the last `normed` dims: by the others."""
+    return tuple(Way((d, *(WHOLE,) * parameters), (d,)) for d in range(len(x) - normed))
+
+
+def convolution(x: Shape, bias: bool, grouped: bool) -> tuple[Way, ...]:
+    """The ways of a convolution: by rows, by places (edges are sent), by channels out and in."""
+    rest = (WHOLE,) if bias else ()
+    found = [Way((d, WHOLE, *rest), (d,)) for d in (0, *range(2, len(x)))]
+    if not grouped:
+        found.append(Way((WHOLE, 0, *((0,) if bias else ())), (1,)))
+        found.append(Way((1, 1, *rest), (SUM,)))
+    return tuple(found)
+
+
+def experts(parameters: int, rest: int) -> tuple[Way, ...]:
+    """The ways of experts: by rows, each going to the rank of its expert, or not; by experts."""
+    beside, whole = (0,) * rest, (WHOLE,) * rest
+    return (
+        Way((0, *beside, *(WHOLE,) * parameters), (0,)),
+        Way((0, *beside, *(0,) * parameters), (0,)),
+        Way((WHOLE, *whole, *(0,) * parameters), (SUM,)),
+    )

@@ -1,0 +1,251 @@
+"""One forward recorded as a graph: steps, the values between them, and ways to split each step.
+
+Modules that the language splits as one (projections, tables, norms, convolutions, experts) are one
+step each; around them every call of torch is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.runtime.batch import forward, named_tensors
+from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.propagation import ways
+from schedlang.runtime.propagation.call_rules import LINEAR, SUMMING
+from schedlang.runtime.propagation.trace import Frame, Lattice, Running, Stack, Trace
+from schedlang.runtime.propagation.ways import Way
+from schedlang.runtime.sharding.sizes import FILLS
+from schedlang.runtime.tracing.meta import tensors_in, without_values
+
+PRODUCTS = {*SUMMING, "conv_transpose2d"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor between steps.
+
+    made   what it is: a parameter's name, an input's name, or "" for what a step gives
+    varies whether it is made of the batch or of parameters, and may be split with them
+    """
+
+    shape: tuple[int, ...]
+    width: int  # bytes of one number
+    grad: bool
+    kind: str = "step"  # "parameter", "input", "constant"
+    made: str = ""
+    varies: bool = True
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the whole."""
+        return float(math.prod(self.shape) * self.width)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A module that is split as one, or a call of torch.
+
+    site, turn  the module in which it runs, or that it is, and which of its calls
+    place       how many steps of its name and shapes came before it in the call of the module
+    module      what kind of module it is; "" for a call
+    kind        a product, attention, or other
+    fills       whether it makes a tensor of one number
+    kept        whether its results are new memory, and none of what it was given
+    """
+
+    site: str
+    turn: int
+    place: int
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ways: tuple[Way, ...]
+    module: str
+    kind: str
+    flops: float
+    kept: bool
+    fills: bool = False
+
+
+@dataclass
+class Wired:
+    """The steps of a forward, in order, and all values."""
+
+    values: list[Value] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+class _Wiring(Lattice):
+    """Which value each tensor is."""
+
+    mark, nothing = "_schedlang_wired", None
+
+    def __init__(self, stack: Stack, names: Mapping[int, str]) -> None:
+        self.stack, self.names = stack, names
+        self.wired, self.muted = Wired(), 0
+        self.places: Counter[tuple[Frame, str, tuple[tuple[int, ...], ...]]] = Counter()
+
+    def value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
+        """A new value for a tensor."""
+        grad = tensor.requires_grad and tensor.is_floating_point()
+        one = Value(tuple(tensor.shape), tensor.element_size(), grad, kind, made, varies)
+        self.wired.values.append(one)
+        self.put(tensor, (self, len(self.wired.values) - 1))
+        return len(self.wired.values) - 1
+
+    def known(self, tensor: Tensor) -> int:
+        """The value of a tensor; one that no step gave is a parameter, or a constant."""
+        found = self.of(tensor)
+        if found is not None and found[0] is self:  # buffers are shared by copies of a model
+            return int(found[1])
+        name = self.names.get(id(tensor), "")
+        return self.value(tensor, "parameter" if name else "constant", name, bool(name))
+
+    def after(self, call: Running) -> None:
+        """Write down a call that is outside of the modules that are one step."""
+        if self.muted or not call.outputs:
+            return
+        given = [self.known(one) for one in call.inputs]
+        varies = any(self.wired.values[one].varies for one in given)
+        found = ways.ways(call) if varies else ()
+        attends = call.func is F.scaled_dot_product_attention
+        kind = "attention" if attends else "product" if call.name in PRODUCTS else "other"
+        kept = not (call.name in LINEAR or all(o.dim() == 0 for o in call.outputs))
+        self.step(call, given, found, "", kind, varies, kept)
+
+    def step(
+        self,
+        call: Running,
+        given: list[int],
+        found: tuple[Way, ...],
+        module: str,
+        kind: str,
+        varies: bool,
+        kept: bool = True,
+    ) -> None:
+        """Write down one step, with values for what it gives."""
+        flops = _flops(call, module if module == "experts" else kind)
+        outputs = [self.value(one, "step", varies=varies) for one in call.outputs]
+        alike = call.frame, call.name, tuple(tuple(one.shape) for one in call.inputs)
+        place = self.places[alike]
+        self.places[alike] += 1
+        self.wired.steps.append(
+            Step(
+                *call.frame,
+                place,
+                call.name,
+                tuple(given),
+                tuple(outputs),
+                found,
+                module,
+                kind,
+                flops,
+                kept,
+                call.name in FILLS,
+            )
+        )
+
+    def leaf(
+        self, fqn: str, module: nn.Module, kind: str, inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The forward of a module that is one step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.muted:
+                return inner(*args, **kwargs)
+            tensors = tensors_in((args, kwargs))
+            given = [self.known(one) for one in tensors]
+            own = list(module.parameters())
+            given += [self.known(one) for one in own]
+            self.muted += 1
+            try:
+                out = inner(*args, **kwargs)
+            finally:
+                self.muted -= 1
+            frame = self.stack.frames[-1]
+            made = tensors_in(out)
+            call = Running(frame, type(module).__name__, inner, args, kwargs, [*tensors, *own], out)
+            call.outputs = made
+            simple = len(made) == 1 and bool(tensors) and made[0] is not tensors[0]
+            found = _module_ways(module, kind, tensors, own) if simple else ()
+            product = kind not in ("norm", "table")
+            self.step(call, given, found, kind, "product" if product else "other", True)
+            return out
+
+        return run
+
+
+def _module_ways(
+    module: nn.Module, kind: str, tensors: list[Tensor], own: list[Tensor]
+) -> tuple[Way, ...]:
+    x = tuple(tensors[0].shape)
+    if kind == "experts":
+        return ways.experts(len(own), len(tensors) - 1)
+    if len(tensors) > 1:
+        return ()
+    if kind in ("linear", "conv1d"):
+        return ways.linear(x, int(kind == "conv1d"), len(own) > 1)
+    if kind == "table":
+        return ways.table(x)
+    if kind == "convolution":
+        return ways.convolution(x, len(own) > 1, int(module.groups) > 1)  # type: ignore[arg-type]
+    return ways.norm(x, len(own), own[0].dim())
+
+
+def _flops(call: Running, kind: str) -> float:
+    """Operations of a forward: two for each product that is summed."""
+    if kind == "experts":
+        counts = [one.shape[-1] for one in call.inputs if not one.is_floating_point()]
+        own = [one for one in call.inputs if isinstance(one, nn.Parameter)]
+        rows = call.inputs[0].numel() / call.inputs[0].shape[-1]
+        each = sum(one.numel() / one.shape[0] for one in own)
+        return 2.0 * rows * max(counts, default=1) * each
+    if kind == "other" or not call.inputs or not call.outputs:
+        return 0.0
+    out = max((one.numel() for one in call.outputs), default=0)
+    if kind == "attention":
+        query, key = call.inputs[:2]
+        return 4.0 * query.numel() * key.shape[-2]
+    weights = [one for one in call.inputs if one.dim() > 1][1:2]
+    if not weights:
+        return 2.0 * out
+    rows = out / max(1, call.outputs[0].shape[-1])
+    if call.name == "Conv1D" or isinstance(call.inputs[1], nn.Parameter):
+        if weights[0].dim() > 2 and call.outputs[0].dim() == weights[0].dim():  # a convolution
+            return 2.0 * out * math.prod(weights[0].shape[1:])
+        return 2.0 * rows * weights[0].shape[-1] * weights[0].shape[-2]
+    return 2.0 * out * call.inputs[0].shape[-1]
+
+
+def wired(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    loss: Callable[..., Any] | None = None,
+) -> Wired:
+    """Record one forward of a throwaway model on the meta device, with its loss.
+
+    kinds  modules that are one step: linear, conv1d, table, norm, convolution, experts
+    """
+    stack = Stack()
+    names = {id(one): name for name, one in model.named_parameters()}
+    wiring = _Wiring(stack, names)
+    for fqn, module in model.named_modules():
+        if fqn in kinds:
+            module.forward = wiring.leaf(fqn, module, kinds[fqn], module.forward)
+    stack.watch(model)
+    model.train()
+    with kept_outside(model), without_values(batch) as (inputs, _):
+        for name, tensor in named_tensors(inputs).items():
+            wiring.value(tensor, "input", name)
+        with torch.enable_grad(), Trace(stack, wiring, asked=True):
+            forward(model, inputs, loss)
+    return wiring.wired
