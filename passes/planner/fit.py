@@ -20,6 +20,7 @@ Array = NDArray[np.float64]
 
 Timed = tuple[Causes, float]  # seconds of a step by cause, as priced, and as measured
 PRIOR = 0.8  # standard deviation of the logarithm of a weight about what was assumed
+STEPS = 300  # at most, that are tried: far more than a fit of hundreds of runs takes
 NOISE = 0.03  # and of a run about the model
 FAR = 1.5  # in those of NOISE, from where on a run weighs less (Huber 1964)
 
@@ -64,7 +65,9 @@ def _found(matrix: Array, start: Array) -> Array:
     """Logarithms of the most likely weights."""
     found, damping = start, 1e-2
     least = _unlike(matrix, found, start)
-    while damping < 1e9:
+    for _ in range(STEPS):
+        if damping > 1e9:
+            break
         told = matrix @ np.exp(found)
         off = np.log(told) / NOISE
         weight = np.minimum(1, FAR / np.maximum(abs(off), 1e-9))
@@ -74,7 +77,7 @@ def _found(matrix: Array, start: Array) -> Array:
         step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
         tried = found + np.clip(step, -1, 1)
         now = _unlike(matrix, tried, start)
-        if now > least - 1e-6:
+        if not now < least - 1e-6:  # not where it is no number either
             damping *= 4
             continue
         found, least, damping = tried, now, damping / 4

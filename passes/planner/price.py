@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
-from schedlang.passes.planner.values import Chain, Kind, Priced, Recipe, Setting, Unit, Work
+from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
 Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
-START, SENT = 4e-6, 5e-6  # of an operator; of a message between neighbours
 NONE: Causes = {}
 RECIPE = Recipe()
 COMPUTING = "computing"
@@ -87,8 +86,8 @@ def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster)
             found[cause] = found.get(cause, 0.0) + took
 
     for op in work.operators:
-        start = operator(cluster, op.kind, 0.0, 0.0)
-        took = operator(cluster, op.kind, op.flops, op.moved)
+        start = cluster.operator(op.kind, 0.0, 0.0)
+        took = cluster.operator(op.kind, op.flops, op.moved)
         add(op.cause or op.kind, op.count * (took - start))
         add("start", op.count * start)
     shown = 1.0
@@ -96,7 +95,7 @@ def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster)
         ring = sum(
             one.count * collective(cluster, "send", one.bytes, *sizes[one.axis]) for one in rings
         )
-        shown = 1 - overlap(cluster) * min(1.0, sum(found.values()) / max(ring, 1e-12))
+        shown = 1 - cluster.overlap * min(1.0, sum(found.values()) / max(ring, 1e-12))
     for sent in work.sent:
         often = sent.count * (shown if sent.op == "send" else 1)
         for cause, took in _sending(cluster, sent.axis, sent.op, sent.bytes, *sizes[sent.axis]):
@@ -113,32 +112,10 @@ def _sending(
     return (axis, took - start), (f"{axis} start", start)
 
 
-def operator(cluster: Cluster, kind: Kind, flops: float, moved: float) -> float:
-    """Seconds of one operator."""
-    if hasattr(cluster, "operator"):
-        return float(cluster.operator(kind, flops, moved))
-    return START + max(flops / cluster.speed, moved / cluster.stream)
-
-
+@lru_cache(100_000)
 def collective(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
     """Seconds of one collective, or of one message to a neighbour, along an axis."""
-    if ranks < 2:
-        return 0.0
-    if hasattr(cluster, "collective"):
-        return float(cluster.collective(op, size, ranks, apart))
-    start = SENT * (1 if op == "send" else ranks)
-    if op == "send":
-        return start + size / (cluster.link if apart < cluster.node else cluster.network)
-    share = (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
-    inside = max(1, min(ranks, cluster.node // apart))
-    if inside == ranks:
-        return start + share * size / cluster.link
-    return start + share * size / min(cluster.link, cluster.network * inside)
-
-
-def overlap(cluster: Cluster) -> float:
-    """Share of messages beside the computing that it hides."""
-    return float(getattr(cluster, "overlap", 1.0))
+    return cluster.collective(op, size, ranks, apart)
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -440,7 +417,7 @@ def _data(
     often = 2 * setting.micro * (zero > 2)
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
-    share = overlap(cluster)
+    share = cluster.overlap
     computing = {c: t for c, t in busiest.items() if c not in BESIDE}
     if _total(beside, weights) <= _total(computing, weights):
         return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
@@ -472,7 +449,7 @@ def _update(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> 
     """Seconds of the optimizer: state is read and written, gradients read, parameters written."""
     each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
     share = (held / _split(setting)).sum() if setting.zero else held.sum()
-    return operator(cluster, "other", 0.0, each * float(share))
+    return cluster.operator("other", 0.0, each * float(share))
 
 
 def _split(setting: Setting) -> Array:

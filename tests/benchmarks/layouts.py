@@ -104,22 +104,25 @@ def _cause(op: Operator) -> str:
 # -- time ------------------------------------------------------------------------------------------
 
 
-# what each cause takes where nothing is measured, as a multiple of the data sheet's bound: products
-# at 70 % of the peak, attention at 60 % or as slow as before such kernels, passes of norms in fp32
-# over their rows, of a cross entropy in fp32, collectives at 70 % of a link
+# what each cause takes where nothing is measured, as a multiple of what the machine says: attention
+# without such kernels, or the first of them; passes of norms in fp32 over their rows, of a cross
+# entropy in fp32; without fusion operators start several kernels each; replicas send in the 32 bits
+# of their sums, and in many small parts
 TIME: Final[Mapping[str, float]] = {
-    "attention torch": 8.0,
-    "attention fused": 4.0,
-    "attention flash1": 2.0,
-    "attention flash2": 0.8,
-    "product": 1.4,
+    "attention torch": 5.0,
+    "attention fused": 2.5,
+    "attention flash1": 1.3,
+    "attention flash2": 0.5,  # causal: half of the operations
+    "product": 1.2,
     "loss": 2.0,
     "norm": 6.0,
     "other": 2.0,
     "inner": 2.0,
-    "tp": 1.5,
-    "pp": 1.5,
-    "dp": 2.0,
+    "tp": 1.2,
+    "pp": 1.4,
+    "start": 4.0,
+    "dp": 4.0,
+    "dp start": 10.0,
 }
 ONCE = ("dp", "dp start", "optimizer")  # however often a pipeline runs empty
 

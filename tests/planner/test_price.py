@@ -90,10 +90,13 @@ def test_a_ring_is_hidden_by_computing() -> None:
     unit = GPT(at).runs[1].unit
     here, quiet = Setting(at), replace(unit, forward=replace(unit.forward, sent=()))
     alone, ring = unit_times(quiet, here, A100)[0], unit.forward.sent[0]
-    assert unit_times(unit, here, A100)[0] == pytest.approx(alone)
+    quick = ring.count * A100.collective("send", ring.bytes, 4, 1)
+    shown = quick * (1 - A100.overlap)
+    assert unit_times(unit, here, A100)[0] == pytest.approx(alone + shown)
     slow = replace(A100, link=1e9)
-    took = ring.count * ring.bytes / 1e9
-    assert unit_times(unit, here, slow)[0] == pytest.approx(took, rel=1e-3)
+    took = ring.count * slow.collective("send", ring.bytes, 4, 1)
+    hidden = alone * A100.overlap
+    assert unit_times(unit, here, slow)[0] == pytest.approx(took + alone - hidden)
     assert took > alone
 
 
@@ -253,6 +256,24 @@ def test_orders_that_are_not_priced() -> None:
     for order in ("Chimera", "BPipe", "PipeDream"):
         with pytest.raises(OrderError, match=f"{order} has copies of its stages, moves"):
             price(chain, Setting(Placement(), pp=4, micro=8, order=order), A100)
+
+
+def test_gathers_of_parameters_go_by_units() -> None:
+    """ZeRO-3 on a slow network: two gathers and a scatter of each unit in each microbatch.
+
+    What the computing hides is taken off.
+    """
+    setting = Setting(Placement(1), 64, zero=3, micro=3)
+    slow = replace(A100, network=1e9, link=1e9)
+    chain = GPT(setting.placement)
+    found = price(chain, setting, slow)
+    each = sum(run.unit.numbers * run.count for run in chain.runs) / chain.length
+    sent = 2 * slow.collective("all_gather", 2 * each, 64, 1)
+    sent += slow.collective("reduce_scatter", 2 * each, 64, 1)
+    hidden = slow.overlap * found.parts["computing"]
+    assert found.parts["gradients"] == pytest.approx(3 * chain.length * sent - hidden)
+    quick = price(chain, setting, replace(A100, link=1e13, network=1e13))
+    assert quick.parts["gradients"] < 0.1 * found.parts["gradients"]
 
 
 def test_memory_of_stages() -> None:

@@ -66,11 +66,12 @@ def drawn() -> list[Layout]:
 
 
 def test_products_take_what_the_largest_reach() -> None:
-    """One rank, no recomputation: 6 operations for each weight and token, over what is reached."""
+    """One rank, no recomputation: 6 operations for each weight and token, at what is reached."""
     one = Layout(SHAPE, 8, 1, 1, 1, 1, "flash2")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
     reached = A100.speed * A100.product
-    assert time_terms(one, A100)["product"] == pytest.approx(6 * weights * 8 * 2048 / reached)
+    took = time_terms(one, A100)["product"]
+    assert took == pytest.approx(6 * weights * 8 * 2048 / reached, rel=0.01)  # and ramps
 
 
 def test_one_rank_sends_nothing() -> None:

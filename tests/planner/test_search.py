@@ -21,7 +21,7 @@ from schedlang.passes.planner.bounds import (
 )
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import collective, operator, price
+from schedlang.passes.planner.price import collective, price
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
@@ -206,7 +206,7 @@ class Slowed(Cluster):
 
     def operator(self, kind: Kind, flops: float, moved: float) -> float:
         """Seconds of one operator."""
-        return self.times * operator(self.base, kind, flops, moved)
+        return self.times * self.base.operator(kind, flops, moved)
 
     def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
         """Seconds of one collective."""
