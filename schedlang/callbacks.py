@@ -73,7 +73,7 @@ def _peak(trainer: Trainer) -> float | None:
     """Operations a second that the devices of all ranks can do; None: not known of them."""
     import torch
 
-    from schedlang.passes.simulate.step_time import CLUSTERS
+    from schedlang.passes.simulate.machine import CLUSTERS
     from schedlang.runtime.device import on_accelerator
 
     ranks = trainer.program.assembly.ranks

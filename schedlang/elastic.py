@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
     from schedlang.language.knob import Knob
     from schedlang.passes.autoshard.tune import Tried
-    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.passes.simulate.machine import Cluster
     from schedlang.trainer import Trainer
 
 COMES = 30.0  # seconds in which all ranks come: a node may have died since torchrun counted them

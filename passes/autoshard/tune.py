@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from schedlang.language.knob import Knob
     from schedlang.passes.propagate.dryrun import Loss
     from schedlang.passes.propagate.original import Weight
-    from schedlang.passes.simulate.step_time import Cluster, StepTime
+    from schedlang.passes.simulate.machine import Cluster
+    from schedlang.passes.simulate.step_time import StepTime
 
 
 MOST = 1000  # settings

@@ -17,7 +17,7 @@ from schedlang.passes.planner.price import collective, composition, stride, unit
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting
-from schedlang.passes.simulate.step_time import Cluster
+from schedlang.passes.simulate.machine import Cluster
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
 WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS")  # a backward is whole

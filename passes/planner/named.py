@@ -34,7 +34,7 @@ from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
-from schedlang.passes.simulate.step_time import Cluster
+from schedlang.passes.simulate.machine import Cluster
 
 # -- planners that search --------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.span import played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
-from schedlang.passes.simulate.step_time import Cluster
+from schedlang.passes.simulate.machine import Cluster
 from schedlang.pipeline.schedules import OrderError, find, sized
 
 Ints = NDArray[np.int64]

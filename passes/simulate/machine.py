@@ -140,7 +140,8 @@ def _ring(op: str, ranks: int) -> tuple[int, float]:
 
     It is the least there is for large tensors (Patarasuk and Yuan 2009).
     """
-    return SHARES.get(op, lambda n: (1, 1.0))(ranks)
+    known = SHARES.get(op)
+    return (1, 1.0) if known is None else known(ranks)
 
 
 SHARES: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {

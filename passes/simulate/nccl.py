@@ -22,7 +22,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Fabric:
-    """What carries messages, in bytes a second that are reached.
+    """Carriers of messages, in bytes a second that are reached.
 
     link      of a rank within its node
     network   of a rank to other nodes

@@ -20,7 +20,7 @@ HEADS, CHANNELS = 8, 64
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured of one size: operations, bytes that were moved or sent, and seconds."""
+    """A measurement of one size: operations, bytes that were moved or sent, and seconds."""
 
     what: str
     dtype: str
@@ -138,4 +138,4 @@ def _together(run: Callable[[], Any]) -> float:
         took.append(time.perf_counter() - begin)
     slowest = torch.tensor(took)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return float(statistics.median(slowest.tolist()))

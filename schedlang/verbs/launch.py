@@ -234,7 +234,7 @@ def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language import nodes
     from schedlang.language.syntax import parse, read
-    from schedlang.passes.simulate.step_time import cluster_named
+    from schedlang.passes.simulate.machine import cluster_named
     from schedlang.schedule import Schedule
     from schedlang.verbs.inputs import settings
 

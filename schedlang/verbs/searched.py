@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.reasons import Rejected
     from schedlang.passes.planner.search import Found
     from schedlang.passes.planner.space import Job
-    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.passes.simulate.machine import Cluster
 
 DTYPES = ("bf16", "fp16", "none")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
     from schedlang.language.nodes import File
     from schedlang.passes.autoshard.tune import Tried
-    from schedlang.passes.simulate.step_time import Cluster
+    from schedlang.passes.simulate.machine import Cluster
 
 PYTHON = ".py"
 
@@ -182,7 +182,7 @@ def _device(tree: File) -> str | None:
 
 def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
     """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
-    from schedlang.passes.simulate.step_time import CLUSTERS, changed, cluster_named
+    from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named
 
     known, told = cluster_named(machine.on or device)
     ranks = machine.gpus or told or cluster_named(device)[1]

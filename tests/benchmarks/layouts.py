@@ -28,7 +28,7 @@ from schedlang.passes.planner.values import (
     Unit,
     Work,
 )
-from schedlang.passes.simulate.step_time import Cluster
+from schedlang.passes.simulate.machine import Cluster
 from tests.planner.decoders import Decoder, decoder
 
 Array = NDArray[np.float64]

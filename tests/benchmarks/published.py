@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from schedlang.passes.planner.fit import Timed, fitted, unlikelihood
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.benchmarks.layouts import (
     TIME,
     Layout,

@@ -17,7 +17,7 @@ import numpy as np
 from schedlang.passes.planner.fit import Timed, fitted, told
 from schedlang.passes.planner.price import causes, collective, times_by_cause
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Run, Setting, Unit, Work
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]

@@ -23,7 +23,7 @@ from schedlang.ir.limits import Limits
 from schedlang.passes.planner.limits import asked
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from schedlang.passes.planner.fabric import (
 )
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
 A100 = replace(CLUSTERS["a100"], memory=16 << 30)

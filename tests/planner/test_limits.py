@@ -18,7 +18,7 @@ from schedlang.passes.planner.reasons import slower
 from schedlang.passes.planner.search import search, why
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Chain, Placement, Priced
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.schedules import ORDERS
 from tests.planner.decoders import decoder
 

@@ -13,7 +13,7 @@ from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]

@@ -18,7 +18,7 @@ from schedlang.passes.planner.price import (
 )
 from schedlang.passes.planner.span import in_flight, longest, played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.pipeline.cost import Cost
 from schedlang.pipeline.schedules import OrderError
 from schedlang.pipeline.timeline.memory import peak_live

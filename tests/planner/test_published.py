@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schedlang.passes.simulate.step_time import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS
 from tests.benchmarks.layouts import (
     MEMORY,
     TIME,
@@ -65,7 +65,7 @@ def drawn() -> list[Layout]:
 # -- terms -----------------------------------------------------------------------------------------
 
 
-def test_products_take_what_the_data_sheet_says() -> None:
+def test_products_take_what_the_largest_reach() -> None:
     """One rank, no recomputation: 6 operations for each weight and token, at what is reached."""
     one = Layout(SHAPE, 8, 1, 1, 1, 1, "flash2")
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096

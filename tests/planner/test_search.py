@@ -25,7 +25,7 @@ from schedlang.passes.planner.price import collective, price
 from schedlang.passes.planner.search import ANY, Found, search, why
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
-from schedlang.passes.simulate.step_time import CLUSTERS, Cluster
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,9 @@ from torch import nn
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate.account import account
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster, changed, cluster_named
 from schedlang.passes.simulate.rehearse import rehearse
-from schedlang.passes.simulate.step_time import (
-    CLUSTERS,
-    Cluster,
-    StepTime,
-    changed,
-    cluster_named,
-    step_time,
-)
+from schedlang.passes.simulate.step_time import StepTime, step_time
 from schedlang.runtime import batch as parts
 from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
@@ -157,6 +152,29 @@ def test_sums_of_gradients_hide_where_a_row_lets_them() -> None:
     assert early.computing == pytest.approx(late.computing)
     assert early.sending < late.sending
     assert early.seconds < late.seconds
+
+
+def test_a_cluster_hides_a_share_of_what_runs_beside() -> None:
+    """Parameters are gathered beside the computing: wholly, not at all, or by half."""
+    plan = planned(Net(), "zero(stage=3, over=dp)", "dp=2")
+    machine = changed(SENDS, speed=1e9, link=1e8)
+    whole, half, none = (times(plan, replace(machine, overlap=k)).sending for k in (1.0, 0.5, 0.0))
+    assert whole < none
+    assert half == pytest.approx((whole + none) / 2)
+
+
+def test_operators_of_passes_have_starts_and_those_of_the_update_none() -> None:
+    """One second each, of what runs in forwards and backwards."""
+    plan = planned(Net(), "zero(stage=0, over=dp)", "dp=1")
+    prepared = prepare(plan, parts.sample_of(BATCH, plan.shares, plan.micro), loss)
+    played = rehearse(plan, BATCH, loss, prepared, works=True)
+    (one,) = played.of.values()
+    count = sum(run.work.operators.total() for runs in one.ops.values() for run in runs)
+    assert any(run.work.operators for run in one.rest)
+    begun = step_time(plan, prepared, played, replace(COMPUTES, start=1.0))
+    assert begun.seconds == pytest.approx(
+        count + step_time(plan, prepared, played, COMPUTES).seconds
+    )
 
 
 @pytest.mark.parametrize("micro", [2, 4, 8])
