@@ -115,5 +115,6 @@ def test_a_text_is_proven(name: str, dtype: str, setting: Setting, tmp_path: Pat
     file = tmp_path / "written.sched"
     file.write_text(written(profiles(name, dtype), setting), encoding="utf-8")
     model = str(EXAMPLES / name / "model.py")
-    ran = CliRunner().invoke(app, ["verify", str(file), "--model", model, "--shrink"])
+    more = [] if name == "t5" else ["--shrink"]  # that of the example has no smaller sizes
+    ran = CliRunner().invoke(app, ["verify", str(file), "--model", model, *more])
     assert ran.exit_code == 0, ran.output
