@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
-from schedlang.passes.autoshard.tune import meshes, settings_of
+from schedlang.passes.autoshard.tune import settings_of
 
 MODEL = '''
 """Blocks of two projections."""
@@ -118,18 +117,6 @@ def test_too_many_settings_are_refused() -> None:
         settings_of(parse(Source("my.sched", wide)), {}, {})
 
 
-@pytest.mark.parametrize(("ranks", "node"), [(8, 8), (12, 4), (7, 8), (1, 8)])
-def test_every_mesh_is_one_of_all_ranks(ranks: int, node: int) -> None:
-    """Each factorization once, tensors within a node, both ways to split data."""
-    found = [tuple(sorted(mesh.items())) for mesh in meshes(ranks, node)]
-    assert len(found) == len(set(found))
-    sizes = [dict(one) for one in found]
-    assert all(math.prod(one.values()) == ranks and one.get("tp", 1) <= node for one in sizes)
-    plain = sum("fsdp" not in one for one in sizes)
-    divisors = [k for k in range(1, ranks + 1) if ranks % k == 0]
-    assert plain == sum(ranks // tp % pp == 0 for tp in divisors if tp <= node for pp in divisors)
-
-
 def test_the_first_is_the_quickest_that_fits(file: Path) -> None:
     """With a limit between the peaks those above it are left out, whatever they take."""
     every = tuned(file, "--gpus", 4, "--on", "a100")
@@ -176,14 +163,41 @@ def test_what_cannot_be_is_told_beside_the_others(file: Path) -> None:
     tuned(*words, "--memory", "1KiB", code=1)
 
 
-def test_meshes_of_a_model_are_proposed_and_priced(file: Path) -> None:
-    """Two ranks: data (state or parameters sliced), stages, tensors; `init` writes the best."""
-    model = file.parent / "model.py"
-    found = tuned(model, "--gpus", 2, "--on", "h100")
-    tried = [one["mesh"] for one in (*found["fit"], *found["too_large"], *found["refused"])]
-    assert sorted(map(tuple, tried)) == [("dp",), ("fsdp",), ("pp",), ("tp",)]
-    ran = CliRunner().invoke(app, ["tune", str(model), "--gpus", "2", "--on", "h100"])
-    assert f"schedlang init {model} --mesh " in ran.output
+# -- a model, for which a schedule is searched -----------------------------------------------------
+
+
+def searched(model: Path, *words: object, code: int = 0) -> dict[str, Any]:
+    """What a search gives for a model that computes as it is stored, on two ranks."""
+    if "--on" not in words:
+        words = ("--on", "h100", *words)
+    return tuned(model, "--gpus", 2, "--dtype", "none", *words, code=code)
+
+
+def test_a_model_is_searched_and_its_schedule_runs(file: Path) -> None:
+    """What is written has the peak that was told, names what was rejected, and is the model."""
+    model, best = file.parent / "model.py", file.parent / "best.sched"
+    found = searched(model, "-o", best, "--pin", "pp=2", "--why", "pp=1")
+    assert found["best"]["setting"]["pp"] == 2 and found["done"]
+    assert best.read_text() == found["schedule"] and "# Rejected: " in found["schedule"]
+    assert [one["kind"] for one in found["asked"]] == ["pp = 1"]
+    ran = CliRunner().invoke(app, ["plan", str(best), "--model", str(model), "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)["account"]["memory"]
+    assert max(one["peak"] for one in told) == found["peak"]
+    ran = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
+    assert ran.exit_code == 0, ran.output
+
+
+def test_a_schedule_binds_a_search(file: Path) -> None:
+    """By its lines of `search`, beside what options say; other rows of it are not read."""
+    model, mine = file.parent / "model.py", file.parent / "mine.sched"
+    mine.write_text(
+        "schedule 1\n\nsearch forbid pp = 2\nsearch pin zero = 1\n\nmesh(dp=2) on h100x2\n"
+    )
+    found = tuned(mine, "--model", model, "--dtype", "none")
+    assert found["best"]["setting"]["pp"] == 1 and found["best"]["setting"]["zero"] == 1
+    assert found["ranks"] == 2
+    tuned(mine, "--model", model, "--dtype", "none", "--pin", "dp=1", "--pin", "tp=1", code=1)
 
 
 def test_the_choice_of_guides_is_found(file: Path) -> None:
@@ -194,11 +208,38 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
     model, sheet = file.parent / "model.py", file.parent / "sheet.toml"
     sheet.write_text(SHEET)
     model.write_text(MODEL.replace("torch.randn(16, 16", "torch.randn(4096, 16"))
-    every = tuned(model, "--gpus", 2, "--on", sheet)["fit"]
-    assert every[0]["mesh"] == {"dp": 2}
-    less = every[0]["peak"] - 1
-    fewer = tuned(model, "--gpus", 2, "--on", sheet, "--memory", f"{less}B")["fit"]
-    assert fewer[0]["mesh"] == {"fsdp": 2}
+    words = ("--on", sheet, "--pin", "rows=2048")
+    every = searched(model, *words, "--pin", "zero=0")
+    assert every["best"]["setting"]["dp"] == 2
+    fewer = searched(model, *words, "--memory", f"{every['peak'] - 1}B")
+    assert fewer["peak"] < every["peak"] and fewer["best"]["setting"]["zero"] > 0
+
+
+def test_nothing_fits(file: Path) -> None:
+    """The end is 1, nothing is written, and what needs least is told."""
+    best = file.parent / "best.sched"
+    found = searched(file.parent / "model.py", "--memory", "1KiB", "-o", best, code=1)
+    assert found["best"] is None and not best.exists()
+    assert "needs" in found["rejected"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--pin", "tq=2"), "a search has no `tq`"),
+        (("--pin", "tp=0"), "`tp` cannot be `0`"),
+        (("--batch", "much"), "cannot read `--batch much`"),
+        (("--batch", "4M"), "rows without tokens"),
+        (("--batch", "1K", "--rows", "4"), "both say how large a step is"),
+        (("--dtype", "int8"), "is none of bf16"),
+        (("--try", "micro=2"), "a model file has no knobs"),
+    ],
+)
+def test_wrong_words_of_a_search(file: Path, words: tuple[str, ...], said: str) -> None:
+    """Refused with what would be legal, before anything is searched."""
+    model = str(file.parent / "model.py")
+    ran = CliRunner().invoke(app, ["tune", model, "--gpus", "2", "--on", "h100", *words])
+    assert ran.exit_code == 2 and said in ran.output, ran.output
 
 
 @pytest.mark.parametrize(

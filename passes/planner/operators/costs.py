@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from schedlang.passes.planner.values import Kind
-from schedlang.passes.simulate.machine import Cluster
 
 
 class Costs(Protocol):
