@@ -109,7 +109,7 @@ class Cluster:
     def _sent(self, op: str, size: float, ranks: nccl.Ranks) -> float:
         if ranks.count < 2:
             return 0.0
-        if self.library == "nccl":
+        if self.library == nccl.__name__.rpartition(".")[2]:
             return nccl.seconds(op, size, ranks, self._fabric)
         steps, share = _ring(op, ranks.count)
         step = self.hop if ranks.nodes == 1 else self.far

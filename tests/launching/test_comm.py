@@ -44,6 +44,7 @@ LIBRARIES = {
     "runtime/grad_reduction/zero.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
     "runtime/initial/converted.py": {"fsdp"},  # a module of theirs cannot be copied
     "runtime/launch/recorded_calls.py": {""},  # its functions, each of which is written down
+    "runtime/rates.py": {""},  # measures how fast torch's own are
     "runtime/optim/whole_step.py": {"tensor"},  # DTensors, whose local parts are stepped on
     "kernels/sharding.py": {"tensor"},
     "passes/judge/layouts.py": {"tensor"},  # what programs of others hold
