@@ -184,8 +184,8 @@ def priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
 
 HEADS = ("step", "computing", "sending", "idle", "peak")
 BOUND = (
-    "times are bounds from data sheets, not measurements: every operator at its roofline, messages "
-    "at full bandwidth"
+    "times are predicted, not measured: operators at the rates that such devices reach, messages "
+    "as their library sends them"
 )
 
 

@@ -74,9 +74,18 @@ class Search:
 
 
 def searched(
-    model: ModelFile, cluster: Cluster, ranks: int, limits: Limits, asked: Search, as_json: bool
+    model: ModelFile,
+    name: str,
+    cluster: Cluster,
+    ranks: int,
+    limits: Limits,
+    asked: Search,
+    as_json: bool,
 ) -> None:
-    """Search, write and tell; exit 1 where nothing fits.  `limits` bind beside those asked for."""
+    """Search, write and tell; exit 1 where nothing fits.
+
+    `name` is that of the model's file; `limits` bind beside those asked for.
+    """
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.planner.limits import asked as question
     from schedlang.passes.planner.limits import limits_of
@@ -99,12 +108,12 @@ def searched(
     if as_json:
         show_json(_plain(job, last, answers, written))
     else:
-        print("\n".join(_told(model, job, last, answers, written)))
+        print("\n".join(_told(name, job, last, answers, written)))
         if written is not None:
             if asked.out is None:
                 print(f"\n{written.text}", end="")
-            name = asked.out or "best.sched"
-            print(f"next: schedlang verify {name} --shrink --model {model.name}")
+            best = asked.out or "best.sched"
+            print(f"next: schedlang verify {best} --shrink --model {name}")
         print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if written is None:
         raise typer.Exit(FAILS)
@@ -290,7 +299,7 @@ REASONS = 3  # rejected settings that are told
 
 
 def _told(
-    model: ModelFile,
+    name: str,
     job: Job,
     found: Found,
     answers: Sequence[Rejected],
@@ -301,7 +310,7 @@ def _told(
 
     ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
-    yield f"{model.name} · {ranks} · {rows}"
+    yield f"{Path(name).name} · {ranks} · {rows}"
     yield ""
     if written is None:
         yield "nothing fits"

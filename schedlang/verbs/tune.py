@@ -35,7 +35,9 @@ class Machine:
     on: Annotated[
         str | None,
         typer.Option(
-            "--on", metavar="NAME", help="v100, a100, h100 or h200; default: the schedule's `on`."
+            "--on",
+            metavar="NAME",
+            help="v100, a100, h100, h200, b200, mi300x or a file; else the schedule's `on`.",
         ),
     ] = None
     memory: Annotated[
@@ -127,7 +129,8 @@ def _search(
     from schedlang.verbs.searched import searched
 
     cluster, ranks = _cluster(machine, device)
-    searched(load_model_file(model, file), cluster, ranks, limits, search, as_json)
+    found = load_model_file(model, file)
+    searched(found, model or "model.py", cluster, ranks, limits, search, as_json)
 
 
 def _rank(

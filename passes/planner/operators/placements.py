@@ -198,7 +198,8 @@ class Placed:
             return 0.0
         if step.module == "experts" and option.inputs[0] == 0 and option.inputs[-1] == 0:
             often = max(1.0, step.flops / self._once(at))
-            return 4 * self._send("all_to_all", graph.bytes(x) * often)
+            sent = graph.bytes(x) * often / self.asked.ranks  # by each rank
+            return 4 * self._send("all_to_all", sent)
         if step.module == "convolution" and option.inputs[0] > 1:
             kernel = graph.values[graph.given(at)[1]].shape[option.inputs[0]]
             edge = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * (kernel - 1)
