@@ -41,8 +41,7 @@ def test_what_is_theirs_has_a_source() -> None:
 
 
 def test_it_is_fair() -> None:
-    """What ours lacks comes first, and says so: no run on GPUs, no 8-bit floats, no search of stages
-    and layouts at once."""
+    """What ours lacks comes first, and says so: GPUs, 8-bit floats, one search of all layouts."""
     first = [one for one in LINES if one.part == "ahead"]
     assert LINES[: len(first)] == first
     cells = " ".join(one.ours() for one in first)
