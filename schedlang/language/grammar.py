@@ -254,9 +254,9 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return n.Use(str(path)[1:-1], _plain(alias), args or None, span=self._span(at))
 
     def mesh(self, at: Meta, *parts: Any) -> n.Mesh:
-        """mesh(dp=2) on h100x64"""
+        """mesh(dp=2) on h100x64, mesh(dp=2) on "mine.toml\""""
         *args, on = parts
-        return n.Mesh(tuple(args), _plain(on), span=self._span(at))
+        return n.Mesh(tuple(args), on and str(on).strip('"'), span=self._span(at))
 
     def view(self, at: Meta, name: Token, size: Any, *axes: Token) -> n.View:
         """view cp of (ring, ulysses)"""

@@ -193,7 +193,7 @@ class Use(Node):
 
 @dataclass(frozen=True)
 class Mesh(Node):
-    """mesh(dp=_, tp=2) on machine"""
+    """mesh(dp=_, tp=2) on machine; a file of one stands in quotes"""
 
     args: tuple[Expr | Keyword, ...]
     on: str | None

@@ -87,7 +87,8 @@ def head(node: n.Node) -> str:
         case n.Use(file, alias, given):
             return f'use "{file}"' + _if(" as ", alias) + (f" {args(given)}" if given else "")
         case n.Mesh(given, on):
-            return f"mesh{args(given)}" + _if(" on ", on)
+            name = on if on is None or on.isidentifier() else f'"{on}"'
+            return f"mesh{args(given)}" + _if(" on ", name)
         case n.View(name, size, axes):
             return f"view {name}" + _opt(" = ", size) + f" of ({', '.join(axes)})"
         case n.Knob(name, kind, default, domain):

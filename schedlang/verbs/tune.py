@@ -106,7 +106,7 @@ def tune(
     tree = parse(read(file))
     limits = expand(tree, None, given).limits
     if limits != Limits():
-        _search(file, model, machine, _device(tree), limits, search, as_json)
+        _search(file, model, machine, _device(tree, file), limits, search, as_json)
         return
     if search.given:
         bad_option(
@@ -150,7 +150,7 @@ def _rank(
     from schedlang.verbs.inputs import settings
 
     start = time.perf_counter()
-    cluster, ranks = _cluster(machine, _device(tree))
+    cluster, ranks = _cluster(machine, _device(tree, file))
     given = settings(knob, None).knobs
     menu = settings_of(tree, given, _values(wanted))
     one = load_model_file(model, file)
@@ -175,12 +175,16 @@ def _rank(
 # -- what is asked ---------------------------------------------------------------------------------
 
 
-def _device(tree: File) -> str | None:
-    """Return the device that the mesh of the file names; None if it names none."""
+def _device(tree: File, file: Path) -> str | None:
+    """Return the device that the mesh of a schedule names; None if it names none.
+
+    A file of a machine lies beside the schedule, unless there is one from here.
+    """
     from schedlang.language import nodes
 
-    found = [one.on for one in tree.items if isinstance(one, nodes.Mesh)]
-    return found[0] if found else None
+    found = next((one.on for one in tree.items if isinstance(one, nodes.Mesh)), None)
+    beside = file.parent / (found or "")
+    return str(beside) if found and beside.is_file() and not Path(found).exists() else found
 
 
 def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:

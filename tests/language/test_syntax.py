@@ -13,6 +13,7 @@ from schedlang.diagnostics.source import NOWHERE, Source
 from schedlang.language import grammar
 from schedlang.language import nodes as n
 from schedlang.language.grammar import parser
+from schedlang.language.printer import to_text
 from schedlang.language.syntax import parse, parse_expr, parse_path, read
 from tests.samples import SAMPLES
 from tests.strategies import damaged
@@ -82,6 +83,15 @@ def test_nodes_know_their_place() -> None:
     assert line[rule.call.span.col - 1 : rule.call.span.end_col - 1] == "pad(vocab, multiple=128)"
     moved = parse(Source("y", "\n\n" + GPT2))
     assert moved == file and moved.items[-1].span != step.span
+
+
+def test_a_mesh_lies_on_a_machine_or_on_a_file_of_one() -> None:
+    """A name as it is, a file in quotes; both are printed as they were read."""
+    for written, on in (("a100x4", "a100x4"), ('"my machine.toml"', "my machine.toml")):
+        text = f"schedule 1\n\nmesh(dp=2) on {written}\n"
+        file = parse(Source("my.sched", text))
+        assert [one.on for one in file.items if isinstance(one, n.Mesh)] == [on]
+        assert to_text(file) == text
 
 
 def test_index_is_a_child() -> None:
