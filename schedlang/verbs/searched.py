@@ -101,8 +101,8 @@ def searched(
     facts = ModelFacts(model.model(meta=True))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
     job = _job(batch, asked, profiles, cluster, ranks)
-    last, written = _fitting(profiles, job, limits, quiet=as_json)
-    answers = [why(profiles, job, one, last, limits) for one in questions]
+    last, written, room = _fitting(profiles, job, limits, quiet=as_json)
+    answers = [why(profiles, room, one, last, limits) for one in questions]
     if asked.out is not None and written is not None:
         write_asked(asked.out, written.text)
     if as_json:
@@ -185,23 +185,24 @@ TRIES = 4  # searches, each for the memory that the last one's best has shown to
 
 def _fitting(
     profiles: Profiles, job: Job, limits: Limits, quiet: bool
-) -> tuple[Found, Written | None]:
+) -> tuple[Found, Written | None, Job]:
     """The best whose own simulated step fits: a price tells its bytes only nearly.
 
-    Raises Refusal where the schedule that is written is refused.
+    The last is the job with the memory that prices may take, so that what they mean fits.  Raises
+    Refusal where the schedule that is written is refused.
     """
     room = job
     for _ in range(TRIES):
         found = _best(profiles, room, limits, quiet)
         if found.best is None or found.best.priced is None:
-            return found, None
+            return found, None, room
         made = _simulated(profiles, job, found)
         if made.peak <= job.cluster.memory:
-            return found, made
+            return found, made, room
         share = min(0.99, found.best.priced.peak / made.peak)
         memory = int(share * min(room.cluster.memory, job.cluster.memory))
         room = replace(room, cluster=replace(room.cluster, memory=memory))
-    return found, None
+    return found, None, room
 
 
 def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
