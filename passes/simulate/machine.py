@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from schedlang.diagnostics.diagnostic import Refusal, guess
+from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
 from schedlang.passes.simulate import nccl
 
 if TYPE_CHECKING:
@@ -180,9 +180,8 @@ def _machine(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
     known = [one.name for one in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known:
-            raise _unread(
-                path, f"`{name}` has no field `{field}`", guess(field, known, "its fields are")
-            )
+            said, help_ = f"`{name}` has no field `{field}`", guess(field, known, "its fields are")
+            raise _unread(path, said, help_, unknown(field, known))
         if wrong := _wrong(field, value):
             raise _unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
     if missing := [field for field in NEEDED if field not in table]:
@@ -239,9 +238,10 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def _unread(path: Path, why: str, *helps: str) -> Refusal:
+def _unread(path: Path, why: str, help_: str = "", facts: Facts = ()) -> Refusal:
     title = f"no machine can be read from `{path}`"
-    return Refusal.of("S936", title, notes=(why,), helps=(*helps, CALIBRATE))
+    helps = tuple(filter(None, (help_, CALIBRATE)))
+    return Refusal.of("S936", title, notes=(why,), helps=helps, facts=facts)
 
 
 CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"

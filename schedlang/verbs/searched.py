@@ -86,6 +86,7 @@ def searched(
 
     `name` is that of the model's file; `limits` bind beside those asked for.
     """
+    from schedlang.diagnostics.tables import columns, fitted
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.planner.limits import asked as question
     from schedlang.passes.planner.limits import limits_of
@@ -108,12 +109,12 @@ def searched(
     if as_json:
         show_json(_plain(job, last, answers, written))
     else:
-        print("\n".join(_told(name, job, last, answers, written)))
-        if written is not None:
-            if asked.out is None:
-                print(f"\n{written.text}", end="")
-            best = asked.out or "best.sched"
-            print(f"next: schedlang verify {best} --shrink --model {name}")
+        told = "\n".join(_told(name, job, last, answers, written))
+        print(fitted(told, columns()))
+        if written is not None and asked.out is not None:
+            print(f"next: schedlang verify {asked.out} --shrink --model {name}")
+        elif written is not None:
+            print("write it: add `-o best.sched`")
         print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if written is None:
         raise typer.Exit(FAILS)

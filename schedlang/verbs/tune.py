@@ -81,7 +81,7 @@ def tune(
 ) -> None:
     """Write the schedule that trains a model fastest, or rank the settings of a schedule's knobs.
 
-    `schedlang tune model.py --gpus 64 --on h100 --memory 70GiB --batch 4M -o best.sched`
+    `schedlang tune model.py --gpus 64 --on h100 --batch 4M -o best.sched`
 
     For a model file (`model.py`) all ways to lay it on the ranks are searched, and the best one is
     written with its predicted time and memory and what was rejected.  A schedule with lines of

@@ -29,6 +29,7 @@ UNREACHED = {
         "Watch._now",
         "synchronize(self.device)",
     ): _CLOCK,
+    ("_seconds", "synchronize(device)"): _CLOCK,
     ("synchronize", "torch.accelerator.synchronize(indexed(where))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."
