@@ -269,7 +269,7 @@ def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
         print("interrupted: the best so far", file=sys.stderr)
     finally:
         if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{' ' * 60}\r", end="", file=sys.stderr, flush=True)
     assert last is not None
     return last
 
