@@ -93,6 +93,7 @@ elastic.COMES, elastic._LOOK, reach.LOST = 6.0, 1.0, 4.0
 met = elastic.Meeting()
 print(met.every(met.rank), met.first(met.rank), flush=True)
 if sys.argv[1] == f"rank {met.rank} stands still":
+    time.sleep(2)  # until the other one, too, has its answers: rank 0 keeps them
     os.kill(os.getpid(), signal.SIGSTOP)
 if met.rank == 1:
     time.sleep(9)  # it plans, and says that it is there
