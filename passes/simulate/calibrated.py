@@ -29,7 +29,8 @@ def line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, float, f
     """Fit seconds = steps * a + work / b: a, b and the mean relative error.
 
     Each of `samples` is (steps, work, seconds).  Least squares of relative errors, neither part
-    below 0.  Raises ValueError for no sample.
+    below 0; of samples that take as long whatever their work, b is the most that one reached.
+    Raises ValueError for no sample.
     """
     table = np.array(list(samples), dtype=np.float64)
     if not len(table):
@@ -46,7 +47,8 @@ def line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, float, f
         if (found >= 0).all() and off < best[0]:
             best = (off, found)
     off, (start, per) = best
-    return float(start), float(1 / per) if per > 0 else float("inf"), off
+    reached = float((parts[:, 1] / took[:, 0]).max())  # where work takes no time that one sees
+    return float(start), float(1 / per) if per > 0 else reached, off
 
 
 def fitted(

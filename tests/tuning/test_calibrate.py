@@ -54,7 +54,7 @@ def test_a_machine_is_found_from_what_it_would_measure() -> None:
 def test_neither_part_of_a_line_is_below_zero() -> None:
     """Samples that would ask for it are told by the other part alone; without any, it says so."""
     assert line([(1.0, 1.0, 1.0), (1.0, 2.0, 3.0)])[0] == 0
-    assert line([(1.0, 1.0, 2.0), (1.0, 2.0, 1.0)])[1] == float("inf")
+    assert line([(1.0, 1.0, 2.0), (1.0, 2.0, 1.0)])[1] == 2  # the most that was reached
     assert line([(1.0, 6.0, 2.0)])[:2] == (0, 3)
     with pytest.raises(ValueError, match="nothing was measured"):
         line([])
@@ -78,6 +78,12 @@ def test_the_verb_writes_what_on_reads(tmp_path: Path) -> None:
     assert {one["what"] for one in told["samples"]} == {"start", "copy", "product", "attention"}
     (found,) = read_machines(path).values()
     assert found.link == 450e9 and 1e8 < found.speed < 1e16 and 0 < found.start < 1e-2
+
+
+def test_work_that_takes_no_time_is_as_quick_as_was_seen() -> None:
+    """Messages that take as long whatever their bytes: no link is infinitely quick, in no file."""
+    start, rate, _ = line([(1.0, 1e3, 2e-3), (1.0, 1e4, 1.9e-3), (1.0, 1e6, 1.8e-3)])
+    assert start == pytest.approx(1.9e-3, rel=0.1) and rate == pytest.approx(1e6 / 1.8e-3)
 
 
 @pytest.mark.deep
