@@ -361,7 +361,7 @@ def _against(found: Sequence[Tried], memory: int) -> Iterator[str]:
 
 def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     """The cluster of the mesh's `on`, else of the devices that there are; the least memory."""
-    from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_named
+    from schedlang.passes.simulate.machine import CLUSTERS, GIB, Cluster, cluster_of
     from schedlang.runtime import device as devices
 
     here = devices.own_device()
@@ -369,8 +369,7 @@ def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     name, held = devices.name_of(here).lower(), devices.total_bytes(here)
     if devices.on_host(here) and held is not None:
         held //= local  # whose ranks share it
-    mesh = _mesh(tree)
-    known = cluster_named(mesh.on if mesh is not None else None)[0]
+    known = cluster_of(tree)[0]
     known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
     # of what is known nowhere only proportions count: a core, its memory, a network
     known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)

@@ -89,12 +89,17 @@ class Profiles:
         return found
 
     def _of_few(self, placement: Placement) -> Chain | None:
-        """The chain of many rows; None for those played, and where they are not alike."""
+        """The chain of many rows; None for those played, and where they are not alike.
+
+        Raises Refusal where that of few rows is refused: many would take long to be refused, too.
+        """
         if placement.rows in (1, *FEW):
             return None
         first, second = (self(replace(placement, rows=rows)) for rows in FEW)
-        if isinstance(first, Refusal) or isinstance(second, Refusal):
-            return None
+        for one in (first, second):
+            if isinstance(one, Refusal):
+                raise one
+        assert isinstance(first, Chain) and isinstance(second, Chain)
         return of_rows(first, second, placement.rows)
 
     @property

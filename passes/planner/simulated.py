@@ -79,6 +79,8 @@ class _Search:
         self.best: tuple[float, Units] | None = None
 
     def run(self) -> Played | None:
+        """Climb from the cut of each objective, then try all that may be quicker; None: none can be
+        played."""
         floor = 0.0
         for objective in (ROUNDS, PIVOT, SLOWEST):
             sends = [self.send] * len(self.times)

@@ -19,6 +19,7 @@ from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
 from schedlang.passes.simulate import nccl
 
 if TYPE_CHECKING:
+    from schedlang.language.nodes import File
     from schedlang.runtime.storage.footprint import Message, Work
 
 GIB = 2**30
@@ -109,7 +110,7 @@ class Cluster:
     def _sent(self, op: str, size: float, ranks: nccl.Ranks) -> float:
         if ranks.count < 2:
             return 0.0
-        if self.library == nccl.__name__.rpartition(".")[2]:
+        if self.library == "nccl":
             return nccl.seconds(op, size, ranks, self._fabric)
         steps, share = _ring(op, ranks.count)
         step = self.hop if ranks.nodes == 1 else self.far
@@ -260,6 +261,22 @@ def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
     assert found is not None
     ranks = found["ranks"]
     return CLUSTERS.get(found["name"].lower()), int(ranks) if ranks else None
+
+
+def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:
+    """The cluster and the ranks that the mesh of a schedule lies on; None for what it does not say.
+
+    A file of a machine lies beside the schedule, unless there is one in this folder.  Raises
+    Refusal S936 as `cluster_named`.
+    """
+    from schedlang.language import nodes
+
+    mesh = next((one for one in tree.items if isinstance(one, nodes.Mesh)), None)
+    on = None if mesh is None else mesh.on
+    if mesh is not None and on is not None and on.endswith(TOML) and not Path(on).exists():
+        beside = Path(mesh.span.source.name).parent / on
+        on = str(beside) if beside.exists() else on
+    return cluster_named(on)
 
 
 REACHED = {"speed": ("product", "attention"), "link": ("linked",), "network": ("routed",)}

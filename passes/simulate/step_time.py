@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
-from schedlang.passes.simulate.machine import CLUSTERS as CLUSTERS
-from schedlang.passes.simulate.machine import Cluster as Cluster
-from schedlang.passes.simulate.machine import changed as changed
-from schedlang.passes.simulate.machine import cluster_named as cluster_named
 from schedlang.pipeline.cost import UNIT_COST, Cost
 
 if TYPE_CHECKING:
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
+    from schedlang.passes.simulate.machine import Cluster
     from schedlang.passes.simulate.rehearse import Played, Rehearsal
     from schedlang.pipeline.timeline.table import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import bad_option, check_positive, show_json
+from schedlang.verbs.inputs import check_folders, write_text
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 @verb
 def calibrate(
     *,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Machine file to write.")
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Machine file to write.")
     ] = None,
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", help="Local ranks whose messages are measured.")
@@ -51,6 +52,7 @@ def calibrate(
     from schedlang.verbs.telling import Telling
 
     check_positive("longest", longest)
+    check_folders(out=out)
     if ranks < 1:
         bad_option(f"`--ranks {ranks}` are too few", "give 2, or 1 to measure no messages")
     host = on_host(own_device())
@@ -59,16 +61,16 @@ def calibrate(
     with Telling(as_json) as telling:
         rates, sent = _measured(longest, ranks if host else 1, telling)
     found = fitted(base, rates, sent, chosen, ranks)
-    if output is not None:
-        output.write_text(text(found), encoding="utf-8")
+    if out is not None:
+        write_text(out, text(found))
     if as_json:
         samples = [asdict(one) for one in (*rates, *sent)]
         machine = asdict(found.cluster) | {"peaks": dict(found.cluster.peaks), "low": None}
         show_json({"machine": machine, "how": dict(found.how), "samples": samples})
-    elif output is None:
+    elif out is None:
         print(text(found), end="")
     else:
-        print(f"{output}: {found.cluster.name}, read it with `--on {output}`")
+        print(f"{out}: {found.cluster.name}, read it with `--on {out}`")
 
 
 def _dtype(asked: str | None, host: bool) -> str:

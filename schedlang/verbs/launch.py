@@ -232,15 +232,13 @@ def _check_elastic(least: int, nodes: int, asked: Nodes) -> None:
 def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     """The mesh of the planned schedule, and how many ranks a node of its cluster has."""
     from schedlang.ir.modelfile import load_model_file
-    from schedlang.language import nodes
     from schedlang.language.syntax import parse, read
-    from schedlang.passes.simulate.machine import cluster_named
+    from schedlang.passes.simulate.machine import cluster_of
     from schedlang.schedule import Schedule
     from schedlang.verbs.inputs import settings
 
     given, tree = settings(common.knob, common.mesh), parse(read(file))
-    on = next((one.on for one in tree.items if isinstance(one, nodes.Mesh)), None)
-    cluster = cluster_named(on)[0]
+    cluster = cluster_of(tree)[0]
     node = asked.per_node or (NODE if cluster is None else cluster.node)
     if asked.nodes is not None:
         given = replace(given, world=asked.nodes * node)

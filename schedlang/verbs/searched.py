@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, show_json
-from schedlang.verbs.inputs import write_asked
+from schedlang.verbs.inputs import check_folders, write_asked
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.reasons import Rejected
     from schedlang.passes.planner.search import Found
     from schedlang.passes.planner.space import Job
+    from schedlang.passes.planner.values import Placement
     from schedlang.passes.simulate.machine import Cluster
 
 DTYPES = ("bf16", "fp16", "none")
@@ -98,6 +99,7 @@ def searched(
         bad_option(f"`--dtype {asked.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
     limits = limits_of(asked.pin or (), asked.forbid or (), asked.least or ()).within(limits)
     questions = [question(text) for text in asked.why or ()]
+    check_folders(out=asked.out)
     batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
     facts = ModelFacts(model.model(meta=True))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
@@ -271,6 +273,8 @@ def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
         if shown:
             print(f"\r{' ' * 60}\r", end="", file=sys.stderr, flush=True)
     assert last is not None
+    if not last.counts.all and last.refused:  # there is no way at all: what is wrong is the model
+        raise last.refused[0][1]
     return last
 
 
@@ -322,9 +326,19 @@ def _told(
         yield from (f"          {line}" for line in figures)
     yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:REASONS])
     yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
+    for placement, refusal in found.refused:
+        one = refusal.diagnostics[0]
+        yield f"refused   {_split(placement)}: {one.code}: {one.title}"
     counts = found.counts
     end = "none is quicker" if found.done else f"one may be {found.gap:.0%} quicker"
     yield f"{counts.all} ways, {counts.priced} of them priced, {counts.large} too large: {end}"
+
+
+def _split(placement: Placement) -> str:
+    """tp = 2, cp = 4, .."""
+    sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep")}
+    words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
+    return ", ".join([*words, *["sequence"] * placement.sequence])
 
 
 def _way(found: Found) -> str:
@@ -355,6 +369,10 @@ def _plain(
         "best": None if best is None else asdict(best),
         "rejected": [asdict(one) for one in found.rejected],
         "asked": [asdict(one) for one in answers],
+        "refused": [
+            {"placement": asdict(placement), "refusal": refusal.diagnostics[0].to_json()}
+            for placement, refusal in found.refused
+        ],
         "counts": asdict(found.counts),
         "done": found.done,
         "seconds": None if written is None else written.seconds,

@@ -101,12 +101,12 @@ def tune(
             bad_option(
                 "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
             )
-        _search(file, str(file), machine, None, Limits(), search, as_json)
+        _search(file, str(file), machine, None, search, as_json)
         return
     tree = parse(read(file))
     limits = expand(tree, None, given).limits
     if limits != Limits():
-        _search(file, model, machine, _device(tree, file), limits, search, as_json)
+        _search(file, model, machine, tree, search, as_json, limits)
         return
     if search.given:
         bad_option(
@@ -120,17 +120,19 @@ def _search(
     file: Path,
     model: str | None,
     machine: Machine,
-    device: str | None,
-    limits: Limits,
+    tree: File | None,
     search: Search,
     as_json: bool,
+    limits: Limits | None = None,
 ) -> None:
+    from schedlang.ir.limits import Limits
     from schedlang.ir.modelfile import load_model_file
     from schedlang.verbs.searched import searched
 
-    cluster, ranks = _cluster(machine, device)
+    cluster, ranks = _cluster(machine, tree)
     found = load_model_file(model, file)
-    searched(found, model or "model.py", cluster, ranks, limits, search, as_json)
+    bound = limits or Limits()
+    searched(found, model or "model.py", cluster, ranks, bound, search, as_json)
 
 
 def _rank(
@@ -150,7 +152,7 @@ def _rank(
     from schedlang.verbs.inputs import settings
 
     start = time.perf_counter()
-    cluster, ranks = _cluster(machine, _device(tree, file))
+    cluster, ranks = _cluster(machine, tree)
     given = settings(knob, None).knobs
     menu = settings_of(tree, given, _values(wanted))
     one = load_model_file(model, file)
@@ -175,26 +177,17 @@ def _rank(
 # -- what is asked ---------------------------------------------------------------------------------
 
 
-def _device(tree: File, file: Path) -> str | None:
-    """Return the device that the mesh of a schedule names; None if it names none.
-
-    A file of a machine lies beside the schedule, unless there is one from here.
-    """
-    from schedlang.language import nodes
-
-    found = next((one.on for one in tree.items if isinstance(one, nodes.Mesh)), None)
-    beside = file.parent / (found or "")
-    return str(beside) if found and beside.is_file() and not Path(found).exists() else found
-
-
-def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
+def _cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
-    from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named
+    from schedlang.language.nodes import Mesh
+    from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named, cluster_of
 
-    known, told = cluster_named(machine.on or device)
-    ranks = machine.gpus or told or cluster_named(device)[1]
+    own = (None, None) if tree is None else cluster_of(tree)
+    known, told = own if machine.on is None else cluster_named(machine.on)
+    ranks = machine.gpus or told or own[1]
     if known is None:
-        said = machine.on or device
+        meshes = [one for one in (tree.items if tree is not None else ()) if isinstance(one, Mesh)]
+        said = machine.on or next((one.on for one in meshes), None)
         title = f"unknown cluster `{said}`" if said else "the cluster is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:

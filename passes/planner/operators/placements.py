@@ -17,10 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from schedlang.passes.planner.operators.costs import Costs
 from schedlang.passes.planner.operators.graph import Dim, Edge, Graph
 from schedlang.passes.planner.operators.solve import Problem
 from schedlang.passes.planner.values import Recipe
+from schedlang.passes.simulate.machine import Cluster
 
 WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
 ENTERED = -3  # whole, and its gradient a part
@@ -44,7 +44,7 @@ class Asked:
     """
 
     ranks: int
-    costs: Costs
+    costs: Cluster
     stride: int = 1
     mode: Mode = "tensors"
     recipe: Recipe = field(default_factory=Recipe)
@@ -185,9 +185,9 @@ class Placed:
         moved = sum(map(graph.bytes, [*given.values(), *made])) * share
         kind, flops = step.kind, step.flops * rows * share
         operator = self.asked.costs.operator
-        seconds = operator(kind, flops, moved)  # type: ignore[arg-type]
+        seconds = operator(kind, flops, moved)
         if any(graph.values[name].grad for name in made):
-            seconds += operator(kind, 2 * flops, 2 * moved)  # type: ignore[arg-type]
+            seconds += operator(kind, 2 * flops, 2 * moved)
         return seconds + self._inside(at, option)
 
     def _inside(self, at: int, option: Option) -> float:
