@@ -104,6 +104,7 @@ def test_messages_between_ranks_are_measured(tmp_path: Path) -> None:
         (("--like", "abacus"), "unknown machine `abacus`"),
         (("--dtype", "int8"), "cannot measure in `int8`"),
         (("--longest", "0"), "`--longest` must be finite and above 0"),
+        (("-o", "nowhere/mine.toml"), "mkdir -p nowhere"),
     ],
 )
 def test_what_cannot_be_measured_is_said(words: tuple[str, ...], said: str) -> None:

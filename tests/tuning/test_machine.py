@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.simulate.machine import CLUSTERS, GIB, changed, cluster_named, read_machines
+from schedlang.language.syntax import parse, read
+from schedlang.passes.simulate.machine import (
+    CLUSTERS,
+    GIB,
+    changed,
+    cluster_named,
+    cluster_of,
+    read_machines,
+)
 
 LARGE = 8e9  # bytes
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -141,3 +149,12 @@ def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, text: str, why: st
     (told,) = caught.value.diagnostics
     assert told.code == "S936" and why in " ".join(told.notes)
     assert any("calibrate" in one for one in told.helps)
+
+
+def test_the_file_of_a_machine_lies_beside_the_schedule(tmp_path: Path) -> None:
+    """Whoever reads a schedule from another folder finds the machine that it names."""
+    (tmp_path / "mine.toml").write_text(MINE + "memory = 1\n")
+    path = tmp_path / "my.sched"
+    path.write_text('schedule 1\n\nmesh(dp=2) on "mine.toml"\n')
+    found, ranks = cluster_of(parse(read(path)))
+    assert found is not None and found.name == "mine" and ranks is None

@@ -223,6 +223,14 @@ def test_nothing_fits(file: Path) -> None:
     assert "needs" in found["rejected"][0]["reason"]
 
 
+def test_a_model_without_ways_says_why(file: Path) -> None:
+    """What is wrong with the model is refused, as anywhere; it is not that nothing fits."""
+    model = file.parent / "model.py"
+    model.write_text(MODEL.partition("def loss")[0])
+    ran = CliRunner().invoke(app, ["tune", str(model), "--gpus", "2", "--on", "h100"])
+    assert ran.exit_code == 2 and "S615" in ran.output, ran.output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -232,6 +240,7 @@ def test_nothing_fits(file: Path) -> None:
         (("--batch", "4M"), "rows without tokens"),
         (("--batch", "1K", "--rows", "4"), "both say how large a step is"),
         (("--dtype", "int8"), "is none of bf16"),
+        (("-o", "nowhere/best.sched"), "mkdir -p nowhere"),
         (("--try", "micro=2"), "a model file has no knobs"),
     ],
 )
