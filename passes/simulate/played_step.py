@@ -54,9 +54,10 @@ class Step:
 
 
 def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """A batch of which every part is the sample."""
+    """A batch of which every part is the sample, inside of dicts and lists too."""
     import torch
 
+    from schedlang.ir import pytree
     from schedlang.runtime.batch import rows_of
 
     rows = rows_of(sample)
@@ -65,7 +66,8 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
         whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
         return torch.cat([value] * times) if whole else value
 
-    return {name: repeat(value) for name, value in sample.items()}
+    made: dict[str, Any] = pytree.tree_map(repeat, dict(sample), is_leaf=pytree.separable)
+    return made
 
 
 def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,12 +107,24 @@ class Planned:
     model: ModelFile
     imports: float = 0.0  # seconds spent on importing the model file
     warnings: tuple[Diagnostic, ...] = ()
+    rows: int | None = None  # of a step, where these are not the rows of the model file's batch
+
+    def batch(self) -> dict[str, Any] | None:
+        """Return the batch of a step; None where the model file has none."""
+        return _batch(self.model, self.rows)
 
 
 def planned(
-    file: Path, model: str | None, knobs: Sequence[str] | None, mesh: str | None
+    file: Path,
+    model: str | None,
+    knobs: Sequence[str] | None,
+    mesh: str | None,
+    rows: int | None = None,
 ) -> Planned:
-    """Read a schedule and its model file, and plan; refuses whatever is wrong in either."""
+    """Read a schedule and its model file, and plan; refuses whatever is wrong in either.
+
+    With `rows` a step has so many rows, each as the first one of the model file's batch.
+    """
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.schedule import Schedule
@@ -129,16 +141,52 @@ def planned(
     if made.completing:
         from schedlang.passes.complete.complete import completed
 
-        made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
-    return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
+        made = completed(made, _batch(found, rows), found.loss)
+    return Planned(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
+
+
+def _batch(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
+    batch = model.batch(0) if model.has_batch else None
+    return batch if batch is None or rows is None else of_rows(batch, rows)
+
+
+def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return a batch of so many rows, all of them views of the first, which take no memory.
+
+    Raises Refusal (S109) for objects of many samples, as a `Batch` of torch_geometric.
+    """
+    from torch import Tensor
+
+    from schedlang.ir import pytree
+    from schedlang.runtime.batch import rows_of
+
+    count = rows_of(batch)
+
+    def part(value: Any) -> Any:
+        if pytree.separable(value):
+            title = f"`--rows {rows}` cannot repeat a row of a `{type(value).__name__}`"
+            bad_option(title, "leave it out, and let the model file's `batch` have as many rows")
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[:1].expand(rows, *value.shape[1:]) if whole else value
+
+    made: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.separable)
+    return made
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:
-    """Account the costs of the plan, with the model file's batch if it has one."""
+    """Account the costs of the plan, with a batch where there is one."""
     from schedlang.passes.simulate.account import account
 
-    batch = one.model.batch(0) if one.model.has_batch else None
-    return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
+    loss, weight = one.model.loss, one.model.weight
+    try:
+        return account(one.plan, one.batch(), loss, weight=weight, memory=memory)
+    except Refusal as refusal:
+        if refusal.diagnostic.code != "S606":
+            raise
+        more = f"or see a step of more such rows: `schedlang plan {one.file.name} --rows N`"
+        raise Refusal(
+            replace(refusal.diagnostic, helps=(*refusal.diagnostic.helps, more))
+        ) from refusal
 
 
 def check_folders(**written: Path | None) -> None:

@@ -95,6 +95,10 @@ def plan(
     *,
     common: Common,
     cost: Cost = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of a step, each as the first of the model file's batch."),
+    ] = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
     written: Written,
     locks: Locks,
@@ -115,6 +119,9 @@ def plan(
 
     start = time.perf_counter()
     check_folders(**vars(written))
+    if rows is not None and (locks.lock or locks.locked or moved.transfer is not None):
+        title = "`--rows` goes with neither `--lock`, `--locked` nor `--transfer`"
+        bad_option(title, "leave it out: these take the model file's batch")
     if locks.locked:
         _check_lock_alone(common, locks)
         demand_lock(file, common.model, as_json, show=True)
@@ -123,9 +130,9 @@ def plan(
         _show_transfer((file, moved.transfer), common, moved.apart, as_json)
         return
     if alone.rank is not None or alone.weights is not None:
-        _show_rank(file, common, alone, as_json)
+        _show_rank(file, common, alone, rows, as_json)
         return
-    found = planned(file, common.model, common.knob, common.mesh)
+    found = planned(file, common.model, common.knob, common.mesh, rows)
     for warning in () if as_json else found.warnings:
         print(warning.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
     took = step_of(found.plan, cost)
@@ -153,20 +160,19 @@ def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_jso
     from schedlang.verbs.inputs import planned
 
     first, second = (planned(file, common.model, common.knob, common.mesh) for file in files)
-    batch = first.model.batch(0) if first.model.has_batch else None
-    told = transferred(first.plan, second.plan, batch, first.model.loss, apart=apart)
+    told = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
     show_json(told.to_json()) if as_json else print(told.text(*(file.name for file in files)))
 
 
-def _show_rank(file: Path, common: Common, alone: Alone, as_json: bool) -> None:
+def _show_rank(file: Path, common: Common, alone: Alone, rows: int | None, as_json: bool) -> None:
     """Show what one rank would build."""
     from schedlang.passes.simulate.one_rank import one_rank
     from schedlang.verbs.inputs import planned
 
     if alone.rank is None:
         bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
-    found = planned(file, common.model, common.knob, common.mesh)
-    batch = found.model.batch(0)
+    found = planned(file, common.model, common.knob, common.mesh, rows)
+    batch = found.batch() or found.model.batch(0)  # refuses a file that has none
     told = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
     show_json({"exit": 0, **told.to_json()}) if as_json else print(told.text())
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, show_json
-from schedlang.verbs.inputs import check_folders, write_asked
+from schedlang.verbs.inputs import check_folders, of_rows, write_asked
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
@@ -93,6 +93,7 @@ def searched(
     from schedlang.passes.planner.limits import limits_of
     from schedlang.passes.planner.profile import Profiles
     from schedlang.passes.planner.search import why
+    from schedlang.runtime.batch import rows_of
 
     start = time.perf_counter()
     if asked.dtype not in DTYPES:
@@ -115,6 +116,8 @@ def searched(
         print(fitted(told, columns()))
         if written is not None and asked.out is not None:
             print(f"next: schedlang verify {asked.out} --shrink --model {name}")
+            if job.rows != rows_of(batch):
+                print(f"or:   schedlang plan {asked.out} --rows {job.rows} --model {name}")
         elif written is not None:
             print("write it: add `-o best.sched`")
         print(f"searched in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -222,7 +225,7 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
     assert plan is not None
     whole = tune.Job(
         profiles.facts,
-        _whole(profiles.batch, job.rows),
+        of_rows(profiles.batch, job.rows),
         profiles.loss,
         profiles.weight,
         job.cluster,
@@ -232,20 +235,6 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
     seconds = found.best.least if tried.time is None else tried.time.seconds
     remarks = [*_figures(job, found, seconds, tried.peak), *_reasons(found.rejected)]
     return Written(written(profiles, found.best.setting, remarks), seconds, tried.peak)
-
-
-def _whole(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The batch of a whole step, all of the first row, which takes no memory of its own."""
-    from schedlang.runtime.batch import cut, rows_of
-
-    count = rows_of(batch)
-    first = cut(batch, range(1), count)
-    return {
-        name: value.expand(rows, *value.shape[1:])
-        if getattr(value, "ndim", 0) and batch[name].shape[0] == count
-        else value
-        for name, value in first.items()
-    }
 
 
 def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:

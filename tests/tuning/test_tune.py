@@ -188,6 +188,29 @@ def test_a_model_is_searched_and_its_schedule_runs(file: Path) -> None:
     assert ran.exit_code == 0, ran.output
 
 
+def test_a_step_of_more_rows_is_planned(file: Path) -> None:
+    """A schedule for more rows than the model file's batch has is planned with so many.
+
+    Each is as the first row, in nested batches too; the peak is the one that the search told.
+    """
+    model, best = file.parent / "model.py", file.parent / "best.sched"
+    nested = MODEL.replace('{"x": torch.randn(', '{"side": {"x": [torch.randn(')
+    nested = nested.replace("manual_seed(seed))}", "manual_seed(seed))]}}")
+    head, _, body = nested.rpartition("forward(self, x):")
+    model.write_text(f"{head}forward(self, side):\n        x = side['x'][0].mul_(2){body}")
+    found = searched(model, "--rows", 64, "-o", best, "--pin", "rows=1")
+    assert found["best"]["setting"]["micro"] == 32
+    words = ["plan", str(best), "--model", str(model), "--json"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 2 and "--rows N" in ran.output, ran.output
+    ran = CliRunner().invoke(app, [*words, "--rows", "64"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)["account"]["memory"]
+    assert max(one["peak"] for one in told) == found["peak"]
+    ran = CliRunner().invoke(app, [*words, "--rows", "64", "--lock"])
+    assert ran.exit_code == 2 and "S109" in ran.output, ran.output
+
+
 def test_a_schedule_binds_a_search(file: Path) -> None:
     """By its lines of `search`, beside what options say; other rows of it are not read."""
     model, mine = file.parent / "model.py", file.parent / "mine.sched"
