@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from schedlang.ir.modelfile import ModelFile
 
-TRIED = 1 << 24  # parameters: a model of so many is made with its values in a moment
-
 
 @verb
 def init(
@@ -69,14 +67,13 @@ def init(
 
 
 def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
-    """The model on the meta device; a small one whose sequences are to be split with its values:
-    whether it can run on some of its tokens is tried, as it is before it trains."""
+    """The model on the meta device; one whose sequences are to be split as it can be tried."""
     from schedlang.passes.autoshard.propose import ROLES
+    from schedlang.verbs.inputs import to_try
 
     module = found.model(meta=True)
     split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
-    small = sum(parameter.numel() for parameter in module.parameters()) <= TRIED
-    return found.model() if split and small else module
+    return to_try(found, module) if split else module
 
 
 def _file(named: str) -> ModelFile:

@@ -23,6 +23,8 @@ from schedlang.diagnostics.source import regular
 from schedlang.verbs.ending import bad_option
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.plan import Plan
     from schedlang.language.nodes import File
@@ -136,13 +138,31 @@ def planned(
     import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
 
     imports = time.perf_counter() - start
-    schedule = Schedule(found.model(meta=True), tree, given)
+    module = found.model(meta=True)
+    schedule = Schedule(module, tree, given)
     made = schedule.plan()
+    slices = made.order.slices if made.order is not None else 1
+    if slices * made.mesh.size(made.context_axes) > 1:
+        schedule = Schedule(to_try(found, module), tree, given)
+        made = schedule.plan()
     if made.completing:
         from schedlang.passes.complete.complete import completed
 
         made = completed(made, _batch(found, rows), found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()), rows)
+
+
+TRIED = 1 << 24  # parameters: a model of so many is made with its values in a moment
+
+
+def to_try(found: ModelFile, module: nn.Module) -> nn.Module:
+    """Return the model with its values where it is small, else as it is, on the meta device.
+
+    Whether a model can run on some of its tokens only values tell: it is tried, as before it
+    trains.
+    """
+    small = sum(parameter.numel() for parameter in module.parameters()) <= TRIED
+    return found.model() if small else module
 
 
 def _batch(model: ModelFile, rows: int | None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, show_json
-from schedlang.verbs.inputs import check_folders, of_rows, write_asked
+from schedlang.verbs.inputs import check_folders, of_rows, to_try, write_asked
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
@@ -102,7 +102,7 @@ def searched(
     questions = [question(text) for text in asked.why or ()]
     check_folders(out=asked.out)
     batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
-    facts = ModelFacts(model.model(meta=True))
+    facts = ModelFacts(to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
     job = _job(batch, asked, profiles, cluster, ranks)
     last, written, room = _fitting(profiles, job, limits, quiet=as_json)

@@ -203,3 +203,56 @@ def test_a_full_disk_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_text(file, "after")
     assert caught.value.diagnostic.code == "S109"
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
+MIXER = '''
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return self.out(attend(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.near = nn.Conv1d(8, 8, 3, padding=1)
+        self.attention = Attention()
+
+    def forward(self, x):
+        return self.attention(self.near(self.words(x).mT).mT)
+
+
+def model():
+    return Net()
+
+
+def batch(seed):
+    return {"x": torch.randint(9, (4, 8))}
+
+
+def loss(output, batch):
+    return output.pow(2).mean()
+'''
+
+
+def test_a_model_that_mixes_tokens_is_refused_before_it_trains(tmp_path: Path) -> None:
+    """Only values tell that: plan and tune make a small model with its values, and try it."""
+    model = tmp_path / "model.py"
+    model.write_text(MIXER)
+    file = tmp_path / "my.sched"
+    file.write_text("schedule 1\nmesh(cp=2)\nattention context_parallel(ring, over=cp)\n")
+    ran = CliRunner().invoke(app, ["plan", str(file)])
+    assert ran.exit_code == 2 and "S659" in ran.output and "`near` is a `Conv1d`" in ran.output
+    words = ["tune", str(model), "--gpus", "2", "--on", "a100", "--pin", "cp=2"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 2 and "`near` is a `Conv1d`" in ran.output, ran.output
