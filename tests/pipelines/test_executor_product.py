@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from schedlang.ir import facets
 from schedlang.ir.plan import Plan
 from schedlang.passes.static_checks.static import static
 from schedlang.pipeline.schedules import ORDERS
-from tests import models
+from tests import models, small_models
 from tests.drawn_orders import Homes, drawn
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, sequential, trained
@@ -83,6 +86,23 @@ def _ordered(threads: Threads, name: str, ranks: int, micro: int) -> None:
 def test_aside(threads: Threads, name: str, ranks: int) -> None:
     """Orders that park activations on partners, or make them again, train as the plain loop."""
     _ordered(threads, name, ranks, 4)
+
+
+class _Past(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+def test_a_norm_that_saves_its_statistics_runs_again(threads: Threads) -> None:
+    """Statistics of the past, which its backward reads, are as they were when that comes."""
+    torch.manual_seed(0)
+    model = small_models.Chain(4)
+    for at in (1, 3):
+        model.layers[at] = nn.Sequential(nn.Linear(6, 6), _Past(6)).double()
+    rows = 'layers pipeline_split(over=pp)\npipeline(order="Varuna", micro=2)'
+    batches = (small_models.points(1), small_models.points(2))
+    seen = trained(threads, planned(model, rows, "pp=2"), batches, adamw, clip=0.5)
+    assert_near(seen, sequential(model, batches, adamw, clip=0.5))
 
 
 @pytest.mark.deep

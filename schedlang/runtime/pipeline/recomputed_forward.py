@@ -73,8 +73,9 @@ def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | 
     now = dict(model.named_buffers())
     for name, (buffer, version, copy) in before.items():
         if copy is not None:
-            with torch.no_grad():
-                buffer.copy_(copy)
+            # beside the count of writes: a norm that reads what it has counted saves it for its
+            # backward, which would take it for overwritten
+            buffer.data.copy_(copy)
         elif now.get(name) is not buffer or buffer._version != version:
             raise Refusal.of(
                 "S813",
