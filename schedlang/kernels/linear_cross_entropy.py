@@ -9,13 +9,14 @@ once.
 
 Held: the logits are made once and kept for backward, which writes their gradient over them.  Every
 product is whole: faster than chunks where there is room.  The tensor belongs to the two operators
-alone, and a second backward is an error of autograd, since its version has changed.
+alone.  A backward that keeps the graph writes over a copy.
 
 The gradient of the weight adds up in float32 at least.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -308,7 +309,7 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
-    asked = ctx.needs_input_grad
+    asked = _asked(ctx)
     found = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, asked[0], asked[1] or asked[2]
     )
@@ -341,9 +342,15 @@ def _times(saved: Tensor, factor: Tensor) -> Tensor:
 
 def _last() -> bool:
     """Tell whether the backward that runs now frees its saved tensors; False outside of one."""
+    return not torch.compiler.is_compiling() and not _again()
+
+
+def _again() -> bool:
+    """Tell whether the backward that runs now keeps its graph; False while it is compiled."""
     if torch.compiler.is_compiling():
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
 
 
 def _save_held(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -356,11 +363,45 @@ def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse, z = ctx.saved_tensors
     assert grads[3] is None, "the logits are used by nobody else"
     by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
-    asked = ctx.needs_input_grad
+    asked = _asked(ctx)
+    # a backward that comes again, for the weights alone or of a second loss, needs the logits again
     found = held_backward(
-        z, x, weight, bias, target, lse, *by, *ctx.form, asked[0], asked[1] or asked[2]
+        z.clone() if _again() else z,
+        x,
+        weight,
+        bias,
+        target,
+        lse,
+        *by,
+        *ctx.form,
+        asked[0],
+        asked[1] or asked[2],
     )
     return *_asked_for(asked, found, bias), None, None, None
+
+
+def _asked(ctx: Any) -> tuple[bool, ...]:
+    """Tell which gradients of (x, weight, bias) the backward that runs now computes.
+
+    Halves of a backward (`split_backward`) come one after the other: for x, then for the weights.
+    """
+    found: tuple[bool, ...] = ctx.needs_input_grad[:3]
+    if torch.compiler.is_compiling():
+        return found
+    nodes = [node for node, _ in ctx.next_functions[:3]]  # of the tensors among the inputs
+    return tuple(
+        need and (node is None or _runs(node))
+        for need, node in itertools.zip_longest(found, nodes[: len(found)])
+    )
+
+
+def _runs(node: Any) -> bool:
+    """Tell whether the backward that runs now reaches a node, or returns what comes to it."""
+    try:
+        reached: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
+        return True
+    return reached
 
 
 def _asked_for(asked: Sequence[bool], found: Sequence[Tensor], bias: Any) -> list[Tensor | None]:
