@@ -542,19 +542,20 @@ def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "repeat_interleave":  # without a dim it takes all of them as one
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         return dim is not None
-    return not BY_RULE.isdisjoint(_names(name)) or elementwise(name)
+    plain = name.strip("_")
+    names = {name, plain}
+    if name.startswith("__") and plain[:1] in ("i", "r"):  # in place, or from the right
+        names.add(plain[1:])
+    return any(one in BY_RULE or one in ELEMENTWISE or _elementwise(one) for one in names)
 
 
 def elementwise(name: str) -> bool:
     """Return whether a call of this name, in place or from the right too, is elementwise."""
-    return any(one in ELEMENTWISE or _elementwise(one) for one in _names(name))
-
-
-def _names(name: str) -> set[str]:
-    """The name of a call, and that of the call which it makes in place, or from the right."""
     plain = name.strip("_")
-    turned = name.startswith("__") and plain[:1] in ("i", "r")
-    return {name, plain, plain[1:] if turned else plain}
+    names = {name, plain}
+    if name.startswith("__") and plain[:1] in ("i", "r"):
+        names.add(plain[1:])
+    return any(one in ELEMENTWISE or _elementwise(one) for one in names)
 
 
 @cache

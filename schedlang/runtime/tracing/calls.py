@@ -22,7 +22,6 @@ from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.batch import called
-from schedlang.runtime.inside import hooked
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.tracing.graph import refusal
 from schedlang.runtime.tracing.meta import KNOWN, meta_model, without_values
@@ -84,12 +83,14 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 
         handles.append(module.register_forward_pre_hook(before))
     kept = kept_outside(model) if meta else nullcontext()
-    undrawn = torch.random.fork_rng(devices=[])
     try:
-        with hooked(handles), kept, undrawn, torch.no_grad(), where as (given, _):
+        with kept, torch.random.fork_rng(devices=[]), torch.no_grad(), where as (given, _):
             called(model, given)
     except NotImplementedError as error:
         raise asks_for_values(error) from error
+    finally:
+        for handle in handles:
+            handle.remove()
     return Calls(tuple(order), again)
 
 
