@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from schedlang.ir.features import Budgeted, Grouping, Recomputing, Uniform, check_called
 from schedlang.ir.primitive import refuse
 from schedlang.language.value import Bytes
-from schedlang.remat import Tree, groups, places, regions, root, runs
-from schedlang.remat.again import Again
+from schedlang.remat import Again, Tree, groups, places, regions, root, runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Compression, Kept
+from schedlang.ir.facets import Codec, Compression, Kept
 from schedlang.ir.features import check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
@@ -179,10 +179,8 @@ class compress(Primitive):  # noqa: N801
         if self.what == "activations":
             return replace(plan, kept=(*plan.kept, self._kept(site.fqn, plan.next_row)))
         axes = tuple(map(str, self.over or ()))
-        made = Compression(
-            axes, self.how, self.rank, self.block, self.error_feedback, row=plan.next_row
-        )
-        return replace(plan, compression=made)
+        codec = Codec(self.how, self.rank, self.block, self.error_feedback)
+        return replace(plan, compression=Compression(axes, codec, row=plan.next_row))
 
     def _kept(self, fqn: str, row: int) -> Kept:
         """Return the coding of a module's saved activations; beside a table, one that fits the

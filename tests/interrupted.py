@@ -28,8 +28,8 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import shards
 from schedlang.runtime.checkpointing import boxes
-from schedlang.runtime.checkpointing.export import MARK
 from schedlang.runtime.program import Program
+from schedlang.runtime.shards import MARK
 from schedlang.runtime.storage import folder as exchange
 from tests import forks
 from tests.layouts import Odd, odd_program, points

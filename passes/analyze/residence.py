@@ -14,7 +14,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.facets import Stored
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan, at_its_row
-from schedlang.passes.partition.staging import on_peers
+from schedlang.passes.partition.staging import UNCALLED, on_peers
 
 if TYPE_CHECKING:
     from schedlang.passes.partition.staging import Staged
@@ -112,9 +112,6 @@ def rounds(sizes: Sequence[int]) -> list[list[int]]:
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
-
-
-UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
 
 
 def tiers_of(plan: Plan) -> dict[str, Tiers]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.judge.layouts import local
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.isolated import Frame, parts_of
 
 At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
@@ -51,7 +52,6 @@ def followed(
     taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
     """
     run, turns = Run(), dict.fromkeys(modules, 0)
-    handles = []
 
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -77,13 +77,8 @@ def followed(
 
         return after
 
-    for name, module in modules.items():
-        handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
-    try:
+    with hooked(m.register_forward_hook(hook(n), with_kwargs=True) for n, m in modules.items()):
         step()
-    finally:
-        for handle in handles:
-            handle.remove()
     return run
 
 

@@ -11,8 +11,8 @@ and gaps that only judged programs have are made in `beside.py`. Where rows fail
 what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`) of
 those of ranks or of parts of the batch (`parts.py`), and which module is the first to differ in a
 step that both sides run once more (`located.py`, `calls.py`, `modules.py`), taken apart by the
-terms of its gradient (`terms.py`), the elements that ranks own (`owners.py`), what its module takes
-(`taken.py`) and the words that it depends on (`sights.py`).
+terms of its gradient (`terms.py`), the elements that ranks own, what its module takes and the words
+that it depends on (`taken.py`).
 """
 
 from __future__ import annotations

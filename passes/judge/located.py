@@ -1,4 +1,7 @@
-"""Follow a wrong step on both sides: the first module that differs, and from what that comes."""
+"""Follow a wrong step on both sides: the first module that differs, and from what that comes.
+
+* Elements that several ranks compute and one owns: what others send back there must be zero.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge import calls, modules, sights, terms
+from schedlang.passes.judge import calls, modules, terms
 from schedlang.passes.judge.choices import Choosing, Noted
 from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.kinds import INITIAL, Located
-from schedlang.passes.judge.owners import Note, Noting, shapes, unmasked
 from schedlang.passes.judge.rounded import kept_in, rounding
 from schedlang.passes.judge.subject import Judged, Kept
-from schedlang.passes.judge.taken import Taken, misgiven
+from schedlang.passes.judge.taken import Part, Taken, changes, misgiven, seen_otherwise
+from schedlang.passes.judge.terms import Tape
 from schedlang.passes.judge.trial import Given, Trial
 from schedlang.passes.judge.within import Within
+from schedlang.passes.localize.diagnose import fits
 from schedlang.passes.verify.conditioning import IN_DTYPE, Nudged
 from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.original import Sequential, rows
@@ -30,6 +35,98 @@ from schedlang.report import Report
 from schedlang.runtime.isolated import Frame
 from schedlang.runtime.launch.pool import Hang, RankDied, threads_of_ranks
 from schedlang.runtime.modes import ambient
+
+MOST = 1 << 20  # numbers that a rank keeps
+FEWEST = 8  # elements that tell it
+CLOSE = 1e-9
+
+
+@dataclass(frozen=True)
+class Note:
+    """A tensor that a rank gave a function, or got from one, and the gradient that came back."""
+
+    value: Tensor
+    gradient: Tensor
+
+
+class Noting(Tape):
+    """Notes the tensors of some shapes in a rank's step, as they are when they are met."""
+
+    def __init__(self, wanted: frozenset[torch.Size]) -> None:
+        super().__init__()
+        self.wanted, self.left = wanted, MOST
+        self.values: dict[int, Tensor] = {}
+
+    def watch(self, tensor: Tensor) -> None:
+        """Note a tensor's value, and its gradient when it comes."""
+        size = tensor.numel()
+        asked = tensor.shape in self.wanted and not tensor.is_leaf and size <= self.left
+        if asked and id(tensor) not in self.gradients and not isinstance(tensor, DTensor):
+            self.left -= size
+            self.values[id(tensor)] = tensor.detach().clone()
+        super().watch(tensor)
+
+    @property
+    def notes(self) -> list[Note]:
+        """The ones that a gradient came back to, in the order in which they were met."""
+        pairs = ((value, self.gradients[key]) for key, value in self.values.items())
+        return [Note(value, gradient) for value, gradient in pairs if gradient.numel()]
+
+
+def shapes(tape: Tape) -> frozenset[torch.Size]:
+    """The shapes of what the functions of a step give."""
+    return frozenset(one.shape for call in tape.calls for one in call.outputs)
+
+
+def unmasked(tape: Tape, ranks: Sequence[Sequence[Note]]) -> str:
+    """Name the first result whose elements are each right on one rank, and not zero on others."""
+    if len(ranks) < 2:
+        return ""
+    for call in reversed(tape.calls):
+        for tensor in call.outputs:
+            want = tape.gradient(tensor)
+            if want is None or int((want != 0).sum()) < FEWEST:
+                continue
+            value = tensor.detach()
+            if any(t._version != v for t, v in call.given):
+                continue
+            for gradients in _together(value, ranks):
+                if _owned(want, gradients):
+                    return (
+                        f"the gradient of what {call.name} gives: each element is right on one "
+                        "rank, but others add something there, where zero is due: what they "
+                        "compute for elements that are not theirs is not masked in backward"
+                    )
+    return ""
+
+
+def _together(value: Tensor, ranks: Sequence[Sequence[Note]]) -> Iterator[list[Tensor]]:
+    """Yield the gradients of a tensor by its values, the first that each rank has, the second..."""
+    each = [
+        [
+            note.gradient
+            for note in notes
+            if note.value.shape == value.shape and fits(note.value, value)
+        ]
+        for notes in ranks
+    ]
+    for one in zip(*each):
+        yield list(one)
+
+
+def _owned(want: Tensor, gradients: Sequence[Tensor]) -> bool:
+    """Whether each element is right on exactly one rank, and every rank adds to those of others."""
+    near = CLOSE * float(want.abs().max())
+    there = want.abs() > near
+    right = [(one - want).abs() <= near for one in gradients]
+    count = torch.stack(right).sum(0)
+    others = [there & ~ok & (one.abs() > near) for one, ok in zip(gradients, right)]
+    return (
+        bool((count[there] == 1).all())
+        and all(bool((ok & there).any()) for ok in right)
+        and any(bool(one.any()) for one in others)
+    )
+
 
 MOST_PARAMETERS = 8
 _OF_A_STEP = ("training outputs", "loss", "gradients", "replicas")
@@ -233,7 +330,7 @@ def _of_taken(step: Step, found: modules.Found) -> str:
 def _of_output(step: Step, found: modules.Found) -> str:
     """Say on which places it depends that it should not; each rank's are those before it."""
     frame, k = found.at
-    for made in sights.changes(step.batch):
+    for made in changes(step.batch):
         batches = [step.batch, *(one.batch for one in made)]
         right = [step.original(batch).calls[frame].outputs[k] for batch in batches]
         if all(torch.equal(one, right[0]) for one in right) or right[0].dim() < 2:
@@ -242,11 +339,11 @@ def _of_output(step: Step, found: modules.Found) -> str:
             continue
         ranks = step.on_ranks(_seen, batches, _calls(found))
         parts = [
-            sights.Part([one[part.frame][part.k] for one in ranks[part.rank]], there)
+            Part([one[part.frame][part.k] for one in ranks[part.rank]], there)
             for part in found.parts
             if (there := _rows(part, found.anchors, right[0])) is not None
         ]
-        return sights.seen_otherwise(right, parts, made)
+        return seen_otherwise(right, parts, made)
     return ""
 
 

@@ -135,18 +135,17 @@ def compressor_of(
 ) -> Compressor | None:
     """Return what does the compressed sums of this rank; None where there is nobody to sum with."""
     from schedlang.runtime.checkpointing.holding import cleaned
-    from schedlang.runtime.grad_reduction.compressed import Codec, Compressor
+    from schedlang.runtime.grad_reduction.compressed import Compressor
 
     how, one = plan.compression, next((one for one in planned if one.kind == "compressed"), None)
     if how is None or one is None:
         return None
-    codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
 
     def clean(name: str, part: Tensor) -> Tensor:
         return cleaned(part, holdings[name], plan.mesh, ranks.rank)
 
-    return Compressor(codec, ranks.group(one.axes), names, clean)
+    return Compressor(how.codec, ranks.group(one.axes), names, clean)
 
 
 Loss = Callable[..., Any]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.partition.chains import Chains
     from schedlang.passes.propagate.propagate import Traced
-    from schedlang.remat.again import Again
+    from schedlang.remat import Again
     from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.propagation.saving import Saved, Turn
 

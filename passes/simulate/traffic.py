@@ -176,13 +176,12 @@ def _buckets(
 def _coded(
     plan: Plan, one: Reduction, names: list[str], shapes: list[tuple[int, ...]]
 ) -> Iterator[Message]:
-    from schedlang.runtime.grad_reduction.compressed import Codec, message_bytes
+    from schedlang.runtime.grad_reduction.compressed import message_bytes
 
     how = plan.compression
     assert how is not None
-    codec = Codec(how.kind, how.rank, how.block, how.feedback)
     sizes = [plan.model.unique[n].itemsize for n in names]
-    found = message_bytes(codec, list(zip(shapes, sizes)), plan.mesh.size(one.axes))
+    found = message_bytes(how.codec, list(zip(shapes, sizes)), plan.mesh.size(one.axes))
     for what, size in found.items():
         kind, words = CODED[what]
         yield kind, words, size, ""

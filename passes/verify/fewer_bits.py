@@ -21,7 +21,7 @@ from schedlang.ir.pytree import tree_leaves
 from schedlang.passes.analyze.fewer_bits import numbers
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed
-from schedlang.remat.again import Again
+from schedlang.remat import Again
 from schedlang.runtime.activation_memory.quantized import Found, margin
 from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators

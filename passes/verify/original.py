@@ -17,6 +17,7 @@ from schedlang.ir.copied import copied
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
 from schedlang.runtime.batch import called, followed, named_tensors, no_loss
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.training import Training
@@ -176,10 +177,9 @@ class Sequential:
             if not self.order
         ]
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             self.order = self.order or tuple(order)
 
 

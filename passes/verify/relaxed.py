@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.nn.utils.stateless import _reparametrize_module
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.facets import Cast
+from schedlang.ir.facets import Cast, Codec
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves, tree_map
 from schedlang.passes.analyze.holdings import compressed_over
@@ -33,7 +33,7 @@ from schedlang.passes.verify.original import Sequential, loss_of, rows
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.batch import Part, called, stack
 from schedlang.runtime.checkpointing.holding import Holding, put, take
-from schedlang.runtime.grad_reduction.compressed import Codec, decoded, encoded, orthogonal, started
+from schedlang.runtime.grad_reduction.compressed import decoded, encoded, orthogonal, started
 from schedlang.runtime.scope import Scope, entered
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Compressed(Parted):
         how = plan.compression
         assert how is not None
         self.plan, self.holdings = plan, holdings
-        self.codec = Codec(how.kind, how.rank, how.block, how.feedback)
+        self.codec = how.codec
         self._kept: dict[tuple[str, object], Kept] = {}
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:

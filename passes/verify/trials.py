@@ -17,6 +17,7 @@ from schedlang.passes.verify.runs import TEXT
 from schedlang.passes.verify.sides import Case
 from schedlang.report import Row
 from schedlang.runtime.batch import called
+from schedlang.runtime.inside import hooked
 
 Call = tuple[Any, Any]  # arguments, and those by name
 AGAIN, OTHER = "again, with other values", "in another shape"
@@ -102,14 +103,9 @@ def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]
 
         return note
 
-    handles = [
-        model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
-        for fqn in sorted(wanted)
-    ]
-    with torch.no_grad():
+    each = [(model.get_submodule(fqn), noting(fqn)) for fqn in sorted(wanted)]
+    with torch.no_grad(), hooked(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in each):
         called(model, batch)
-    for handle in handles:
-        handle.remove()
     return calls
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -121,18 +122,36 @@ class Context(Annotation):
 
 
 @dataclass(frozen=True)
-class Compression(Annotation):
-    """The compression of a sum of gradients over data axes, so that it is sent in fewer bytes.
+class Codec:
+    """The method by which gradients are compressed.
 
-    kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
-    feedback  what a step leaves out is added to the gradients of the next
+    kind      "powersgd", "int8" or "onebit"
+    rank      of the product that stands for a matrix (powersgd)
+    block     elements that share their scales (int8, onebit)
+    feedback  whether what a step leaves out is added to the next one's gradient
     """
 
-    axes: tuple[str, ...]
     kind: str
-    rank: int
-    block: int
-    feedback: bool
+    rank: int = 4
+    block: int = 256
+    feedback: bool = True
+
+    def smaller(self, shape: Sequence[int]) -> bool:
+        """Return whether a tensor of this shape is compressed; vectors never are."""
+        if len(shape) < 2:
+            return False
+        if self.kind != "powersgd":
+            return math.prod(shape) >= 8
+        rows, columns = shape[0], math.prod(shape[1:])
+        return self.rank * (rows + columns) < rows * columns
+
+
+@dataclass(frozen=True)
+class Compression(Annotation):
+    """The compression of a sum of gradients over data axes, so that it is sent in fewer bytes."""
+
+    axes: tuple[str, ...]
+    codec: Codec
 
 
 @dataclass(frozen=True)

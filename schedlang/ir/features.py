@@ -204,7 +204,7 @@ class Recomputing(Lowered, feature=True):
         return None
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the regions of the sites that run again in backward (remat/again.py).
+        """Return the regions of the sites that run again in backward (`remat.Again`).
 
         `found` is what the budget found for the chains of the sites. None: nothing runs again, or
         only the run itself decides it.

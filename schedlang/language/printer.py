@@ -155,11 +155,6 @@ class Row:
     comment: str | None = None
 
     @property
-    def blank(self) -> bool:
-        """An empty line."""
-        return not self.left
-
-    @property
     def opens(self) -> bool:
         """The first line of a block."""
         return self.left.endswith("{") and not self.left.startswith("#")

@@ -2,13 +2,40 @@
 
 A place alone keeps what its module saves. A tuple is a region: it keeps what enters it, and is run
 again in backward; then the regions inside of it keep what enters them, and so on.
+
+* Modules that run again in backward as one: from what, and which results spare what in it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from schedlang.remat.operators import Key
+
+
+@dataclass(frozen=True)
+class Again:
+    """Modules, in the order of their calls, that run again from what enters them from outside.
+
+    save    the classes of operators whose results are kept for the second run
+    chosen  single operators, likewise
+    once    what enters several times, of one call or of several, is kept once
+    """
+
+    modules: tuple[str, ...]
+    save: tuple[str, ...] = ()
+    chosen: frozenset[Key] = frozenset()
+    once: bool = False
+
+    @property
+    def results(self) -> bool:
+        """True where more than the inputs is kept."""
+        return bool(self.save or self.chosen)
+
 
 Tree = tuple[Any, ...]  # of places (int) and of trees
 
@@ -40,11 +67,6 @@ def regions(tree: Tree) -> Iterator[tuple[int, ...]]:
     for item in tree:
         if isinstance(item, tuple):
             yield tuple(places(item))
-
-
-def shifted(tree: Tree, by: int) -> Tree:
-    """The same tree over places further back in a longer chain."""
-    return tuple(item + by if isinstance(item, int) else shifted(item, by) for item in tree)
 
 
 def groups(count: int, size: int, every: int = 1) -> Tree:

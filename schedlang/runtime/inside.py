@@ -1,6 +1,13 @@
-"""The modules inside of a module, without a call of Python for each: for what runs in a step."""
+"""The modules inside of a module, without a call of Python for each: for what runs in a step.
+
+* Hooks that are there for a while.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -40,3 +47,14 @@ class Inside:
             self.found = modules_in(self.module)
             self._children = [dict(one._modules) for _, one in self.found]
         return self.found
+
+
+@contextmanager
+def hooked(handles: Iterable[Any]) -> Iterator[None]:
+    """Take hooks off at the end of a block, each by what torch gave for it."""
+    there = [*handles]
+    try:
+        yield
+    finally:
+        for handle in there:
+            handle.remove()

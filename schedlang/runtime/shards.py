@@ -3,6 +3,9 @@
 What a file is to hold is laid out first, on tensors of which nothing has been put together yet: a
 library's own `save_pretrained` names, splits and orders them so.  Then each whole tensor comes to
 the rank that writes its file, and goes when it is written.
+
+* Whole weights that are exported: the names of their files, and what is refused before.
+* Adapters alone, in a folder that PEFT reads: `PeftModel.from_pretrained(model, path)`.
 """
 
 from __future__ import annotations
@@ -23,15 +26,112 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import Adapting
+from schedlang.runtime.adapted import MAGNITUDE, Adapt, Adapted
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.checkpointing import adapter
-from schedlang.runtime.checkpointing.export import MARK, MARKS, check, unwritten
 from schedlang.runtime.checkpointing.holding import assembled
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES
 from schedlang.runtime.checkpointing.steps import resolved
 from schedlang.runtime.comm import world
 from schedlang.runtime.initial.stored import KINDS, Box, Stored, read_box
 from schedlang.runtime.storage.folder import replace_folder, together
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of all names: that of the model which PEFT wraps
+
+
+def _adapter_rows(changes: Sequence[Adapting], target: Path) -> list[Adapt]:
+    """The rows that bring adapters; raises Refusal S639 for none, or of more than one kind."""
+    rows = [change for change in changes if isinstance(change, Adapt)]
+    if not rows or len({row.kind for row in rows}) > 1:
+        raise Refusal(_no_adapter(target, bool(rows)))
+    return rows
+
+
+def _adapter_contents(
+    rows: Sequence[Adapt], state: Mapping[str, Tensor], trained: Sequence[str], model: nn.Module
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors that are written, by PEFT's names, and the text of its configuration.
+
+    Adapters, and modules that are trained beside them (`modules_to_save`).  Probabilities of
+    dropout are those of the first row: PEFT knows one.
+    """
+    apart = {f"{fqn}.{name}" for row in rows for fqn in row.sites for name in Adapted.inner}
+    saved = sorted({name.rpartition(".")[0] for name in trained if name not in apart})
+    tensors = {_peft_name(name): value for name, value in state.items() if name in apart}
+    beside = (n for n in state if n.rpartition(".")[0] in saved and n not in apart)
+    tensors |= {f"{PREFIX}{name}": state[name] for name in beside}
+    return tensors, json.dumps(_peft_config(rows, saved, model), indent=2)
+
+
+def _peft_name(name: str) -> str:
+    """A parameter's name in the file: PEFT's matrices are modules of their own."""
+    owner, _, local = name.rpartition(".")
+    local = "lora_magnitude_vector" if local == MAGNITUDE else f"{local}.weight"
+    return f"{PREFIX}{owner}.{local}"
+
+
+def _peft_config(rows: Sequence[Adapt], saved: Sequence[str], model: nn.Module) -> dict[str, Any]:
+    first, own = rows[0], getattr(getattr(model, "config", None), "name_or_path", None)
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": own or None,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "use_dora": first.kind == "dora",
+        "fan_in_fan_out": any(row.transposed for row in rows),
+        "bias": "none",
+        "target_modules": [fqn for row in rows for fqn in row.sites],
+        "rank_pattern": {fqn: row.rank for row in rows[1:] for fqn in row.sites},
+        "alpha_pattern": {fqn: row.alpha for row in rows[1:] for fqn in row.sites},
+        "modules_to_save": list(saved) or None,
+    }
+
+
+def _no_adapter(target: Path, several: bool) -> Diagnostic:
+    if several:
+        return Diagnostic(
+            "S639",
+            f"cannot write the adapters to `{target}`: some are `lora` and some `dora`",
+            notes=("a folder of PEFT has one kind",),
+            helps=("export the merged weights: `program.export(path, model)`",),
+        )
+    return Diagnostic(
+        "S639",
+        f"cannot write the adapters to `{target}`: no row brings any",
+        helps=(
+            "add a row: `layers.*.mlp.up  adapt(lora, rank=8)`",
+            "or export the weights: `program.export(path, model)`",
+        ),
+    )
+
+
+MARK = "model.safetensors"
+MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several
+
+
+def _check_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuse another model than that of a state (S634)."""
+    if not isinstance(model, nn.Module):
+        raise Refusal.of(
+            "S634",
+            f"this is a {type(model).__name__}, not the model that was scheduled",
+            helps=("give the module that was passed to `create_schedule`",),
+        )
+    if odd := sorted(model.state_dict().keys() ^ state.keys()):
+        raise Refusal.of(
+            "S634",
+            f"this is not the model that was scheduled: `{odd[0]}`",
+            helps=("give the model that the schedule was made for",),
+        )
+
+
+def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:
+    """Describe why weights cannot be written (S631)."""
+    return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)
+
 
 SHARD = 5 * 10**9  # bytes of a file
 _KEPT = 2  # whole tensors of the program that a writer keeps: several of a file come of one
@@ -58,12 +158,12 @@ def export(
     Refusal S631, S632, S634 or S638 on all ranks, leaving what was at the path as it was.
     """
     target = Path(world.broadcast_object(0, str(resolved(path))))  # a link stays
-    diagnose = lambda error: unwritten(target, str(error))  # noqa: E731
+    diagnose = lambda error: _unwritten(target, str(error))  # noqa: E731
     comes = Coming(a, parts, buffers)
     state: dict[str, Tensor] = dict(comes.state())
     for change in reversed(a.merges):
         state = change.merged(state)
-    together(lambda: check(model, state), diagnose, (Exception,))
+    together(lambda: _check_model(model, state), diagnose, (Exception,))
     together(lambda: comes.check_ties(target, state, model), diagnose, (Exception,))
 
     def fill(folder: Path) -> None:
@@ -94,14 +194,14 @@ def export_adapter(
     """
     target = Path(world.broadcast_object(0, str(resolved(path))))
     comes, rank = Coming(a, parts, buffers), a.ranks.rank
-    rows = adapter.rows_of(a.merges, target)
-    tensors, config = adapter.contents(rows, comes.state(), trained, model)
-    file = _file(adapter.MARK, tensors, {"format": "pt"})
+    rows = _adapter_rows(a.merges, target)
+    tensors, config = _adapter_contents(rows, comes.state(), trained, model)
+    file = _file(ADAPTER, tensors, {"format": "pt"})
 
     def all_of_it(folder: Path) -> None:
         _write(folder, [file], comes)
         if rank == 0:
-            (folder / adapter.CONFIG).write_text(config)
+            (folder / ADAPTER_CONFIG).write_text(config)
 
     def diagnose(error: BaseException) -> Diagnostic:
         return Diagnostic("S631", f"cannot write the adapters to `{target}`", notes=(str(error),))
@@ -109,7 +209,7 @@ def export_adapter(
     def fill(folder: Path) -> None:
         together(lambda: all_of_it(folder), diagnose)
 
-    marks = (adapter.MARK,)
+    marks = (ADAPTER,)
     replace_folder(target, rank, fill, marks=marks, diagnose=diagnose, failures=(Exception,))
 
 
@@ -170,7 +270,7 @@ class Coming:
             if self.a.ranks.rank == 0 and not torch.equal(*both):
                 said = f"`{one}` and `{name}` are one parameter of the given model, but were"
                 help_ = "give a model in which they are not tied"
-                wrong = wrong or unwritten(target, f"{said} trained separately", help_)
+                wrong = wrong or _unwritten(target, f"{said} trained separately", help_)
         if wrong is not None:
             raise Refusal(wrong)
 

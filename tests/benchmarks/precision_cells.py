@@ -24,8 +24,8 @@ import schedlang
 from schedlang import verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.modelfile import load_model_file
+from schedlang.passes.judge.rounded import FORMATS
 from schedlang.passes.prove import Case
-from schedlang.passes.verify.eight_bits import FORMATS
 from schedlang.passes.verify.sides import prepared
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool

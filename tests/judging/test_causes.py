@@ -14,9 +14,9 @@ from torch import Tensor
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge.kinds import of_gradient
-from schedlang.passes.judge.owners import Note, unmasked
+from schedlang.passes.judge.located import Note, unmasked
 from schedlang.passes.judge.parts import Cut
-from schedlang.passes.judge.sights import Changed, Part, changes, seen_otherwise
+from schedlang.passes.judge.taken import Changed, Part, changes, seen_otherwise
 from schedlang.passes.judge.terms import Got, Tape, made_of
 from schedlang.report import Row
 from schedlang.runtime.launch.pool import Pool

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.judge.rounded import FORMATS
 from schedlang.passes.verify.conditioning import IN_DTYPE
-from schedlang.passes.verify.eight_bits import FORMATS
 from schedlang.report import Report
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.parts import Copied, Summed, split

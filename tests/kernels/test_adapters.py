@@ -16,8 +16,9 @@ from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Query, Rule, flex_attention, reference
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.runtime.kernel_injection.attention_adapters import Adapted, by_name
-from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
+from tests.kernels.looking import kernels_of
 from tests.kernels.test_kernel import assert_close, build, gradients
 from tests.proofs import planned, proven, refused
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.linear_cross_entropy import Case, held_backward, held_forward
-from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
 from tests import models
+from tests.kernels.looking import kernels_of
 from tests.kernels.test_linear_cross_entropy import LABELS, LOSSES, WHOLE
 from tests.proofs import refused
 from tests.rows import STAGES, llama_proven

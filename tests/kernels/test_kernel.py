@@ -15,9 +15,10 @@ from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
-from schedlang.runtime.kernel_injection.kernel import Attention, kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import Attention, match, replace
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sequence_pipelining.carry import cache_argument
+from tests.kernels.looking import kernels_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,9 +18,10 @@ from schedlang.kernels.linear_cross_entropy import (
     weighed,
 )
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.lazy_logits.lazy import Head, LazyLogits, probe_head
 from tests import models
+from tests.kernels.looking import kernels_of
 from tests.proofs import planned, proven, refused
 
 CASES = [

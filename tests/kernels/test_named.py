@@ -15,8 +15,9 @@ from schedlang.kernels import liger
 from schedlang.kernels.check import check_case
 from schedlang.kernels.device import runs
 from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.kernel_injection.kernel import cases_of, kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import cases_of, match, replace
 from tests import models
+from tests.kernels.looking import kernels_of
 from tests.proofs import planned, proven, refused
 
 

@@ -18,10 +18,11 @@ from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.lower.build import build
 from schedlang.runtime.fusion.checked import check_fused
 from schedlang.runtime.fusion.dataflow import Looked, flow, given_of, imagined
-from schedlang.runtime.fusion.fuse import Told, fuse_pattern, regions_of, unavailable
+from schedlang.runtime.fusion.fuse import Told, fuse_pattern, unavailable
 from schedlang.runtime.fusion.rewrite import matches
 from schedlang.schedule import Schedule, create_schedule
 from tests.engine import Threads
+from tests.kernels.looking import regions_of
 from tests.proofs import proven
 
 CLASSES = 11

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import runs
-from schedlang.runtime.kernel_injection.kernel import kernels_of, match, replace
+from schedlang.runtime.kernel_injection.kernel import match, replace
 from tests import models
+from tests.kernels.looking import kernels_of
 from tests.proofs import planned, proven, refused
 from tests.tiers import thinned
 

@@ -51,7 +51,7 @@ LIBRARIES = {
     "passes/judge/subject.py": {"tensor"},
     "passes/judge/masks.py": {"tensor"},
     "passes/judge/choices.py": {"tensor"},
-    "passes/judge/owners.py": {"tensor"},
+    "passes/judge/located.py": {"tensor"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
 STORES = {"diagnostics/told_once.py"}

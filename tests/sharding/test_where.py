@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.propagation.follow import fitting, reshaped, shape_along
-from schedlang.runtime.propagation.trace import Tag
+from schedlang.runtime.propagation.follow import fitting, reshaped, shapes_of_parts
+from schedlang.runtime.propagation.trace import Running, Tag
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 
@@ -22,12 +25,17 @@ def test_both_orders_fit_where_sizes_are_equal() -> None:
 def test_an_axis_is_followed_through_moves() -> None:
     """A transpose carries a split dim along, even of a square matrix; a view keeps its slowest."""
     x = torch.empty(2, 2, device="meta")
-    assert shape_along(torch.t, (x,), {}, [(4, 4)], [Tag(0, (4,))], 2, 0) == (4, 2)
+    assert _parts(torch.t, x)([(4, 4)], [0], 2) == [(4, 2)]
     y = torch.empty(2, 8, 3, device="meta")
     shapes = [(2, 8, 6), (2, 6, 8)]
-    assert shape_along(torch.matmul, (y, y.mT), {}, shapes, [None, Tag(2, (8,))], 2, 0) == (2, 8, 4)
+    assert _parts(torch.matmul, y, y.mT)(shapes, [None, 2], 2) == [(2, 8, 4)]
     assert reshaped((2, 8, 16), Tag(2, (16,)), (2, 8, 4, 4), [1, 2]) == 2
-    assert shape_along(torch.Tensor.view, (x, 4), {}, [(4, 4)], [Tag(0, (4,))], 2, 0) is None
+    assert _parts(torch.Tensor.view, x, 4)([(4, 4)], [0], 2) is None
+
+
+def _parts(func: Any, *args: Any) -> Any:
+    """`shapes_of_parts` of one call."""
+    return partial(shapes_of_parts, Running(("", 0), func.__name__, func, args, {}, []))
 
 
 class Turned(nn.Module):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from schedlang.ir.facets import Codec
 from schedlang.runtime.grad_reduction.compressed import (
-    Codec,
     decoded,
     encoded,
     from_bits,

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.placement import Layout, Uneven
-from schedlang.runtime.checkpointing.holding import Holding, put, take
+from schedlang.runtime.checkpointing.holding import Holding, put, rounds, rounds_of, take
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.carry import follow
-from schedlang.runtime.redistribution.doubling import rounds, rounds_of
 from schedlang.runtime.redistribution.route import TensorLayout, kinds_of, route
 from schedlang.runtime.redistribution.sharding import everywhere
 from tests.engine import Threads

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from schedlang.pipeline.timeline.table import Column, Kind, Rows, Timeline, TimelineError
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
-_READS = (Kind.F, *BACKWARD)
+READS = (Kind.F, *BACKWARD)
 
 
 def updates(timeline: Timeline) -> Column:
@@ -123,7 +123,7 @@ class _Stage:
 
 
 def _stages(timeline: Timeline) -> Iterator[_Stage]:
-    rows = np.flatnonzero(np.isin(timeline.kind, (*_READS, Kind.STEP)))
+    rows = np.flatnonzero(np.isin(timeline.kind, (*READS, Kind.STEP)))
     order = np.lexsort((rows, timeline.stage[rows], timeline.replica[rows]))
     rows = rows[order]
     place = timeline.replica[rows] * timeline.stages + timeline.stage[rows]

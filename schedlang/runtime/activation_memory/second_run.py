@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,11 @@ from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
 from schedlang.runtime.scope import capture, site
-from schedlang.runtime.storage.saved import as_it_is, slot
 from schedlang.runtime.tracing.meta import name_of
 from schedlang.runtime.tracing.units import Switch
 
 if TYPE_CHECKING:
-    from schedlang.remat.again import Again
+    from schedlang.remat import Again
 
 # ---- Whether modules compute the same when they run again: which call of torch differs, and
 # where.
@@ -173,25 +171,6 @@ def through(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors as the innermost hooks give them back, detached; each asks for its gradient."""
     both = zip(tensors, hold(tensors)())
     return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
-
-
-def watch_again(model: nn.Module, modules: Iterable[str]) -> None:
-    """Let some modules of a throwaway copy save what they are given, and nothing else.
-
-    Wrap them before what they save is watched (`propagation/trace.py`): it is theirs.
-    """
-    for fqn in modules:
-        module = model.get_submodule(fqn)
-        module.forward = partial(_again, module.forward)
-
-
-def _again(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    tensors: list[Tensor] = []
-    take((args, kwargs), tensors)
-    with torch._C.DisableTorchFunction():
-        through(tensors)
-    with slot(as_it_is):
-        return inner(*args, **kwargs)
 
 
 # ---- Results of operators that are kept for a second run, as one process that is compared has

@@ -42,7 +42,7 @@ from schedlang.runtime.context_parallel.token_layout import (
     place_at,
     spread,
 )
-from schedlang.runtime.device import HOST, sent
+from schedlang.runtime.device import sent
 
 # method -> how many groups it takes, the outermost first
 METHODS: dict[str, tuple[int, ...]] = {
@@ -228,11 +228,6 @@ class Ulysses:
         each = layout.runs[first : first + group.size]
         self.arrived: Runs = tuple(run for runs in each for run in runs)
         self.wanted: Runs = tuple(joined)
-
-    @property
-    def ordered(self) -> bool:
-        """Whether tokens arrive in the order in which they are wanted."""
-        return _orders(self.arrived, self.wanted, HOST) is None
 
     def heads(self, x: Tensor) -> Tensor:
         """[rows, heads, my tokens, width] to [rows, my heads, the team's tokens, width]."""

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from schedlang.runtime.context_parallel.local_tokens import (
 )
 from schedlang.runtime.context_parallel.plain_run import depends_on_tokens
 from schedlang.runtime.context_parallel.token_layout import Layout, Tags, seen
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.sequence_pipelining.probe import (
     compare,
@@ -188,19 +189,14 @@ def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
     return Parts(value.detach(), gradients_of(model), draws, [output for output, _ in made])
 
 
-@contextmanager
-def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Iterator[None]:
-    """A model that runs by parts."""
+def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> AbstractContextManager[None]:
+    """A model that runs by parts, in a block."""
     model = trial.model
     model.zero_grad(set_to_none=True)
     Training(model).on()
     hows: Mapping[str, AttentionMethod] = {site: AttentionMethod("trial") for site in sites}
-    handles = install(model, tokens, hows)  # its modules say their names since the whole pass
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    # its modules say their names since the whole pass
+    return hooked(install(model, tokens, hows))
 
 
 class _Meeting:

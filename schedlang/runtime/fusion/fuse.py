@@ -23,7 +23,6 @@ from schedlang.runtime.fusion.rewrite import (
     How,
     Match,
     Miss,
-    Region,
     Rewritten,
     matches,
     rewritten,
@@ -314,11 +313,3 @@ class Regions:
             self.made[key] = rewritten(graph, found, self.module, self.told.how)
         made = self.made[key]
         return made.run(self.module, *(given.tensors[name] for name in made.names))
-
-
-def regions_of(module: nn.Module) -> list[Region]:
-    """The regions that a module has run."""
-    layer = layer_of(module, "fuse")
-    if not isinstance(layer, Regions):
-        return []
-    return [region for made in layer.made.values() for region in made.regions]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from schedlang.ir.facets import Codec
 from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
 from schedlang.runtime.device import sent
 from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient
@@ -124,31 +125,6 @@ def _mean(rows: Tensor, there: Tensor) -> Tensor:
 # ---- Sums of gradients over replicas in fewer bytes, with the error of a step fed into the next.
 # Every rank of the group has a part of a gradient and gets the same sum.  Matrices are compressed,
 # vectors and what would not get smaller are summed as they are.
-
-
-@dataclass(frozen=True)
-class Codec:
-    """The method by which gradients are compressed.
-
-    kind      "powersgd", "int8" or "onebit"
-    rank      of the product that stands for a matrix (powersgd)
-    block     elements that share their scales (int8, onebit)
-    feedback  whether what a step leaves out is added to the next one's gradient
-    """
-
-    kind: str
-    rank: int = 4
-    block: int = 256
-    feedback: bool = True
-
-    def smaller(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of this shape is compressed; vectors never are."""
-        if len(shape) < 2:
-            return False
-        if self.kind != "powersgd":
-            return math.prod(shape) >= 8
-        rows, columns = shape[0], math.prod(shape[1:])
-        return self.rank * (rows + columns) < rows * columns
 
 
 @dataclass

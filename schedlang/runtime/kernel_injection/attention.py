@@ -312,8 +312,3 @@ def replace_attention(module: nn.Module, found: Attention) -> None:
         _register()
         for name in found.modules:
             switch(module.get_submodule(name), _SDPA)
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Tell whether `replace_attention` has changed this module."""
-    return implementation(module) == _SDPA

@@ -203,12 +203,6 @@ class _Calls(TorchFunctionMode):
         return attended(self.module, self.kernel, asked, self.ear)
 
 
-def kernel_in(module: nn.Module) -> str | None:
-    """Return the one of ATTENTIONS that a module's config names, if any."""
-    now = (implementation(module) or "").removeprefix("schedlang_").removesuffix("_eager")
-    return now if now in ATTENTIONS else None
-
-
 # -- the probe -------------------------------------------------------------------------------------
 # What a module asks for, with all that it adds to scores, is heard; it is replaced
 # where the same attention by our rule gives the same result and gradients in float64.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, r
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.modes import ambient
 
 # -- the form and its layer: projections stay modules ----------------------------------------------
@@ -320,17 +321,11 @@ def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) ->
     )
 
 
-@contextmanager
-def _calls(module: nn.Module, into: _Called) -> Iterator[None]:
+def _calls(module: nn.Module, into: _Called) -> AbstractContextManager[None]:
     """Note the calls of a module's children."""
 
     def note(name: str, child: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
         if _shape(child) is not None:
             into.setdefault(name, []).append((given[0], made))
 
-    hooks = [c.register_forward_hook(partial(note, n)) for n, c in module.named_children()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(c.register_forward_hook(partial(note, n)) for n, c in module.named_children())

@@ -13,19 +13,17 @@ from schedlang.kernels.norm import norm
 from schedlang.kernels.norm_probes import LIBRARY, Norm, probe_named, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.sharding import install
-from schedlang.runtime.forward import Layer, layer_of, the_input, wrap
+from schedlang.runtime.forward import Layer, the_input, wrap
 from schedlang.runtime.kernel_injection.add_norm import FusedAddNorm, Sums, probe_sums
 from schedlang.runtime.kernel_injection.attention import (
     Attention,
     Call,
-    is_fused,
     match_attention,
     replace_attention,
 )
 from schedlang.runtime.kernel_injection.attention_adapters import (
     ATTENTIONS,
     Adapted,
-    kernel_in,
     match_adapter,
     put_in,
 )
@@ -160,11 +158,3 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
     Rotary: FusedRope,
     Sums: FusedAddNorm,
 }
-
-
-def kernels_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the KERNELS that `replace` gave to this module itself."""
-    put = (layer_of(module, kind) for kind in ("kernel", "attend"))
-    found = [getattr(one, "kernel", None) for one in put]
-    found.append("sdpa" if is_fused(module) else kernel_in(module))
-    return tuple(name for name in found if name is not None)

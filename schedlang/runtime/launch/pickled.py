@@ -57,6 +57,6 @@ def dump(value: Any, file: IO[bytes]) -> None:
 
 
 def _reduced(value: Any) -> Any:
-    from schedlang.runtime.comm import host_tensors
+    from schedlang.runtime.comm import packing
 
-    return host_tensors.reduced(value)
+    return packing.reduced(value)

@@ -7,6 +7,7 @@ and whoever asks in backward has it decoded once more: between the two nothing l
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.mixed_precision import device_of, used_as
 from schedlang.runtime.storage.coded import Coded
-from schedlang.runtime.storage.saved import Pack, View, outside, place, slot
+from schedlang.runtime.storage.saved import Pack, View, Viewed, outside, place, slot
 
 
 class Decoding:
@@ -45,21 +46,10 @@ def _pack(held: Coded, dtype: torch.dtype, lies: int) -> Pack:
     def pack(tensor: Tensor) -> Any:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if plain and place(tensor) == lies:
-            return _Note(held, dtype, View.of(tensor))
+            return Viewed(partial(held.value, dtype), View.of(tensor))
         return outer(tensor)
 
     return pack
-
-
-class _Note:
-    """A note in the place of a weight, or of a view of one."""
-
-    def __init__(self, held: Coded, dtype: torch.dtype, view: View) -> None:
-        self.held, self.dtype, self.view = held, dtype, view
-
-    def tensor(self) -> Tensor:
-        """The weight as it was saved."""
-        return self.view.on(self.held.value(self.dtype))
 
 
 def decode(module: nn.Module, held: Coded) -> None:

@@ -10,6 +10,7 @@ deep the model is (Pudipeddi et al., L2L, 2020; Rajbhandari et al., ZeRO-Infinit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from schedlang.ir import pytree
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.saved import Pack, View, outside, slot
+from schedlang.runtime.storage.saved import Pack, View, Viewed, outside, slot
 
 
 class StreamedParameter:
@@ -188,21 +189,16 @@ class Streamed:
 
         def pack(tensor: Tensor) -> Any:
             held = None if tensor.is_meta else places.get(_place(tensor))
-            return outer(tensor) if held is None else _Note(self, held, tensor)
+            if held is None:
+                return outer(tensor)
+            return Viewed(partial(self._again, held), View.of(tensor))
 
         return pack
 
-
-class _Note:
-    """A note in the place of a streamed parameter, or of a view of one."""
-
-    def __init__(self, unit: Streamed, held: StreamedParameter, tensor: Tensor) -> None:
-        self.unit, self.held, self.view = unit, held, View.of(tensor)
-
-    def tensor(self) -> Tensor:
-        """The parameter as it was saved, on the device."""
-        self.unit.window.turn(self.unit, back=True)
-        return self.view.on(self.held.there())
+    def _again(self, held: StreamedParameter) -> Tensor:
+        """A parameter on the device, for backward."""
+        self.window.turn(self, back=True)
+        return held.there()
 
 
 def stream(

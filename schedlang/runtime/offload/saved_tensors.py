@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from schedlang.runtime.storage.saved import (
     Kept,
     Policy,
     View,
+    Viewed,
     place,
     plain,
     policies,
@@ -171,7 +173,7 @@ class Offload(Policy):
                 return tensor
             if _counts_apart(tensor):
                 tensor = tensor.detach().clone()
-            return _Packed(call, call.keep(tensor), tensor)
+            return Viewed(partial(call.give, call.keep(tensor)), View.of(tensor))
 
         with within(offload=pack), slot(pack):
             output = inner(*args, **kwargs)
@@ -201,20 +203,6 @@ def _counts_apart(tensor: Tensor) -> bool:
     return part and not tensor._is_view()
 
 
-class _Packed:
-    """A note in a saved tensor's place: its storage's copy, and how it lies there."""
-
-    def __init__(self, call: _Call, copied: _Copy, tensor: Tensor) -> None:
-        self.call = call
-        self.copied = copied
-        self.view = View.of(tensor)
-
-    def tensor(self) -> Tensor:
-        """The saved tensor, on its device again, with its own strides."""
-        self.call.touch()
-        return self.view.on(self.copied.use())
-
-
 class _Call:
     """One call of an offloaded module: the copies that its backward will want."""
 
@@ -230,6 +218,11 @@ class _Call:
         copied = self.store.copy_of(tensor)
         self.copies.append(weakref.ref(copied))
         return copied
+
+    def give(self, copied: _Copy) -> Tensor:
+        """The bytes of a storage on the device again, for backward."""
+        self.touch()
+        return copied.use()
 
     def touch(self) -> None:
         """Backward of this call begins: reload its tensors and those of the calls before it."""

@@ -1,9 +1,15 @@
-"""Run one rank's rows of a timeline: forwards, backwards and transfers of a training step."""
+"""Run one rank's rows of a timeline: forwards, backwards and transfers of a training step.
+
+* Sizes of messages between stages, which each receiver is told once per shape of the batch.
+* A step whose microbatches are cut along their sequences: each slice runs as a microbatch does.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,16 +23,111 @@ from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
 from schedlang.runtime.pipeline.flight import Bag, Message, Work, work_of
-from schedlang.runtime.pipeline.message_sizes import Sizes
-from schedlang.runtime.pipeline.p2p import Mail
+from schedlang.runtime.pipeline.p2p import Layout, Mail, layout_of
 from schedlang.runtime.pipeline.parking import Groups, Parking
 from schedlang.runtime.pipeline.recomputed_forward import recompute
-from schedlang.runtime.pipeline.sliced_step import SlicedStep
-from schedlang.runtime.pipeline.stage import Stage
+from schedlang.runtime.pipeline.stage import Forwarded, Stage
 from schedlang.runtime.pipeline.step import Result, Step
-from schedlang.runtime.sequence_pipelining.slices import Slices
-from schedlang.runtime.tracing.graph import refusal
+from schedlang.runtime.sequence_pipelining.carry import Carried
+from schedlang.runtime.sequence_pipelining.slices import Slices, joined, whole_loss
+from schedlang.runtime.tracing.graph import Token, refusal
 from schedlang.runtime.weights import Number
+
+
+class _Slice:
+    """The values that one slice takes of earlier ones and owes to them; see flight.Carried."""
+
+    def __init__(self, carried: Carried, index: int) -> None:
+        self.carried, self.index = carried, index
+
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return self.carried.leaves(self.index)
+
+    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        return self.carried.roots(self.index)
+
+    def returned(self) -> None:
+        self.carried.free(self.index)
+
+
+class SlicedStep(Step):
+    """Slices of a microbatch run forward in order and backward in reverse; their losses add up."""
+
+    def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
+        super().__init__(pipe, batches, *rest)
+        self.slices: Slices = pipe.slices
+        self.parts = self.slices.of_all(batches)
+        self.carried: dict[Work, Carried] = defaultdict(Carried)
+        self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
+
+    def run(
+        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[Forwarded, Any]:
+        """The forward of a stage on one slice, which sees the keys of those before it."""
+        carried = self.carried[work._replace(slice=0)]
+        part = self.parts[work.microbatch][work.slice]
+        with self.slices.forward(part, carried) as inputs:
+            return stage.forward(inputs, received, self.train), _Slice(carried, work.slice)
+
+    def weight(self, work: Work) -> Number:
+        """The share of a slice in its microbatch."""
+        share: Number = self.parts[work.microbatch][work.slice].share
+        weight: Number = self.scale[work.microbatch] * share
+        return weight
+
+    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+        """Put the slices together once the last one is there."""
+        made, parts = self.made[work.microbatch], self.parts[work.microbatch]
+        made.append((loss, output))
+        if len(made) < len(parts):
+            return
+        losses = [value for value, _ in made if value is not None]
+        whole = whole_loss(losses, parts) if losses else None
+        output = joined([output for _, output in made], parts) if self.keep else None
+        self.results[work.microbatch] = Result(whole, output)
+        del self.made[work.microbatch]
+
+
+FIXED = (
+    "let shapes depend only on the shapes of the batch",
+    "or cut at another module, so that these values stay within one stage",
+)
+
+
+@dataclass(eq=False)
+class Sizes:
+    """Layouts of the values that go forward along each edge, by signature of the microbatch.
+
+    Each replica of an edge has one sender and one receiver, and both keep this book alike.
+    """
+
+    _layouts: dict[Any, Layout] = field(default_factory=dict)
+
+    def known(self, signature: Any, name: Message) -> Layout | None:
+        """The layout of a message, if both ends know it."""
+        return self._layouts.get(_key(signature, name))
+
+    def learn(self, signature: Any, name: Message, layout: Layout) -> None:
+        """Note the layout that a header told."""
+        self._layouts[_key(signature, name)] = layout
+
+    def told(self, signature: Any, name: Message, tensors: Sequence[torch.Tensor]) -> bool:
+        """Note what is sent; whether the receiver must be told its layout first.
+
+        Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
+        """
+        layout = layout_of(tensors)
+        before = self.known(signature, name)
+        if before not in (None, layout):
+            reason = f"stage {name.source} sends tensors whose shapes depend on values"
+            raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
+        self.learn(signature, name, layout)
+        return before is None
+
+
+def _key(signature: Any, name: Message) -> Any:
+    return (name.source, name.target, name.replica, name.slice, signature)
+
 
 # -- what each kind of row does on its rank: one handler per kind -------------------------------
 

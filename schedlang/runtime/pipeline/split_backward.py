@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.storage.offloaded_gradients import run_hooks
 
 
@@ -49,15 +50,11 @@ class SplitBackward:
         done = set(early)
         late = [[w for w in weights if w not in done] for weights in below]
         kept: dict[Node, tuple[Any, ...]] = {}
-        handles = [_keep(node, kept) for node in branches]
         wanted = [*self.leaves, *(_variable(weight) for weight in early)]
-        try:
+        with hooked(_keep(node, kept) for node in branches):
             found = torch.autograd.grad(
                 self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
             )
-        finally:
-            for handle in handles:
-                handle.remove()
         for weight, grad in zip(wanted[len(self.leaves) :], found[len(self.leaves) :]):
             _accumulate(weight, grad)
         for node, weights in zip(branches, late):

@@ -16,10 +16,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Kind, Op, Timeline
-from schedlang.pipeline.timeline.versions import BACKWARD, updates
+from schedlang.pipeline.timeline.versions import READS, updates
 from schedlang.runtime.storage.offloaded_gradients import drop_gradients
-
-_READS = (Kind.F, *BACKWARD)
 
 
 class Versions:
@@ -40,9 +38,9 @@ class Versions:
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.update = update
-        rows = [op for op in timeline.rows(rank) if op.kind in (*_READS, Kind.STEP)]
+        rows = [op for op in timeline.rows(rank) if op.kind in (*READS, Kind.STEP)]
         assert len({op.stage for op in rows}) == 1, "one stage on each rank"
-        self._last = {op.version: k for k, op in enumerate(rows) if op.kind in _READS}
+        self._last = {op.version: k for k, op in enumerate(rows) if op.kind in READS}
         self._rows = rows
         self.made: list[int] = updates(timeline).tolist()
         self.newest = self._shown = self._at = 0
@@ -62,7 +60,7 @@ class Versions:
 
     def before(self, op: Op) -> None:
         """Make ready for a row: put the version in place that it reads, or make the next one."""
-        if op.kind not in (*_READS, Kind.STEP):
+        if op.kind not in (*READS, Kind.STEP):
             return
         assert self._rows[self._at] == op, f"{op} instead of {self._rows[self._at]}"
         self._show(self.newest if op.kind is Kind.STEP else op.version)

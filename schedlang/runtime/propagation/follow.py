@@ -96,25 +96,21 @@ def _followed(
     if tag.uneven != EVEN:
         return None
     size = step.follower.sizes[axis]
-    seen = shape_along(step.func, step.args, step.kwargs, shapes, tags, size, place)
-    if seen is None or len(seen) != len(whole):
+    made = shapes_of_parts(step, shapes, [one.dim if one else None for one in tags], size)
+    if made is None or len(seen := made[place]) != len(whole):
         return tag.dim if len(before) == len(whole) and tag.dim in dims else None
     fits = [d for d in dims if seen[d] * size == whole[d]]
     return fits[0] if len(fits) == 1 else None
 
 
-def shape_along(
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    shapes: Sequence[Shape],
-    tags: Sequence[Tag | None],
-    size: int,
-    place: int,
-) -> Shape | None:
-    """Return the shape of a result where one axis alone splits its inputs; None if it cannot run.
+def shapes_of_parts(
+    call: Running, shapes: Sequence[Shape], split: Sequence[int | None], parts: int
+) -> list[Shape] | None:
+    """Return the shapes of a call's results where one axis alone splits its tensors.
 
-    `shapes` are the whole shapes of the tensors among the arguments, `tags` their splits.
+    `shapes` are the whole shapes of the tensors among its arguments, `split` the dim of each of
+    which a rank has one of so many `parts`; None where the call cannot run so: its numbers are
+    those of parts along all axes.
     """
     turn = itertools.count()
 
@@ -122,19 +118,18 @@ def shape_along(
         if not isinstance(value, Tensor):
             return value
         at = next(turn)
-        shape, tag = list(shapes[at]), tags[at]
-        if tag is not None:
-            shape[tag.dim] //= size
+        shape, dim = list(shapes[at]), split[at]
+        if dim is not None:
+            shape[dim] //= parts
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        args, kwargs = pytree.tree_map(given, (args, kwargs))
+        args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = call.func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError):
-            return None  # its numbers are those of parts along all axes
-    found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    return tuple(found[place].shape)
+            return None
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 ATTENTION = "scaled_dot_product_attention"

@@ -7,19 +7,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.ir import pytree
 from schedlang.runtime.propagation import call_rules
 from schedlang.runtime.propagation.call_rules import EXPANDS, Met, known, meaning, reaches
-from schedlang.runtime.propagation.follow import RESHAPES
+from schedlang.runtime.propagation.follow import RESHAPES, shapes_of_parts
 from schedlang.runtime.propagation.trace import LOSSES, Running, Tag
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.sizes import FILLS, PARTS, along
@@ -149,7 +145,7 @@ def _tried(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> tupl
     factor = next(k for k in range(2, size + 1) if size % k == 0)
     if any(d >= 0 and shape[d] % factor for shape, d in zip(shapes, split)):
         return None
-    made = _run(call, shapes, split, factor)
+    made = shapes_of_parts(call, shapes, [d if d >= 0 else None for d in split], factor)
     if made is None or len(made) != len(call.outputs):
         return None
     found = []
@@ -164,31 +160,6 @@ def _tried(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> tupl
         else:
             return None
     return tuple(found)
-
-
-def _run(
-    call: Running, shapes: Sequence[Shape], split: Sequence[int], factor: int
-) -> list[Shape] | None:
-    """The shapes of the results of parts."""
-    turn = itertools.count()
-
-    def given(value: object) -> object:
-        if not isinstance(value, Tensor):
-            return value
-        at = next(turn)
-        shape = list(shapes[at])
-        if split[at] >= 0:
-            shape[split[at]] //= factor
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        args, kwargs = pytree.tree_map(given, (call.args, call.kwargs))
-        try:
-            out = call.func(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            return None
-    leaves = pytree.tree_leaves(out)
-    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 # -- modules that are split as one ----------------------------------------------------------------

@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, Watch, cache_argument
 from schedlang.runtime.sequence_pipelining.slices import Slicing, masks_of
@@ -218,23 +220,14 @@ def shift_of(trial: Trial) -> str:
 def head_of(trial: Trial) -> str:
     """The last module, but the model itself, that gives something for every token."""
     total, found = sum(trial.lengths), [""]
-    handles = []
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == total:
-                found.append(name)
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dim() > 2 and output.shape[1] == total:
+            found.append(name)
 
-        return hook
-
-    for name, module in trial.model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(note(name)))
-    try:
+    named = [(name, module) for name, module in trial.model.named_modules() if name]
+    with hooked(module.register_forward_hook(partial(note, name)) for name, module in named):
         _shown(trial, trial.batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found[-1]
 
 

@@ -18,6 +18,7 @@ from schedlang.ir import pytree
 from schedlang.ir.model import inside
 from schedlang.runtime.batch import called, loss_of, rows_of, shares
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.inside import hooked
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, Unbatched, Window
@@ -330,12 +331,8 @@ def noted(model: nn.Module) -> Iterator[Outputs]:
             held.setdefault(None if part is None else part.index, first.detach())
 
     named = [(name, module) for name, module in model.named_modules() if name]
-    handles = [module.register_forward_hook(partial(note, name)) for name, module in named]
-    try:
+    with hooked(module.register_forward_hook(partial(note, name)) for name, module in named):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tokens_of(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:

@@ -103,6 +103,17 @@ class View(NamedTuple):
             return empty.set_(raw.untyped_storage(), at, self.size, self.stride)
 
 
+class Viewed(NamedTuple):
+    """A note in a tensor's place: how it lies in bytes that are asked for when it is wanted."""
+
+    raw: Callable[[], Tensor]
+    view: View
+
+    def tensor(self) -> Tensor:
+        """The tensor as it was saved, with its own strides."""
+        return self.view.on(self.raw())
+
+
 class Kept:
     """A tensor kept as it is, without its history, and with its count of writes."""
 

@@ -1,0 +1,30 @@
+"""Tell which kernels a module was given, and which regions it has run."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from schedlang.runtime.forward import layer_of
+from schedlang.runtime.fusion.fuse import Regions
+from schedlang.runtime.fusion.rewrite import Region
+from schedlang.runtime.kernel_injection.attention import implementation
+from schedlang.runtime.kernel_injection.attention_adapters import ATTENTIONS
+
+
+def kernels_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the KERNELS that `replace` gave to this module itself."""
+    put = (layer_of(module, kind) for kind in ("kernel", "attend"))
+    found = [getattr(one, "kernel", None) for one in put]
+    used = implementation(module) or ""
+    named = used.removeprefix("schedlang_").removesuffix("_eager")
+    mine = used == "schedlang_sdpa" or named in ATTENTIONS
+    found.append(named if mine else None)
+    return tuple(name for name in found if name is not None)
+
+
+def regions_of(module: nn.Module) -> list[Region]:
+    """The regions that a module has run."""
+    layer = layer_of(module, "fuse")
+    if not isinstance(layer, Regions):
+        return []
+    return [region for made in layer.made.values() for region in made.regions]
