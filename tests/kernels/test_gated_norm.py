@@ -185,9 +185,8 @@ WAYS = [
 
 def mamba(layers: int = 2) -> nn.Module:
     """Mamba-2, unmodified: a gate before the norm of two groups of channels."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Mamba2Config(
+    return models.hf(
+        "Mamba2ForCausalLM",
         hidden_size=16,
         num_heads=4,
         head_dim=8,
@@ -200,7 +199,6 @@ def mamba(layers: int = 2) -> nn.Module:
         use_cache=False,
         **models.SIZES,
     )
-    return transformers.Mamba2ForCausalLM(config).double()
 
 
 def outcome(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
