@@ -83,13 +83,7 @@ def judged(pool: Pool, program: Any, dtype: str, ranks: int = 2, **model: Any) -
     torch.manual_seed(0)
     original: nn.Module = net.Net(**{"depth": 1} | model)
     return verify_program(
-        program,
-        model=original,
-        batch=net.batch,
-        loss=net.loss,
-        ranks=ranks,
-        dtype=dtype,
-        pool=pool,
+        program, model=original, batch=net.batch, loss=net.loss, ranks=ranks, dtype=dtype, pool=pool
     )
 
 

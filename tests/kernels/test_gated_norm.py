@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import runs
-from schedlang.kernels.norm import (
-    Form,
-    backward_of,
-    forward_of,
-    reference,
-)
+from schedlang.kernels.norm import Form, backward_of, forward_of, reference
 from schedlang.kernels.norm_probes import Norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64

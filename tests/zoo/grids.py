@@ -43,11 +43,7 @@ def panels_out_of_step(patch: Patch, site: Site) -> None:
 @bug("T42", "grid", Operator.REDUCTION, "grid", "cube", credit="split LayerNorm")
 def statistics_of_own_part(patch: Patch, site: Site) -> None:
     """A norm takes mean and variance over this rank's part of the hidden dim."""
-    patch.setattr(
-        norms.Along,
-        "total",
-        lambda self, x: x.sum(-1, keepdim=True) * self.group.size,
-    )
+    patch.setattr(norms.Along, "total", lambda self, x: x.sum(-1, keepdim=True) * self.group.size)
 
 
 @bug("T43", "grid", Operator.ADJOINT, "grid", credit="as T02, of statistics")

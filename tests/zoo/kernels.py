@@ -120,9 +120,7 @@ def other_activation(patch: Patch, site: Site) -> None:
 
     inside, plain = _inside_fused(patch), NewGELUActivation.forward
     patch.setattr(
-        NewGELUActivation,
-        "forward",
-        lambda self, x: F.gelu(x) if inside[0] else plain(self, x),
+        NewGELUActivation, "forward", lambda self, x: F.gelu(x) if inside[0] else plain(self, x)
     )
 
 

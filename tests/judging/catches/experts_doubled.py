@@ -14,15 +14,7 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.moe import Experts
-from tests.judging.catches.parts import (
-    Combined,
-    Dispatched,
-    average,
-    everyone,
-    own,
-    ranks,
-    split,
-)
+from tests.judging.catches.parts import Combined, Dispatched, average, everyone, own, ranks, split
 from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"inner\.(up|down).*2 times the right value"
