@@ -59,7 +59,7 @@ FREE = {
     # torch sets these in this process when it first compiles, and reads them then
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG"),
     *("KMP_DUPLICATE_LIB_OK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TORCH_WARM_POOL"),
-    "SCHEDLANG_RECORD",
+    *("SCHEDLANG_RECORD", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # of torchrun, for process groups that are made later
 }
 FREE_PREFIXES = ("GITHUB_", "PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -174,41 +174,63 @@ def server(
         )
 
 
+def anew(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a new interpreter, and take what it prints."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **how)
+
+
+class Begun:
+    """A forked process whose output is kept in files, asked as a `Popen` with pipes is."""
+
+    def __init__(self, words: list[str], cwd: str, environ: Mapping[str, str]) -> None:
+        self._said = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), *(file.fileno() for file in self._said)]
+            self._process = FORKS.fork(("command", cwd, words), environ, fds)
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed, and of errors, once it has ended."""
+        self._process.wait(timeout)
+        for file in self._said:
+            file.seek(0)
+        out, err = (file.read().decode().replace("\r\n", "\n") for file in self._said)
+        return out, err
+
+
+def begin(
+    *words: object, cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+) -> Begun | subprocess.Popen[str]:
+    """Start Python with these words, `-m`, `-c` or a file first."""
+    texts, environ = list(map(str, words)), os.environ if env is None else env
+    if FORKS.can(environ):
+        return Begun(texts, str(cwd or os.getcwd()), environ)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *texts], cwd=cwd, env=env, text=True, **pipes)
+
+
 def run(
     *words: object,
     cwd: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words, `-m`, `-c` or a file first, and take what it prints."""
-    texts, environ = list(map(str, words)), os.environ if env is None else env
-    if not FORKS.can(environ):
-        return subprocess.run(
-            [sys.executable, *texts],
-            cwd=cwd,
-            env=env,
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-        )
-    with (
-        open(os.devnull) as nothing,
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,
-    ):
-        fds = [nothing.fileno(), out.fileno(), err.fileno()]
-        one = FORKS.fork(("command", str(cwd or os.getcwd()), texts), environ, fds)
-        try:
-            code = one.wait(timeout)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.killpg(one.pid, signal.SIGKILL)
-            raise
-        said = []
-        for file in (out, err):
-            file.seek(0)
-            said.append(file.read().decode().replace("\r\n", "\n"))
-        return subprocess.CompletedProcess([sys.executable, *texts], code, *said)
+    """Run Python with these words, and take what it prints."""
+    one = begin(*words, cwd=cwd, env=env)
+    try:
+        said = one.communicate(timeout)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.killpg(one.pid, signal.SIGKILL)
+        one.kill()
+        raise
+    assert one.returncode is not None, "it has ended"
+    return subprocess.CompletedProcess([sys.executable, *map(str, words)], one.returncode, *said)
 
 
 # ---- in the process that is forked ---------------------------------------------------------------

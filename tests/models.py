@@ -11,14 +11,33 @@ VOCAB = 61
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
+# the sizes of models that are built as Llama is
+KIN: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **SIZES},
+}
+
+
+def hf(name: str, **sizes: Any) -> Any:
+    """A model of transformers, by the name of its class, in float64, from seed 0."""
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, name)
+    return made(made.config_class(**sizes)).double()
+
+
+def kin(name: str, **changes: Any) -> Any:
+    """The same, of Llama's kin: the sizes that are not said are `KIN`'s."""
+    return hf(name, **KIN | changes)
+
+
 def gpt2(
     layers: int = 4, dropout: float = 0.0, by_layer: bool = False, tied: bool = True
 ) -> nn.Module:
     """GPT-2, embedding and head tied; `by_layer`: each layer scales its scores by its number."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
+    return hf(
+        "GPT2LMHeadModel",
         n_embd=16,
         n_layer=layers,
         n_head=2,
@@ -30,108 +49,54 @@ def gpt2(
         tie_word_embeddings=tied,
         **SIZES,
     )
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 def llama(layers: int = 4, keys: int = 2, bias: bool = False, attend: str = "sdpa") -> nn.Module:
     """Llama with grouped key-value heads, cache on as its config says."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16,
+    return kin(
+        "LlamaForCausalLM",
         num_hidden_layers=layers,
-        num_attention_heads=4,
         num_key_value_heads=keys,
-        intermediate_size=24,
-        max_position_embeddings=16,
         attention_bias=bias,
         mlp_bias=bias,
         attn_implementation=attend,
-        **SIZES,
     )
-    return transformers.LlamaForCausalLM(config).double()
 
 
 def phi3(layers: int = 2) -> nn.Module:
     """Phi-3: gate and up projection side by side in one weight, and q, k, v in another."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Phi3Config(
-        hidden_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        original_max_position_embeddings=16,
-        **SIZES,
-    )
-    return transformers.Phi3ForCausalLM(config).double()
+    return kin("Phi3ForCausalLM", num_hidden_layers=layers, original_max_position_embeddings=16)
 
 
 def gemma2(layers: int = 1) -> nn.Module:
     """Gemma-2: norms before and after each part, which multiply by 1 + w."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        hidden_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        head_dim=4,
-        sliding_window=4,
-        **SIZES,
-    )
-    return transformers.Gemma2ForCausalLM(config).double()
+    return kin("Gemma2ForCausalLM", num_hidden_layers=layers, head_dim=4, sliding_window=4)
 
 
 def qwen3(layers: int = 2) -> nn.Module:
     """Qwen-3: a norm over each head of queries and keys, with one weight for all heads."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        head_dim=4,
-        **SIZES,
-    )
-    return transformers.Qwen3ForCausalLM(config).double()
+    return kin("Qwen3ForCausalLM", num_hidden_layers=layers, head_dim=4)
 
 
-def bert() -> nn.Module:
+def bert(layers: int = 4, heads: int = 2) -> nn.Module:
     """BERT for masked words: decoder tied to the embedding, a bias under two names."""
-    import transformers
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": VOCAB}
+    more = {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    return hf("BertForMaskedLM", **sizes, **more, **rates)
 
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config).double()
+
+def t5(layers: int = 2, **changes: Any) -> nn.Module:
+    """T5, with so many layers on either side; one embedding for both sides and the head."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
+    ends = {"vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return hf("T5ForConditionalGeneration", **{**sizes, **ends, "num_layers": layers, **changes})
 
 
 def bloom(layers: int = 2, dropout: float = 0.0) -> nn.Module:
     """Bloom: scores get a bias by keys, which counts the tokens that are not padding."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(
+    return hf(
+        "BloomForCausalLM",
         vocab_size=VOCAB,
         hidden_size=16,
         n_layer=layers,
@@ -139,27 +104,20 @@ def bloom(layers: int = 2, dropout: float = 0.0) -> nn.Module:
         hidden_dropout=dropout,
         attention_dropout=dropout,
     )
-    return transformers.BloomForCausalLM(config).double()
+
+
+HALVES = {
+    **{"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24},
+    **{"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24},
+}
 
 
 def bart() -> nn.Module:
     """An encoder and a decoder: every decoder layer reads the encoder's last output."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=16,
-        dropout=0.0,
-        **{**SIZES, "eos_token_id": 2},
+    ends = SIZES | {"eos_token_id": 2}
+    return hf(
+        "BartForConditionalGeneration", **HALVES, max_position_embeddings=16, dropout=0.0, **ends
     )
-    return transformers.BartForConditionalGeneration(config).double()
 
 
 class Block(nn.Module):

@@ -15,12 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from schedlang.kernels import (
-    cross_entropy,
-    gated,
-    norm,
-    rope,
-)
+from schedlang.kernels import cross_entropy, gated, norm, rope
 from schedlang.kernels.device import LONGEST, tile
 from schedlang.runtime.rowwise_kernels import launch
 from schedlang.runtime.rowwise_kernels.operator import Sort, pair_of

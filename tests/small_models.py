@@ -81,32 +81,14 @@ class UNet(nn.Module):
 
 
 def t5(layers: int) -> nn.Module:
-    """T5: half of the layers in the encoder; one embedding for both sides and the head."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=models.VOCAB,
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=layers // 2,
-        num_decoder_layers=layers // 2,
-        num_heads=2,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    """T5: half of the layers in the encoder."""
+    return models.t5(layers // 2, use_cache=False)
 
 
 def vit(layers: int) -> nn.Module:
     """ViT that classifies small pictures."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
+    return models.hf(
+        "ViTForImageClassification",
         hidden_size=16,
         num_hidden_layers=layers,
         num_attention_heads=2,
@@ -116,26 +98,16 @@ def vit(layers: int) -> nn.Module:
         num_channels=2,
         num_labels=3,
     )
-    return transformers.ViTForImageClassification(config).double()
 
 
 def mixtral(layers: int) -> nn.Module:
     """Mixtral: four experts in each layer, two for each token."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        hidden_size=16,
+    return models.kin(
+        "MixtralForCausalLM",
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
         num_local_experts=4,
-        max_position_embeddings=16,
         experts_implementation="batched_mm",
-        **models.SIZES,
     )
-    return transformers.MixtralForCausalLM(config).double()
 
 
 def tokens(seed: int) -> dict[str, Tensor]:

@@ -122,11 +122,7 @@ def shapes(
     if p == 1:
         aside = tuple(way for way in aside if not set(way) & set(PARK))
     ways = {
-        (s, mb, j): (
-            F,
-            *(chance.choice([(), *aside])),
-            *(chance.choice(modes) if mixed else pure),
-        )
+        (s, mb, j): (F, *(chance.choice([(), *aside])), *(chance.choice(modes) if mixed else pure))
         for s in range(count)
         for mb in range(m)
         for j in range(k)

@@ -82,11 +82,7 @@ def block(place: int) -> Node:
     attn = Node(("Attention",), {"c_attn": linear(8, 24), "c_proj": linear(8, 8)})
     mlp = {"c_fc": linear(8, 32), "c_proj": linear(32, 8)}
     extra = {"gate": Node(("Gate",))} if place == 3 else {}
-    children = {
-        "ln_1": Node(("LayerNorm",)),
-        "attn": attn,
-        "mlp": Node(("MLP",), {**mlp, **extra}),
-    }
+    children = {"ln_1": Node(("LayerNorm",)), "attn": attn, "mlp": Node(("MLP",), {**mlp, **extra})}
     return Node(("Block",), children, {"place": place})
 
 

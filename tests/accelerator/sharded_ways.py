@@ -9,17 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.accelerator.trained import (
-    RANKS,
-    apart,
-    batch,
-    here,
-    loss,
-    model,
-    sharded,
-    steps,
-    whole,
-)
+from tests.accelerator.trained import RANKS, apart, batch, here, loss, model, sharded, steps, whole
 
 
 def plain(prepare: Callable[[Any], None] | None = None, **given: Any) -> float:

@@ -25,10 +25,7 @@ REDUNDANT = {
 }
 # calls that none of these programs reaches
 UNREACHED = {
-    (
-        "Watch._now",
-        "synchronize(self.device)",
-    ): _CLOCK,
+    ("Watch._now", "synchronize(self.device)"): _CLOCK,
     ("_seconds", "synchronize(device)"): _CLOCK,
     ("synchronize", "torch.accelerator.synchronize(indexed(where))"): _CLOCK,
 }

@@ -25,7 +25,7 @@ REDUNDANT = {
     (
         "DistributedDataParallel._match_all_reduce_for_bwd_pass",
         "work.wait()",
-    ): "a rank without a batch has no use for the sums, and the work keeps its tensors",
+    ): "a rank without a batch has no use for the sums, and the work keeps its tensors"
 }
 # calls that none of these programs reaches
 UNREACHED = {

@@ -60,10 +60,7 @@ WIDER = {
     "double ring": dict.fromkeys((4, 8), RING.format("double_ring", "(r, c)", "(r, c)")),
     "nbody": dict.fromkeys((4, 8), RING.format("nbody", "(r, c)", "(r, c)")),
     "a ring around ulysses": dict.fromkeys((4, 8), AROUND),
-    "ulysses": {
-        4: ULYSSES + "zero(stage=0, over=cp)",
-        8: ULYSSES + "zero(stage=0, over=(dp, cp))",
-    },
+    "ulysses": {4: ULYSSES + "zero(stage=0, over=cp)", 8: ULYSSES + "zero(stage=0, over=(dp, cp))"},
     "checkpoint": dict.fromkeys((4, 8), SUM + "blocks.*  checkpoint()"),
     "activations on the host": dict.fromkeys((4, 8), SUM + "blocks.*  offload(activations)"),
     "activations on disk": dict.fromkeys((4, 8), SUM + "blocks.*  offload(activations, to=disk)"),
@@ -90,12 +87,7 @@ WIDER = {
             (4, 8), CUT + f"zero(stage={stage}, over=dp)\npipeline({order}, micro=4)"
         )
         for stage, order in enumerate(
-            (
-                'order="1F1B"',
-                'order="Interleaved1F1B", chunks=2',
-                'order="ZB-V"',
-                'order="1F1B"',
-            )
+            ('order="1F1B"', 'order="Interleaved1F1B", chunks=2', 'order="ZB-V"', 'order="1F1B"')
         )
     },
     "all together": {

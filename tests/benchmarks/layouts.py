@@ -12,11 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.fit import fitted, fitted_memory, told
-from schedlang.passes.planner.price import (
-    activations,
-    causes,
-    states,
-)
+from schedlang.passes.planner.price import activations, causes, states
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import (
     Chain,

@@ -54,10 +54,7 @@ def saved(folder: Path, tensors: list[boxes.Boxed], sums: Any, torchs: bool) -> 
     folder.mkdir(parents=True)
     options = {"save.compute_crc32": torchs}
     chosen = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
-    with (
-        mock.patch.object(boxes, "Checksum", sums),
-        mock.patch.object(boxes, "config", chosen),
-    ):
+    with mock.patch.object(boxes, "Checksum", sums), mock.patch.object(boxes, "config", chosen):
         return timed(lambda: boxes.indexed(folder, ID, [boxes.write(folder, ID, 0, tensors, {})]))
 
 

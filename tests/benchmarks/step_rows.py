@@ -406,10 +406,7 @@ def parallelized_sharded(sizes: Sizes) -> Step:
 def _parallelize(made: Decoder, mesh: DeviceMesh) -> None:
     whole = (Replicate(),)
     entered = partial(
-        PrepareModuleInput,
-        input_layouts=whole,
-        desired_input_layouts=whole,
-        use_local_output=False,
+        PrepareModuleInput, input_layouts=whole, desired_input_layouts=whole, use_local_output=False
     )
     for block in made.blocks:
         plan = {

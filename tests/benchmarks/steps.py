@@ -211,11 +211,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="profile the peer")
     for name in ("hidden", "layers", "seq", "rows", "ranks"):
         parser.add_argument(
-            f"--{name}",
-            type=int,
-            default=getattr(Sizes(), name),
-            dest=f"size_{name}",
-            metavar="N",
+            f"--{name}", type=int, default=getattr(Sizes(), name), dest=f"size_{name}", metavar="N"
         )
     asked = parser.parse_args()
     given = vars(asked)

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.context_parallel import (
-    attention,
-    local_attention,
-    ring,
-    token_layout,
-)
+from schedlang.runtime.context_parallel import attention, local_attention, ring, token_layout
 from schedlang.runtime.context_parallel.attention import enough
 from schedlang.runtime.context_parallel.local_attention import Forward
 from schedlang.runtime.context_parallel.ring import Ring
@@ -94,16 +89,8 @@ MUTANTS: dict[str, Change] = {
         "origin",
         lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
     ),
-    "a query sees one key too many": (
-        Reach,
-        "block",
-        _sees_more,
-    ),
-    "a window is a token too short": (
-        Reach,
-        "block",
-        _sees_less,
-    ),
+    "a query sees one key too many": (Reach, "block", _sees_more),
+    "a window is a token too short": (Reach, "block", _sees_less),
     "a block that sees a little is left out": (
         Reach,
         "nothing",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 
@@ -22,23 +23,15 @@ SIZES: dict[str, Any] = {
 
 def llama(attention: str) -> nn.Module:
     """Llama, its heads of keys shared by two of queries."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **SIZES,
-        intermediate_size=24,
-        attn_implementation=attention,
+    return models.hf(
+        "LlamaForCausalLM", **SIZES, intermediate_size=24, attn_implementation=attention
     )
-    return transformers.LlamaForCausalLM(config).double()
 
 
 def gpt_oss(attention: str) -> nn.Module:
     """GPT-OSS: sinks take what a query that sees no key would give to others."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GptOssConfig(
+    return models.hf(
+        "GptOssForCausalLM",
         **SIZES,
         intermediate_size=8,
         head_dim=4,
@@ -47,7 +40,6 @@ def gpt_oss(attention: str) -> nn.Module:
         sliding_window=4,
         attn_implementation=attention,
     )
-    return transformers.GptOssForCausalLM(config).double()
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -88,17 +80,14 @@ def test_padding_on_the_left(name: str, way: str, threads: Threads) -> None:
 
 def gemma2(attention: str) -> nn.Module:
     """Gemma 2: scores are capped."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
+    return models.hf(
+        "Gemma2ForCausalLM",
         **SIZES,
         intermediate_size=24,
         head_dim=4,
         sliding_window=4,
         attn_implementation=attention,
     )
-    return transformers.Gemma2ForCausalLM(config).double()
 
 
 def test_capped_scores_of_blind_queries(threads: Threads) -> None:

@@ -37,21 +37,15 @@ SOURCE = Path(__file__).read_text(encoding="utf-8")
 
 def mpt() -> nn.Module:
     """MPT: the last columns of a table of biases; three heads, not a power of two."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MptConfig(
-        vocab_size=61, d_model=24, n_layers=2, n_heads=3, max_seq_len=64
+    return models.hf(
+        "MptForCausalLM", vocab_size=61, d_model=24, n_layers=2, n_heads=3, max_seq_len=64
     )
-    return transformers.MptForCausalLM(config).double()
 
 
 def opt() -> nn.Module:
     """OPT: positions are sums over the mask, and an offset."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.OPTConfig(
+    return models.hf(
+        "OPTForCausalLM",
         vocab_size=61,
         hidden_size=16,
         num_hidden_layers=2,
@@ -61,15 +55,12 @@ def opt() -> nn.Module:
         max_position_embeddings=32,
         dropout=0.0,
     )
-    return transformers.OPTForCausalLM(config).double()
 
 
 def roberta() -> nn.Module:
     """RoBERTa: positions are sums over the words that are not padding, and an offset."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.RobertaConfig(
+    return models.hf(
+        "RobertaForMaskedLM",
         vocab_size=61,
         hidden_size=16,
         num_hidden_layers=2,
@@ -79,15 +70,12 @@ def roberta() -> nn.Module:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return transformers.RobertaForMaskedLM(config).double()
 
 
 def t5() -> nn.Module:
     """T5's encoder: a table of biases by distance, which is trained, both ways."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
+    return models.hf(
+        "T5ForTokenClassification",
         vocab_size=61,
         d_model=16,
         num_layers=2,
@@ -99,7 +87,6 @@ def t5() -> nn.Module:
         relative_attention_num_buckets=8,
         relative_attention_max_distance=10,
     )
-    return transformers.T5ForTokenClassification(config).double()
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {

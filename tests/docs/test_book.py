@@ -1,11 +1,11 @@
 """The book: every page has its place, and mkdocs builds it without a warning."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_it_is_built(tmp_path: Path) -> None:
     """Strictly: no dead link between pages, no page of the reference empty."""
     pytest.importorskip("mkdocs")
     words = ("-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path))
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    done = forks.anew(*words, cwd=ROOT)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     assert "shard(style" in (tmp_path / "verbs" / "index.html").read_text()
     assert "S405" in (tmp_path / "codes" / "index.html").read_text()

@@ -3,7 +3,6 @@
 import ast
 import re
 import subprocess
-import sys
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import typer.main
 
 from schedlang.cli import app
+from tests import forks
 from tests.figures import parsed, statements
 from tests.tiers import in_part, part
 
@@ -245,12 +245,7 @@ def test_types_are_for_users_too() -> None:
 
 def test_imports_go_down_the_floors() -> None:
     """import-linter keeps its contract, which places every file on a floor."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = forks.anew("-c", "from importlinter.cli import lint_imports_command as c; c()", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

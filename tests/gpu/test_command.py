@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,7 @@ def command(*words: str, before: Path | None = None) -> subprocess.CompletedProc
     words = ("-m", "schedlang.testing.gpu", "--patience", PATIENCE, *words)
     if before is None:
         return forks.run(*words, env=environment, cwd=ROOT, timeout=1500)
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=before,
-        timeout=1500,
-    )
+    return forks.anew(*words, cwd=before, env=environment, timeout=1500)
 
 
 def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from schedlang import TrainingProgram
 from tests.judging import wrapped
@@ -68,11 +64,7 @@ def fsdp2(model: nn.Module, full: bool = False) -> TrainingProgram:
 
     def load(state: Any, optimizer: Any) -> None:
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state[0],
-            optim_state_dict=state[1],
-            options=options,
+            model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
         )
 
     return _offering(whole, save, load)

@@ -29,6 +29,7 @@ from tests.judging.catches import (
     sentinel_slots,
     unsynchronised,
 )
+from tests.judging.catches.words import original
 
 RANKS = 2
 ROW = Row("SGD", "gradients", "bias", 1.0, 1e-9, False, 0)
@@ -38,7 +39,7 @@ CAUSES = ("its derivative", "counts", "missing", "a term of", "zero is due", "de
 def judged(catch: Any, program: Any, pool: Pool) -> dict[str, str]:
     """What the verdict on a program that is wrong says."""
     torch.manual_seed(0)
-    given = {"model": catch.model(), "batch": catch.batch, "loss": catch.loss}
+    given = original(catch)
     report = verify_program(program, **given, ranks=2, pool=pool)
     assert report.exit_code == 1, str(report)
     return dict(report.localised)

@@ -15,7 +15,7 @@ from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
 from tests.judging.catches import lost_window, pipeline_accumulated
 from tests.judging.catches.parts import Gathered, own, total
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, batch, loss, original
 
 
 def _said(report: Report) -> dict[str, str]:
@@ -25,7 +25,7 @@ def _said(report: Report) -> dict[str, str]:
 
 def _of(catch: Any, pool: Pool) -> dict[str, str]:
     torch.manual_seed(0)
-    options = {"model": catch.model(), "batch": catch.batch, "loss": catch.loss}
+    options = original(catch)
     return _said(verify_program(catch.wrong, **options, ranks=2, pool=pool))
 
 

@@ -18,6 +18,7 @@ from schedlang.passes.verify.observe import Key
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
 from tests.judging.catches import mean_of_means, pipeline_accumulated
+from tests.judging.catches.words import original
 
 
 def only_low(model: nn.Module) -> TrainingProgram:
@@ -82,13 +83,7 @@ def judged(pool: Pool, program: Any, dtype: str, ranks: int = 2, **model: Any) -
     torch.manual_seed(0)
     original: nn.Module = net.Net(**{"depth": 1} | model)
     return verify_program(
-        program,
-        model=original,
-        batch=net.batch,
-        loss=net.loss,
-        ranks=ranks,
-        dtype=dtype,
-        pool=pool,
+        program, model=original, batch=net.batch, loss=net.loss, ranks=ranks, dtype=dtype, pool=pool
     )
 
 
@@ -223,7 +218,7 @@ def test_parts_of_the_batch_are_told_within_roundings(
 ) -> None:
     """Those that weigh otherwise than they should; their modules are right, and none is named."""
     torch.manual_seed(0)
-    given = {"model": catch.model(), "batch": catch.batch, "loss": catch.loss}
+    given = original(catch)
     report = verify_program(catch.wrong, **given, ranks=2, dtype=dtype, pool=pool)
     told = dict(report.localised)
     assert said in told["gradients"], str(report)

@@ -61,11 +61,7 @@ def test_a_norm_with_a_hook_is_called():
 
 
 ROWS = {
-    "split heads, sliced state, recomputed": (
-        models.llama,
-        ROW + HEADS[0],
-        HEADS[1],
-    ),
+    "split heads, sliced state, recomputed": (models.llama, ROW + HEADS[0], HEADS[1]),
     "stages": (
         models.gpt2,
         """transformer.h.* replace_kernel(add_norm)

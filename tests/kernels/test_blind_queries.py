@@ -42,9 +42,7 @@ def attended(call: Any, lines: list[Tensor], mask: Tensor | None, **more: Any) -
     """The output, and gradients of queries, keys and values, and of a mask or bias that learns."""
     leaves = [x.detach().clone().requires_grad_() for x in lines]
     module = SimpleNamespace(
-        num_key_value_groups=lines[0].shape[1] // lines[1].shape[1],
-        training=True,
-        is_causal=True,
+        num_key_value_groups=lines[0].shape[1] // lines[1].shape[1], training=True, is_causal=True
     )
     learning = [x for x in (mask, *more.values()) if isinstance(x, Tensor) and x.requires_grad]
     with ambient(Float64):

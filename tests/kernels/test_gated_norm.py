@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels.device import runs
-from schedlang.kernels.norm import (
-    Form,
-    backward_of,
-    forward_of,
-    reference,
-)
+from schedlang.kernels.norm import Form, backward_of, forward_of, reference
 from schedlang.kernels.norm_probes import Norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
@@ -185,9 +180,8 @@ WAYS = [
 
 def mamba(layers: int = 2) -> nn.Module:
     """Mamba-2, unmodified: a gate before the norm of two groups of channels."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Mamba2Config(
+    return models.hf(
+        "Mamba2ForCausalLM",
         hidden_size=16,
         num_heads=4,
         head_dim=8,
@@ -200,7 +194,6 @@ def mamba(layers: int = 2) -> nn.Module:
         use_cache=False,
         **models.SIZES,
     )
-    return transformers.Mamba2ForCausalLM(config).double()
 
 
 def outcome(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:

@@ -316,32 +316,13 @@ SITES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def t5() -> nn.Module:
-    """T5 with gated activations."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
-        **models.SIZES,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
-
-
 def transformer(kind: str, kernel: str) -> nn.Module:
     """A tiny model as transformers makes it, ready to train."""
     makes = {
         "gpt2": lambda: models.gpt2(2),
         "llama": lambda: models.llama(2),
         "bert": models.bert,
-        "t5": t5,
+        "t5": lambda: models.t5(d_kv=8, feed_forward_proj="gated-gelu"),
     }
     model: Any = makes[kind]()
     if kernel == "sdpa":

@@ -309,15 +309,7 @@ def test_no_call_is_offered_that_is_not_legal() -> None:
 def test_values_as_they_are_written() -> None:
     """Sizes in whole units, words bare, texts in quotes."""
     values = [Bytes(2**31), Bytes(1000), Seconds(0.002), Symbol("a"), "b c", True, (1, 2.5)]
-    assert list(map(written, values)) == [
-        "2GiB",
-        "1000B",
-        "2ms",
-        "a",
-        '"b c"',
-        "true",
-        "[1, 2.5]",
-    ]
+    assert list(map(written, values)) == ["2GiB", "1000B", "2ms", "a", '"b c"', "true", "[1, 2.5]"]
     assert mended("fuse", [Given("pattern", "bias_gelu", False)], ("pattern",)) is None
 
 

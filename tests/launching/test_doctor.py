@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -365,5 +364,5 @@ def test_torch_is_not_imported() -> None:
         "try:\n    main()\nexcept SystemExit:\n    assert 'torch' not in sys.modules"
     )
     for words in (["--help"], [str(ROOT / "nothing")]):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        done = forks.anew("-c", code, *words)
         assert done.returncode == 0, done.stderr

@@ -8,17 +8,17 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from schedlang.runtime.comm import reach
+from tests import forks
 from tests.launching import elastic_run
 from tests.launching.agents import (
     Apart,
@@ -105,29 +105,19 @@ os._exit(0)
 """
 
 
-def meeting(how: str) -> list[subprocess.Popen[str]]:
+def meeting(how: str) -> list[Any]:
     """Two ranks that meet, whatever number of restarts their nodes count."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETS, how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": str(rank)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "job"},
-                **{"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_MAX_RESTARTS": "9"},
-            },
-        )
-        for rank in range(2)
-    ]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "job"}
+    job = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_MAX_RESTARTS": "9", **place}
+    of = {"RANK", "TORCHELASTIC_RESTART_COUNT"}
+    environs = (dict.fromkeys(of, str(rank)) | {"WORLD_SIZE": "2"} | job for rank in range(2))
+    return [forks.begin("-c", MEETS, how, env={**os.environ, **one}) for one in environs]
 
 
 HOW = ("plans", "rank 1 stands still", "rank 0 stands still")
-Meetings = dict[str, list[subprocess.Popen[str]]]
+Meetings = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +155,8 @@ def test_a_store_that_takes_connections_and_says_nothing() -> None:
         code = "from schedlang.runtime.comm import agreement, reach; reach.LOST = 4.0\n"
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         job = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
-        done = subprocess.run(
-            [sys.executable, "-c", f"{code}agreement.meet(20.0)"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        )
+        environ = {**os.environ, **place, **job, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = forks.run("-c", f"{code}agreement.meet(20.0)", env=environ, timeout=120)
     assert done.returncode == reach.ENDS, done.stderr
     assert "S651" in done.stderr and "has not answered for 4 s" in done.stderr
 

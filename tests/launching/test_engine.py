@@ -111,10 +111,7 @@ def _messages() -> list[Tensor]:
     works += [dist.irecv(got[k], before) for k in range(2)]
     for work in works:
         work.wait()
-    batch = [
-        dist.P2POp(dist.isend, _mine(3), before),
-        dist.P2POp(dist.irecv, got[2], after),
-    ]
+    batch = [dist.P2POp(dist.isend, _mine(3), before), dist.P2POp(dist.irecv, got[2], after)]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
     some = dist.new_group([0, 2])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -397,12 +398,8 @@ def test_a_server_forked_from_a_command(tmp_path: Path, kind: str) -> None:
     so is the one after it.  Both learn of files later, are told of their end, and are reaped."""
     (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
     (tmp_path / "script.py").write_text(FORKS)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", kind, tmp_path / "late.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=_with_threads(),
+    done = forks.anew(
+        tmp_path / "script.py", kind, tmp_path / "late.py", env=_with_threads(), timeout=120
     )
     first, second, last = done.stdout.splitlines() or ("", "", done.stderr)
     assert first == ("of the parent" if kind == "alone" else "None"), done.stderr
@@ -431,13 +428,7 @@ def test_the_server_of_verify_is_forked(tmp_path: Path) -> None:
     """What the command imports before starts no thread, also where nobody bounds their number."""
     (tmp_path / "script.py").write_text(VERIFIES)
     schedule = Path(__file__).parents[2] / "examples/custom/2d.sched"
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", schedule],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=_with_threads(),
-    )
+    done = forks.anew(tmp_path / "script.py", schedule, env=_with_threads(), timeout=120)
     assert done.stdout == "Forked\n", (done.stdout, done.stderr)
 
 
@@ -471,12 +462,8 @@ def test_a_server_forked_again_has_the_files_of_its_parent(tmp_path: Path, kind:
     the first server stays and imports it itself."""
     (tmp_path / "late.py").write_text("import os\nPID = os.getpid()\n")
     (tmp_path / "script.py").write_text(HERE)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", kind, tmp_path / "late.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=_with_threads(),
+    done = forks.anew(
+        tmp_path / "script.py", kind, tmp_path / "late.py", env=_with_threads(), timeout=120
     )
     alone = kind == "alone"
     assert done.stdout.splitlines() == [f"{alone} {not alone} True", "False"], done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,11 +58,5 @@ def test_alone_nothing_is_touched(tmp_path: Path) -> None:
     """Without a job a refusal is an exception as any other."""
     (tmp_path / "model.py").write_text(model())
     (tmp_path / "x.py").write_text(HEAD + ALL)
-    done = subprocess.run(
-        [sys.executable, "x.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )
+    done = forks.anew("x.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""})
     assert "Traceback" in done.stderr and done.stderr.count("error[S301]") == 1

@@ -249,10 +249,7 @@ def _twice(module: nn.Module, kept: Callable[[nn.Module], Any]) -> tuple[Tensor,
     return found[0], found[1]
 
 
-AGAIN = {
-    "checkpoint": lambda one: checkpoint(one),
-    "in a budget": lambda one: dynamic([one], 0),
-}
+AGAIN = {"checkpoint": lambda one: checkpoint(one), "in a budget": lambda one: dynamic([one], 0)}
 
 
 @pytest.mark.parametrize("kind", AGAIN)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from schedlang.ir.memory import CLASSES
 from schedlang.ir.plan import Plan
@@ -21,7 +20,8 @@ from tests.proofs import planned
 
 def gpt2() -> torch.nn.Module:
     """Five layers whose attention is written out, so that no kernel keeps what meta does not."""
-    config = transformers.GPT2Config(
+    return models.hf(
+        "GPT2LMHeadModel",
         n_embd=16,
         n_layer=5,
         n_head=2,
@@ -30,7 +30,6 @@ def gpt2() -> torch.nn.Module:
         use_cache=False,
         **models.SIZES,
     )
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 ROWS = [

@@ -92,11 +92,7 @@ def test_elements_do_not_share_their_draws() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda x: x.t(),
-        lambda x: x[:, ::2],
-        lambda x: x.reshape(4, 6, 8, 4).permute(0, 3, 1, 2),
-    ],
+    [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.reshape(4, 6, 8, 4).permute(0, 3, 1, 2)],
 )
 def test_strides(make: Any) -> None:
     """What is not contiguous comes back with its values in their places."""
@@ -274,12 +270,7 @@ class Signs(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "before, how",
-    [
-        ("", "int2"),
-        ("", "adaptive, bits=2"),
-        ("second  checkpoint()\n", "int2"),
-    ],
+    "before, how", [("", "int2"), ("", "adaptive, bits=2"), ("second  checkpoint()\n", "int2")]
 )
 def test_in_the_limit_it_is_the_original(threads: Threads, before: str, how: str) -> None:
     """Where whole numbers can say what is kept, training on three ranks is the original's own."""

@@ -19,15 +19,7 @@ from schedlang.runtime.pipeline.executor import Event
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
 from tests import models
-from tests.executing import (
-    GATE,
-    assert_same,
-    cut_model,
-    gradients,
-    pipeline,
-    split_backward,
-    train,
-)
+from tests.executing import GATE, assert_same, cut_model, gradients, pipeline, split_backward, train
 from tests.models import split, weight
 from tests.ranks import run_ranks
 

@@ -25,10 +25,7 @@ REFUSED = {
     "full attention": (lambda: Causal("full"), "it is not causal: in `blocks.0.out`"),
     "convolution": (lambda: Causal("conv"), "it is not causal: in `blocks.0"),
     "attention by products": (lambda: Causal("products"), "does not run on a slice"),
-    "positions by sums": (
-        lambda: Causal(positions="counted"),
-        "`places` computes a slice",
-    ),
+    "positions by sums": (lambda: Causal(positions="counted"), "`places` computes a slice"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,47 +17,16 @@ from tests.alone import compared, cut_evenly
 from tests.docs.test_examples import ROOT
 
 Batch = dict[str, Any]
+T5 = functools.partial(models.t5, 3, d_kv=8)
 GROUP = "albert.encoder.albert_layer_groups.0"
-
-
-def _hf(name: str, config: str, **sizes: Any) -> nn.Module:
-    """A model of transformers in float64."""
-    import transformers
-
-    torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**sizes)).double()
-
-
-def t5() -> nn.Module:
-    """Relative positions computed once for each side; norms in float32."""
-    return _hf(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        vocab_size=models.VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=3,
-        num_decoder_layers=3,
-        num_heads=2,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
 
 
 def whisper() -> nn.Module:
     """Sound in, words out: the encoder begins with convolutions."""
-    return _hf(
+    return models.hf(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
+        **models.HALVES,
         vocab_size=models.VOCAB,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
         num_mel_bins=4,
         max_source_positions=10,
         max_target_positions=16,
@@ -69,9 +39,8 @@ def whisper() -> nn.Module:
 
 def vit() -> nn.Module:
     """Pictures in patches, a class token, a head that slices."""
-    return _hf(
+    return models.hf(
         "ViTForImageClassification",
-        "ViTConfig",
         hidden_size=16,
         num_hidden_layers=4,
         num_attention_heads=2,
@@ -84,9 +53,8 @@ def vit() -> nn.Module:
 
 def mixtral() -> nn.Module:
     """Experts chosen by a router, whose scores nobody but the layer reads."""
-    model = _hf(
+    model = models.hf(
         "MixtralForCausalLM",
-        "MixtralConfig",
         vocab_size=models.VOCAB,
         hidden_size=16,
         num_hidden_layers=3,
@@ -132,9 +100,8 @@ class Chosen(nn.Module):
 
 def albert() -> nn.Module:
     """One group of layers, called four times."""
-    return _hf(
+    return models.hf(
         "AlbertForMaskedLM",
-        "AlbertConfig",
         vocab_size=models.VOCAB,
         embedding_size=8,
         hidden_size=16,
@@ -190,7 +157,7 @@ CASES: dict[str, Case] = {
     "gpt2": (models.gpt2, words, 3, ("transformer.h",)),
     "llama": (models.llama, words, 4, ("model.layers",)),
     "bert": (models.bert, words, 3, ("bert.encoder.layer",)),
-    "t5": (t5, pairs, 4, ("encoder.block", "decoder.block")),
+    "t5": (T5, pairs, 4, ("encoder.block", "decoder.block")),
     "bart": (models.bart, pairs, 4, ("model.decoder.layers", "model.encoder.layers")),
     "whisper": (whisper, sound, 4, ("model.encoder.layers", "model.decoder.layers")),
     "vit": (vit, pictures, 4, ("vit.layers",)),
@@ -226,7 +193,7 @@ def test_router_losses_cross_the_cut() -> None:
 
 def test_an_encoder_and_a_decoder_send_where_it_is_read() -> None:
     """The encoder's last state goes to every decoder stage, and straight from where it is made."""
-    made = cut_evenly(t5(), pairs(), 6, ["encoder.block", "decoder.block"])
+    made = cut_evenly(T5(), pairs(), 6, ["encoder.block", "decoder.block"])
     senders = {edge[0] for edge in made.edges if edge[1] == 5}
     assert {2, 4} <= senders  # the encoder's last stage, and the decoder's stage before
     assert not {(0, 3), (1, 3), (0, 5)} & set(made.edges)

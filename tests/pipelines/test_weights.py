@@ -156,8 +156,7 @@ def test_rows_refused(rows: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("balance", "expected"),
-    [("even", (0, 0, 1, 1, 2, 2)), ("time", (0, 0, 1, 2, 2, 2))],
+    ("balance", "expected"), [("even", (0, 0, 1, 1, 2, 2)), ("time", (0, 0, 1, 2, 2, 2))]
 )
 def test_a_schedule_is_cut_so(balance: str, expected: tuple[int, ...]) -> None:
     """The word of the row reaches the stages."""

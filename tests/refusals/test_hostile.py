@@ -310,13 +310,7 @@ def test_what_is_no_file_of_text_is_not_waited_for(
 def test_commands_do_not_hang(tmp_path: Path) -> None:
     """No verb that reads a schedule waits for somebody to write into a pipe."""
     _pipe(tmp_path / "x.sched")
-    for words in (
-        ["check"],
-        ["fmt"],
-        ["check", "--json"],
-        ["plan"],
-        ["diff", "x.sched"],
-    ):
+    for words in (["check"], ["fmt"], ["check", "--json"], ["plan"], ["diff", "x.sched"]):
         environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
         done = forks.run(
             "-m", "schedlang", *words, "x.sched", cwd=tmp_path, timeout=60, env=environ

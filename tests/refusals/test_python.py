@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import schedlang
 from schedlang.diagnostics.codes import model
 from schedlang.diagnostics.diagnostic import Refusal
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 CELL = """\
@@ -34,13 +33,7 @@ def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(model())
     head = "import schedlang\nfrom model import model\n\nnet = model()\n"
     (tmp_path / "x.py").write_text(head + CELL)
-    done = subprocess.run(
-        [sys.executable, "x.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )
+    done = forks.anew("x.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""})
     assert done.returncode == 1
     shown = done.stderr[done.stderr.index("error[S402]") :]
     assert ' --> x.py:7:1\n  |\n7 | sch["layers.*.up"].shard("col", over="tp")\n  | ^^^^' in shown

@@ -52,11 +52,7 @@ PADDED = "embed pad(vocab, multiple=8)\nhead pad(out, multiple=8)\n"
 KERNEL = "head replace_kernel(linear_cross_entropy)\n"
 ROWS = {
     "split": (2, "tp=2", MLP + "embed shard(vocab, over=tp)\nhead shard(vocab, over=tp)"),
-    "padded": (
-        2,
-        "tp=2",
-        PADDED + "embed shard(vocab, over=tp)\nhead shard(vocab, over=tp)",
-    ),
+    "padded": (2, "tp=2", PADDED + "embed shard(vocab, over=tp)\nhead shard(vocab, over=tp)"),
     "kernel": (1, "", KERNEL),
     "kernel, split": (2, "tp=2", KERNEL + "head shard(vocab, over=tp)"),
     "grid": (

@@ -127,11 +127,7 @@ class Gated(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.ModuleDict(
-                {
-                    "gate": nn.Linear(8, 16),
-                    "up": nn.Linear(8, 16),
-                    "down": nn.Linear(16, 8),
-                }
+                {"gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
             )
             for _ in range(2)
         )

@@ -17,6 +17,7 @@ from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.simulate.account import account
 from schedlang.passes.static_checks.static import static
 from schedlang.runtime.comm.collectives import Group
+from tests import models
 from tests.engine import Threads
 from tests.models import SIZES, VOCAB
 from tests.proofs import assert_near, planned, proven, refused, sequential, trained
@@ -26,31 +27,22 @@ SUMMA, CUBE, BACK = "summa, over=(r, c)", "cube, over=(x, y, z)", "cube, over=(x
 
 def gpt2() -> nn.Module:
     """One layer with dropout; embedding and head tied."""
-    import transformers
-
-    torch.manual_seed(0)
     rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    config = transformers.GPT2Config(
-        n_embd=16, n_layer=1, n_head=4, n_positions=16, loss_type="ForCausalLM", **rates, **SIZES
+    return models.hf(
+        "GPT2LMHeadModel",
+        n_embd=16,
+        n_layer=1,
+        n_head=4,
+        n_positions=16,
+        loss_type="ForCausalLM",
+        **rates,
+        **SIZES,
     )
-    return transformers.GPT2LMHeadModel(config).double()
 
 
 def llama(keys: int) -> nn.Module:
     """One layer, embedding and head apart."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=keys,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        **SIZES,
-    )
-    return transformers.LlamaForCausalLM(config).double()
+    return models.kin("LlamaForCausalLM", num_hidden_layers=1, num_key_value_heads=keys)
 
 
 def gpt2_rows(there: str, back: str) -> str:

@@ -60,12 +60,10 @@ def falcon(alibi: bool) -> nn.Module:
 
 def mpt() -> nn.Module:
     """MPT: q, k, v side by side, and ALiBi made once for all heads."""
-    import transformers
 
     torch.manual_seed(0)
     sizes = {"d_model": 16, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 16}
-    config = transformers.MptConfig(vocab_size=models.VOCAB, **sizes)
-    return transformers.MptForCausalLM(config).double()  # type: ignore[no-any-return]
+    return models.hf("MptForCausalLM", vocab_size=models.VOCAB, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -86,21 +84,7 @@ def test_packed_heads(threads: Threads, model: Any, rows: str) -> None:
 
 def test_relative_attention_bias(threads: Threads) -> None:
     """T5's table of biases is split by heads, self-attention and cross-attention each their way."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        vocab_size=models.VOCAB,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    model = transformers.T5ForConditionalGeneration(config).double()
+    model = models.t5(num_heads=4)
 
     def batch(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
@@ -112,21 +96,7 @@ def test_relative_attention_bias(threads: Threads) -> None:
 
 def test_a_head_with_a_bias_that_its_parent_holds(threads: Threads) -> None:
     """BERT's decoder: tied to the embedding, its bias also named by the module around it."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=16,
-        vocab_size=models.VOCAB,
-    )
-    model = transformers.BertForMaskedLM(config).double()
-    proven(threads, planned(model, BERT, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
+    proven(threads, planned(models.bert(1), BERT, "tp=2"), [models.tokens(3), models.tokens(2, 5)])
 
 
 def test_alibi_is_cut_where_the_attention_takes_it() -> None:
@@ -141,11 +111,9 @@ def test_alibi_is_cut_where_the_attention_takes_it() -> None:
 
 def test_attentions_of_one_class_divided_differently() -> None:
     """Numbers are divided by what lies below a module: two axes, and a layer that is whole."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=4, n_positions=16, **models.SIZES)
-    model = transformers.GPT2LMHeadModel(config).double()
+    model = models.hf(
+        "GPT2LMHeadModel", n_embd=16, n_layer=3, n_head=4, n_positions=16, **models.SIZES
+    )
     rows = "\n".join(
         f"""transformer.h.{layer}.attn.c_attn  shard(col, blocks=3, over={axis})
         transformer.h.{layer}.attn.c_proj  shard(row, over={axis})"""

@@ -162,20 +162,7 @@ def test_norms_under_sequence_parallelism_have_partial_gradients() -> None:
 
 def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
     """Qwen3 scales each head by one shared weight: heads on other ranks have their part of it."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        **models.SIZES,
-    )
-    model = transformers.Qwen3ForCausalLM(config).double()
+    model = models.kin("Qwen3ForCausalLM", num_hidden_layers=1, head_dim=4)
     rows = """at model.layers.* {
       self_attn.{q,k,v}_proj  shard(col, over=tp)
       self_attn.o_proj        shard(row, over=tp)

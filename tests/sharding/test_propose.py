@@ -388,23 +388,8 @@ def test_children_that_only_some_layers_have(pool: Pool) -> None:
 
 def test_encoder_and_decoder_are_both_cut(pool: Pool) -> None:
     """One row cuts all lists of blocks: with the decoder's alone the encoder is in one stage."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=64,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=16,
-        dropout=0.0,
-    )
-    model = transformers.BartForConditionalGeneration(config).double()
-    ids = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(0))
+    model = models.bart()
+    ids = torch.randint(3, 61, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     found = propose(model, batch, {"pp": 2})
     assert "model.encoder.layers, model.decoder.layers  pipeline_split(over=pp)" in found.text

@@ -96,21 +96,7 @@ def test_split_sequences_of_gpt2(threads: Threads) -> None:
 
 def test_split_sequences_of_bert(threads: Threads) -> None:
     """The residual around attention is split where attention itself gathers."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=24,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=16,
-        vocab_size=models.VOCAB,
-    )
-    model = transformers.BertForMaskedLM(config).double()
-    proven(threads, planned(model, BERT, "tp=2"), BATCHES)
+    proven(threads, planned(models.bert(2, 4), BERT, "tp=2"), BATCHES)
 
 
 def test_a_length_that_the_ranks_do_not_divide() -> None:

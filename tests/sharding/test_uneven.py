@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from tests import models
@@ -14,22 +13,16 @@ from tests.tiers import thinned
 
 def llama(heads: int, keys: int, attend: str = "eager", inner: int = 24) -> nn.Module:
     """Llama with any number of heads of size 4."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    return models.kin(
+        "LlamaForCausalLM",
         hidden_size=24,
-        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=keys,
         intermediate_size=inner,
-        max_position_embeddings=16,
         attention_bias=True,
         head_dim=4,
         attn_implementation=attend,
-        **models.SIZES,
     )
-    return transformers.LlamaForCausalLM(config).double()
 
 
 def attention(queries: str, keys: str) -> str:

@@ -66,19 +66,13 @@ class Pictures(nn.Module):
 
 def whisper(layers: int) -> nn.Module:
     """An encoder of sounds that begins with two convolutions."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(
+    return models.hf(
+        "WhisperForAudioClassification",
         vocab_size=models.VOCAB,
         num_mel_bins=4,
-        d_model=16,
-        encoder_layers=layers,
-        encoder_attention_heads=4,
-        decoder_layers=layers,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
+        **models.HALVES
+        | {"encoder_layers": layers, "decoder_layers": layers}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
         max_source_positions=8,
         num_labels=3,
         classifier_proj_size=8,
@@ -88,7 +82,6 @@ def whisper(layers: int) -> nn.Module:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    return transformers.WhisperForAudioClassification(config).double()
 
 
 def _tokens() -> tuple[Mapping[str, Any], ...]:

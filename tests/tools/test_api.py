@@ -1,7 +1,5 @@
 """Tests of the public names: the example of the README, and verification from Python."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import schedlang
 from schedlang import equivalence
 from schedlang.report import Row
 from schedlang.schedule import Schedule
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +66,7 @@ def test_import_costs_no_torch() -> None:
         "assert all(getattr(schedlang, name) is not None for name in schedlang.__all__)\n"
         "assert set(schedlang.__all__) <= set(dir(schedlang))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = forks.anew("-c", code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="has no `nonsense`"):
         _ = schedlang.nonsense

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import VERBS, app
 from schedlang.diagnostics import codes
 from schedlang.ir.primitive import load_all, registry
+from tests import forks
 from tests.samples import SAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -147,9 +146,7 @@ def test_torch_is_not_imported(file: Path, args: list[str]) -> None:
         "assert not heavy, heavy\n"
     )
     given = [str(file) if arg == "FILE" else arg for arg in args]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True
-    )
+    done = forks.anew("-c", code, *given, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

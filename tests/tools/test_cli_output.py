@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from schedlang.cli import VERBS, app
 from schedlang.diagnostics.codes import model
 from schedlang.diagnostics.tables import table, wrapped
 from schedlang.verbs.telling import Telling
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 WRITES = ("svg", "html", "trace")
@@ -147,9 +147,7 @@ def test_ranks_tell_their_steps() -> None:
 
 def test_the_version() -> None:
     """It is that of the package, before any verb."""
-    done = subprocess.run(
-        [sys.executable, "-m", "schedlang", "--version"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = forks.anew("-m", "schedlang", "--version", cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"schedlang {schedlang.__version__}\n")
     assert CliRunner().invoke(app, ["--version"]).stdout == done.stdout
     assert "--version" in CliRunner().invoke(app, ["--help"]).stdout

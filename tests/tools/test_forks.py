@@ -41,9 +41,7 @@ def test_as_an_interpreter(tmp_path: Path, words: tuple[str, ...]) -> None:
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert forks.FORKS.can(environ)
     ours = forks.run(*words, cwd=tmp_path, env=environ)
-    theirs = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True
-    )
+    theirs = forks.anew(*words, cwd=tmp_path, env=environ)
     assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
     if "-m" not in words:  # else both name lines of runpy, with or without marks
         assert ours.stderr == theirs.stderr

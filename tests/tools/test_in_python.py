@@ -21,6 +21,7 @@ from schedlang.cursor import Caller
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.lift import spelled
 from schedlang.schedule import Schedule
+from tests import forks
 from tests.tools.test_api import Block
 
 
@@ -346,7 +347,7 @@ def test_no_optimizer_before_the_first_batch() -> None:
 def test_verbs_need_not_be_loaded_before() -> None:
     """In a process that has met no verb yet a row is spelled as in any other."""
     code = "from schedlang.language.lift import spelled\nprint(spelled('`zero(stage=1, over=dp)`'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.anew("-c", code)
     assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
 
 

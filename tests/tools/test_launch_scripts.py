@@ -224,10 +224,7 @@ def test_ray_driver_is_python() -> None:
 def test_ray_driver_trains(tmp_path: Path) -> None:
     """On a Ray of this machine alone: one node, two ranks."""
     pytest.importorskip("ray")
-    text = launched(
-        *("--ray", "--cpu", "--mesh", "dp=2,tp=1"),
-        *("--script", TRAINS),
-    )
+    text = launched(*("--ray", "--cpu", "--mesh", "dp=2,tp=1"), *("--script", TRAINS))
     driver = tmp_path / "driver.py"
     driver.write_text(text)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

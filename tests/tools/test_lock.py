@@ -176,11 +176,7 @@ def test_one_fact_a_line_and_sorted(schedule: Path) -> None:
             "self.norm = nn.LayerNorm(6)\n        self.register_buffer(",
             "+ parameters  norm.weight  float32[6]",
         ),
-        (
-            "class Net(nn.Module):",
-            "class Net(nn.Module):\n    half = True",
-            "",
-        ),
+        ("class Net(nn.Module):", "class Net(nn.Module):\n    half = True", ""),
         (
             "return Net()",
             "m = Net(); m.h[3].up.weight.requires_grad_(False); return m",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from schedlang import primitives
 from schedlang.cli import VERBS
 from schedlang.ir.primitive import load_all, registry
 from schedlang.verbs.checking import plain
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = """schedule 1
@@ -44,11 +44,8 @@ MODEL = {"schedlang.language.selector", "schedlang.ir.modelfile", "importlib.met
 
 def imported(*words: object, code: int = 0) -> set[str]:
     """The modules that a command has imported when it ends."""
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", CODE, *map(str, words)],
-        env={"PYTHONPATH": ":".join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
+    done = forks.anew(
+        "-S", "-c", CODE, *map(str, words), env={"PYTHONPATH": ":".join([str(ROOT), *sys.path])}
     )
     assert done.returncode == code, done.stderr
     found = json.loads(done.stderr.splitlines()[-1])

@@ -196,11 +196,7 @@ CASES = {
         f"{BLOCK}.self_attn.o_proj  shard(row, over=tp)",
         "tp=4",
     ),
-    "cast": (
-        lambda: models.llama(2),
-        f"{lora('int8', ', block=4')}cast(bf16)\n{SPLIT}",
-        "tp=2",
-    ),
+    "cast": (lambda: models.llama(2), f"{lora('int8', ', block=4')}cast(bf16)\n{SPLIT}", "tp=2"),
     "sequences, dropout": (
         lambda: models.llama(2),
         f"{lora('int4', ', block=4, dropout=0.25')}"

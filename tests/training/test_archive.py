@@ -32,11 +32,7 @@ from tests.layouts import (
 from tests.models import gpt2
 from tests.ranks import run_ranks
 
-WORLDS = {
-    1: ["one"],
-    2: ["tp2", "dp2", "dp2z1", "dp2z3", "pp2"],
-    4: ["dp2tp2"],
-}
+WORLDS = {1: ["one"], 2: ["tp2", "dp2", "dp2z1", "dp2z3", "pp2"], 4: ["dp2tp2"]}
 
 
 def _schedule(program: Program) -> None:

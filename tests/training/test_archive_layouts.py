@@ -120,19 +120,7 @@ def mixtral() -> nn.Module:
 
 def llama() -> nn.Module:
     """Two layers with eight heads for queries and two for keys."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        **models.SIZES,
-    )
-    return transformers.LlamaForCausalLM(config).double()
+    return models.kin("LlamaForCausalLM", hidden_size=32, num_attention_heads=8)
 
 
 @pytest.mark.deep

@@ -210,8 +210,7 @@ def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads)
 
     def body() -> Any:
         program = Schedule(Worded(bounded), parse(Source("a.sched", text))).build(
-            batch=batch | {"labels": ids},
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            batch=batch | {"labels": ids}, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
         )
         return program.train_step(batch), program.gradients(), program.state_dict()
 
@@ -258,10 +257,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize(
     "rows, mesh",
-    [
-        (DP2, "dp=2"),
-        ('blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)', "pp=2"),
-    ],
+    [(DP2, "dp=2"), ('blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)', "pp=2")],
 )
 def test_a_part_without_labels_is_computed_as_it_is(rows: str, mesh: str, pool: Pool) -> None:
     """What a model makes of labels beside its loss stays what it makes of them in the whole batch;

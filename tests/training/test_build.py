@@ -267,10 +267,7 @@ def test_frozen_parameters_stay(pool: Pool) -> None:
     expected = sequential(model, BATCHES, adamw, clip=0.5)
     cut = "transformer.h pipeline_split(over=pp)"
     rows = f'{cut}\nzero(stage=3, over=dp)\npipeline(order="1F1B", micro=2)'
-    for plan in (
-        planned(model, GPT2, "tp=2"),
-        planned(model, rows, "dp=2, pp=2"),
-    ):
+    for plan in (planned(model, GPT2, "tp=2"), planned(model, rows, "dp=2, pp=2")):
         seen = trained(pool, plan, BATCHES, adamw, clip=0.5)
         assert not any("grad" in name and ("h.0" in name or "wpe" in name) for name in seen)
         assert_near(seen, expected)

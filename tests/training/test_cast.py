@@ -184,11 +184,7 @@ def _infinite(parameter: nn.Parameter) -> None:
 
 @pytest.mark.parametrize(
     "rows, mesh, count",
-    [
-        (SHARDED, "tp=2", 2),
-        (STAGES, "pp=2", 2),
-        ("zero(stage=2, over=dp)", "dp=2", 2),
-    ],
+    [(SHARDED, "tp=2", 2), (STAGES, "pp=2", 2), ("zero(stage=2, over=dp)", "dp=2", 2)],
 )
 def test_an_overflow_on_one_rank_skips_the_step_of_all(
     threads: Threads, rows: str, mesh: str, count: int
@@ -260,11 +256,7 @@ def _heard(plan: Plan, batch: Any) -> tuple[Counter[Any], list[int]]:
 
 
 @pytest.mark.parametrize(
-    "row, output, grad, stage",
-    [
-        ("cast(bf16)", 2, 4, 4),
-        ("cast(fp16, params=true)", 2, 2, 2),
-    ],
+    "row, output, grad, stage", [("cast(bf16)", 2, 4, 4), ("cast(fp16, params=true)", 2, 2, 2)]
 )
 def test_bytes_are_those_of_the_plan(
     threads: Threads, row: str, output: int, grad: int, stage: int

@@ -49,10 +49,7 @@ CASES: dict[str, tuple[str, str]] = {
         "mesh(dp=4)\nzero(stage=1, over=dp)",
     ),
     "bf16": (f"mesh(dp=2)\n{BF16}\nzero(stage=3, over=dp)", ""),
-    "fp16, scaled": (
-        f'mesh(pp=2)\n{FP16}{STAGES}pipeline(order="1F1B", micro=2)',
-        "",
-    ),
+    "fp16, scaled": (f'mesh(pp=2)\n{FP16}{STAGES}pipeline(order="1F1B", micro=2)', ""),
 }
 IDS = [models.tokens(rows=8, seed=seed)["input_ids"] for seed in range(4)]
 DATA = [{"input_ids": ids} for ids in IDS]

@@ -225,7 +225,6 @@ def test_what_a_plan_asks_does_not_grow_with_ranks() -> None:
 def test_rows_are_named() -> None:
     """Every collective inside a microbatch carries the row of the module that asks for it."""
     plan = planned(SCHEDULES["tensor and recompute"])
-    for one in account(plan, tokens(rows=2)).collectives or ():
-        if one.fqn:
-            assert one.row is not None
-            assert one.fqn in plan.actions[one.row].sites
+    asked = [one for one in account(plan, tokens(rows=2)).collectives or () if one.fqn]
+    assert asked and not [one for one in asked if one.row is None]
+    assert all(one.fqn in plan.actions[one.row].sites for one in asked)

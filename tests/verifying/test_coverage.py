@@ -48,11 +48,7 @@ def test_a_full_set_has_no_gaps() -> None:
     empty = _batch(5, ragged=True, floats=True, length=3)
     for row in (0, 3, 4):
         empty["labels"][row] = -100
-    batches = [
-        _batch(4, ragged=False, floats=True),
-        empty,
-        _batch(6, ragged=True, floats=True),
-    ]
+    batches = [_batch(4, ragged=False, floats=True), empty, _batch(6, ragged=True, floats=True)]
     sizes = {"tp": 2, "dp": 3}
     assert gaps(_seen(batches), sizes=sizes, drawn=9, parameters={"w": 7}) == ()
 

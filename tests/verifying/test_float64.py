@@ -84,9 +84,7 @@ def _backward(y: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "derive",
-    [_backward, lambda y, x: torch.autograd.grad(y, x)[0]],
-    ids=["backward", "grad"],
+    "derive", [_backward, lambda y, x: torch.autograd.grad(y, x)[0]], ids=["backward", "grad"]
 )
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "recomputed"])
 def test_backward_and_recomputation_stay_in_float64(derive, again: bool) -> None:

@@ -45,25 +45,6 @@ T5 = """
 """
 
 
-def t5() -> nn.Module:
-    """An encoder and a decoder of transformers, tied embeddings."""
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=models.VOCAB,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=1,
-        num_decoder_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
-
-
 def _pipe(trunk: str, order: str = "GPipe", chunks: int = 1, more: str = "") -> str:
     return f"""
   {trunk}  pipeline_split(over=pp)
@@ -118,7 +99,7 @@ PLANS: dict[str, Case] = {
     ),
     "bert tp": (models.bert, BERT, "tp=2", TOKENS),
     "bart pp": (models.bart, _pipe("model.decoder.layers"), "pp=2", TOKENS),
-    "t5 tp dp": (t5, T5, "tp=2, dp=2", TOKENS),
+    "t5 tp dp": (lambda: models.t5(1, d_kv=8, dropout_rate=0.1), T5, "tp=2, dp=2", TOKENS),
     "skipping three": (
         models.Skipping,
         "blocks  pipeline_split(over=pp)\nzero(stage=0, over=dp)",

@@ -161,10 +161,7 @@ def _words(seed: int) -> dict[str, Tensor]:
 
 SPLIT = [
     ("blocks.*  context_parallel(ring, over=cp)", "cp=2"),
-    (
-        'blocks  pipeline_split(over=pp)\npipeline(order="TeraPipe", micro=2, slices=2)',
-        "pp=2",
-    ),
+    ('blocks  pipeline_split(over=pp)\npipeline(order="TeraPipe", micro=2, slices=2)', "pp=2"),
 ]
 
 

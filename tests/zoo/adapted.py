@@ -11,7 +11,7 @@ from torch import Tensor
 from schedlang.kernels import grouped
 from schedlang.kernels.flex_attention import Query
 from schedlang.runtime.kernel_injection import attention_adapters, expert_kernel
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ARGUMENT, CONSTANT, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import running_program
 
 
@@ -31,19 +31,19 @@ def _attending(patch: Patch, change: Any) -> None:
         patch.setitem(attention_adapters.ATTENTIONS, name, attend)  # type: ignore[arg-type]
 
 
-@bug("F30", "replace_kernel", Operator.ARGUMENT, "attending by flex")
+@bug("F30", "replace_kernel", ARGUMENT, "attending by flex")
 def cap_forgotten(patch: Patch, site: Site) -> None:
     """The kernel that replaces attention does not cap its scores."""
     _attending(patch, lambda rule: replace(rule, cap=0.0))
 
 
-@bug("F31", "replace_kernel", Operator.CONSTANT, "attending by flex")
+@bug("F31", "replace_kernel", CONSTANT, "attending by flex")
 def default_scale(patch: Patch, site: Site) -> None:
     """The kernel scales by the size of a head where the model has a scale of its own."""
     _attending(patch, lambda rule: replace(rule, scale=None))
 
 
-@bug("F32", "replace_kernel", Operator.SLICE, "grouped")
+@bug("F32", "replace_kernel", SLICE, "grouped")
 def last_row_to_the_next_group(patch: Patch, site: Site) -> None:
     """The last token of an expert is multiplied by the matrix of the next one."""
     at_work, plain = running_program(patch), expert_kernel.grouped
@@ -56,7 +56,7 @@ def last_row_to_the_next_group(patch: Patch, site: Site) -> None:
     patch.setattr(expert_kernel, "grouped", shifted)
 
 
-@bug("F33", "replace_kernel", Operator.SKIP, "grouped")
+@bug("F33", "replace_kernel", SKIP, "grouped")
 def gradient_of_the_first_group(patch: Patch, site: Site) -> None:
     """The gradient of the first expert's matrix is left out."""
     at_work, plain = running_program(patch), grouped._reference_backward

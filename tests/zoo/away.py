@@ -12,16 +12,16 @@ from schedlang.runtime.pipeline.flight import work_of
 from schedlang.runtime.pipeline.parking import Parking, bag_of
 from schedlang.runtime.storage import offloaded_gradients
 from schedlang.runtime.storage.tiers import DISK
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import FREEZE, REDUCTION, SKIP, SLICE, Patch, Site, bug
 
 
-@bug("C13", "offload", Operator.FREEZE, "streamed", row="offload(what=parameters")
+@bug("C13", "offload", FREEZE, "streamed", row="offload(what=parameters")
 def brought_once(patch: Patch, site: Site) -> None:
     """Parameters are brought to the device in the first step, and used in all that follow."""
     patch.setattr(StreamedParameter, "leave", lambda self: None)
 
 
-@bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(what=parameters")
+@bug("C14", "offload", REDUCTION, "streamed", row="offload(what=parameters")
 def last_microbatch_alone(patch: Patch, site: Site) -> None:
     """A gradient that leaves takes the place of the earlier microbatches'."""
     plain = offloaded_gradients._offload
@@ -34,7 +34,7 @@ def last_microbatch_alone(patch: Patch, site: Site) -> None:
     patch.setattr(offloaded_gradients, "_offload", leave)
 
 
-@bug("C15", "offload", Operator.SKIP, "streamed", row="offload(what=optimizer")
+@bug("C15", "offload", SKIP, "streamed", row="offload(what=optimizer")
 def state_left_on_disk(patch: Patch, site: Site) -> None:
     """The step starts from no state: what lies on disk is not brought back."""
     plain = Offloaded._master
@@ -47,7 +47,7 @@ def state_left_on_disk(patch: Patch, site: Site) -> None:
     patch.setattr(Offloaded, "_master", master)
 
 
-@bug("C20", "offload", Operator.SLICE, "lent", row="offload(what=optimizer")
+@bug("C20", "offload", SLICE, "lent", row="offload(what=optimizer")
 def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
     """What comes home from a peer is taken apart in another order than it was put together."""
     plain = Peer._moving
@@ -60,7 +60,7 @@ def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
     patch.setattr(Peer, "_moving", moving)
 
 
-@bug("C21", "offload", Operator.FREEZE, "lent", row="offload(what=optimizer")
+@bug("C21", "offload", FREEZE, "lent", row="offload(what=optimizer")
 def state_of_the_first_step(patch: Patch, site: Site) -> None:
     """A peer keeps the state that it was given first, and gives that back in every step."""
     plain = Peer._send
@@ -74,7 +74,7 @@ def state_of_the_first_step(patch: Patch, site: Site) -> None:
     patch.setattr(Peer, "_send", send)
 
 
-@bug("C22", "offload", Operator.FREEZE, "parked", row="offload(what=activations")
+@bug("C22", "offload", FREEZE, "parked", row="offload(what=activations")
 def first_parcel_again(patch: Patch, site: Site) -> None:
     """A peer gives back for every microbatch what the first one's forward had saved."""
     plain = Parking.load

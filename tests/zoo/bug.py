@@ -30,6 +30,9 @@ class Operator(Enum):
     SKIP = "skip one object"
 
 
+ADJOINT, REDUCTION, GROUP, SLICE, DETACH, ALIAS, ARGUMENT, FREEZE, CONSTANT, SKIP = Operator
+
+
 class Site(str):
     """The name of the module, parameter or stage where a bug is injected; "" is everywhere."""
 

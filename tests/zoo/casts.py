@@ -10,10 +10,10 @@ from torch import nn
 
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.program import Program
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import CONSTANT, REDUCTION, SKIP, Patch, Site, bug
 
 
-@bug("C30", "cast", Operator.REDUCTION, "scaled", row="cast(", credit="PyTorch, AMP examples")
+@bug("C30", "cast", REDUCTION, "scaled", credit="PyTorch, AMP examples")
 def clipped_before_unscaled(patch: Patch, site: Site) -> None:
     """Gradients are clipped while they are still multiplied by the scale of the loss."""
     unscale, following = LossScale.unscale, LossScale.next
@@ -30,7 +30,7 @@ def clipped_before_unscaled(patch: Patch, site: Site) -> None:
     patch.setattr(LossScale, "next", after)
 
 
-@bug("C31", "cast", Operator.SKIP, "overflowing", row="cast(", credit="Micikevicius et al. 2018")
+@bug("C31", "cast", SKIP, "overflowing", credit="Micikevicius et al. 2018")
 def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
     """A step whose gradients overflowed is made, and not skipped."""
     following = LossScale.next
@@ -42,7 +42,7 @@ def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
     patch.setattr(LossScale, "next", always)
 
 
-@bug("C32", "cast", Operator.CONSTANT, "scaled", row="cast(", credit="Micikevicius et al. 2018")
+@bug("C32", "cast", CONSTANT, "scaled", credit="Micikevicius et al. 2018")
 def master_weights_rounded(patch: Patch, site: Site) -> None:
     """After each step weights are rounded to what the model computes in."""
     step = Program._step_weights

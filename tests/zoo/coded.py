@@ -11,12 +11,12 @@ from torch import Tensor
 
 from schedlang.runtime.activation_memory import quantized
 from schedlang.runtime.activation_memory.quantized import Coding, Rounded
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import CONSTANT, FREEZE, GROUP, SKIP, SLICE, Patch, Site, bug
 
 ROW = "compress("
 
 
-@bug("F40", "compress", Operator.SLICE, "rounded", row=ROW)
+@bug("F40", "compress", SLICE, "rounded", row=ROW)
 def steps_of_another_block(patch: Patch, site: Site) -> None:
     """Each block of whole numbers is read with the step of the block before it."""
     plain = quantized.rounded
@@ -28,13 +28,13 @@ def steps_of_another_block(patch: Patch, site: Site) -> None:
     patch.setattr(quantized, "rounded", wrong)
 
 
-@bug("F41", "compress", Operator.CONSTANT, "rounded", row=ROW, credit="Chen et al. 2021")
+@bug("F41", "compress", CONSTANT, "rounded", row=ROW, credit="Chen et al. 2021")
 def rounded_to_nearest(patch: Patch, site: Site) -> None:
     """Numbers are rounded to the nearest, always the same way, so that errors add up."""
     patch.setattr(quantized, "_draws", lambda like, *given: torch.full_like(like, 0.5))
 
 
-@bug("F42", "compress", Operator.FREEZE, "rounded", row=ROW)
+@bug("F42", "compress", FREEZE, "rounded", row=ROW)
 def draws_of_the_first_step(patch: Patch, site: Site) -> None:
     """Every step rounds as the first did, so that the mean over steps is off."""
     plain = quantized._words
@@ -46,14 +46,14 @@ def draws_of_the_first_step(patch: Patch, site: Site) -> None:
     patch.setattr(quantized, "_words", words)
 
 
-@bug("F43", "compress", Operator.SKIP, "rounded", row=ROW)
+@bug("F43", "compress", SKIP, "rounded", row=ROW)
 def weights_are_rounded(patch: Patch, site: Site) -> None:
     """Weights that are saved for backward are rounded with everything else."""
 
     patch.setattr(quantized, "Addresses", lambda module: frozenset())
 
 
-@bug("F44", "compress", Operator.SLICE, "rounded", row=ROW)
+@bug("F44", "compress", SLICE, "rounded", row=ROW)
 def halves_of_bytes_swapped(patch: Patch, site: Site) -> None:
     """Of two numbers in a byte each is taken for the other."""
     plain = quantized._unpacked
@@ -64,14 +64,14 @@ def halves_of_bytes_swapped(patch: Patch, site: Site) -> None:
     patch.setattr(quantized, "_unpacked", unpacked)
 
 
-@bug("F45", "compress", Operator.GROUP, "rounded", row=ROW)
+@bug("F45", "compress", GROUP, "rounded", row=ROW)
 def replicas_draw_alike(patch: Patch, site: Site) -> None:
     """All replicas and microbatches round with the same draws, and their errors add up."""
     plain = quantized._words
     patch.setattr(quantized, "_words", lambda layer: plain(layer)[:3])
 
 
-@bug("F46", "compress", Operator.GROUP, "rounded parts", row=ROW)
+@bug("F46", "compress", GROUP, "rounded parts", row=ROW)
 def copies_are_rounded_apart(patch: Patch, site: Site) -> None:
     """Ranks that split weights round with draws of their own what all of them have, and copies of
     what is computed from it part."""

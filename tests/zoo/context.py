@@ -14,19 +14,12 @@ from schedlang.runtime.context_parallel import attention_products, install, loca
 from schedlang.runtime.context_parallel.described_attention import Mask
 from schedlang.runtime.context_parallel.local_attention import Forward
 from schedlang.runtime.context_parallel.local_tokens import SequenceShard, Tokens
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ADJOINT, ARGUMENT, FREEZE, GROUP, REDUCTION, SLICE, Patch, Site, bug
 
 CP, ROW = "context_parallel", "context_parallel"
 
 
-@bug(
-    "X02",
-    CP,
-    Operator.SLICE,
-    "cp, sections",
-    row=ROW,
-    credit="NeMo-Automodel#1482; Megatron-LM#1612",
-)
+@bug("X02", CP, SLICE, "cp, sections", row=ROW, credit="NeMo-Automodel#1482; Megatron-LM#1612")
 def sections_cut_elsewhere(patch: Patch, site: Site) -> None:
     """Positions of shape [3, batch, seq] are cut along another dim."""
     plain = Tokens._cut
@@ -39,7 +32,7 @@ def sections_cut_elsewhere(patch: Patch, site: Site) -> None:
     patch.setattr(Tokens, "_cut", cut)
 
 
-@bug("X04", CP, Operator.SLICE, "cp", "cp, rotary", row=ROW)
+@bug("X04", CP, SLICE, "cp", "cp, rotary", row=ROW)
 def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
     """Labels are shifted within each chunk of the sequence."""
     plain = Tokens.part
@@ -54,13 +47,13 @@ def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
     patch.setattr(Tokens, "part", part)
 
 
-@bug("X05", CP, Operator.GROUP, "cp", "cp, rotary", row=ROW, credit="Megatron-LM#673, #906, #7513")
+@bug("X05", CP, GROUP, "cp", "cp, rotary", row=ROW, credit="Megatron-LM#673, #906, #7513")
 def every_rank_weighs_the_same(patch: Patch, site: Site) -> None:
     """The loss is a mean over each rank's own tokens."""
     patch.setattr(Assembly, "weigh_all", lambda self, parts: [1.0] * len(parts))
 
 
-@bug("X06", CP, Operator.REDUCTION, "cp", row=ROW)
+@bug("X06", CP, REDUCTION, "cp", row=ROW)
 def added_without_rescaling(patch: Patch, site: Site) -> None:
     """Partial attentions are added without rescaling."""
 
@@ -71,7 +64,7 @@ def added_without_rescaling(patch: Patch, site: Site) -> None:
     patch.setattr(Forward, "_merge", merge)
 
 
-@bug("X07", CP, Operator.ADJOINT, "cp", "cp, rotary", row=ROW)
+@bug("X07", CP, ADJOINT, "cp", "cp, rotary", row=ROW)
 def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
     """Gradients of keys and values are not sent back to their owner."""
 
@@ -82,7 +75,7 @@ def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
     patch.setattr(ring.Ring, "backward", own)
 
 
-@bug("X08", CP, Operator.SLICE, "cp", row=ROW)
+@bug("X08", CP, SLICE, "cp", row=ROW)
 def positions_in_another_order(patch: Patch, site: Site) -> None:
     """Data, positions and labels are ordered differently."""
 
@@ -93,13 +86,13 @@ def positions_in_another_order(patch: Patch, site: Site) -> None:
     patch.setattr(SequenceShard, "positions", positions)
 
 
-@bug("X09", CP, Operator.FREEZE, "cp, rotary", row=ROW)
+@bug("X09", CP, FREEZE, "cp, rotary", row=ROW)
 def positions_begin_anew(patch: Patch, site: Site) -> None:
     """Positions are counted from zero on every rank."""
     patch.setattr(SequenceShard, "positions", lambda self, device="cpu": torch.arange(self.length))
 
 
-@bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
+@bug("X12", CP, SLICE, "cp, bias", row=ROW)
 def biases_of_own_keys(patch: Patch, site: Site) -> None:
     """Biases of a rank's own keys stand at the keys of all ranks."""
     plain = attention_products.over_all_keys
@@ -112,7 +105,7 @@ def biases_of_own_keys(patch: Patch, site: Site) -> None:
     patch.setattr(attention_products, "over_all_keys", own)
 
 
-@bug("X13", CP, Operator.FREEZE, "cp, bias", row=ROW)
+@bug("X13", CP, FREEZE, "cp, bias", row=ROW)
 def sums_begin_anew(patch: Patch, site: Site) -> None:
     """Positions that are summed up begin anew on every rank, biases with them."""
     plain = local_tokens._moved
@@ -126,7 +119,7 @@ def sums_begin_anew(patch: Patch, site: Site) -> None:
     patch.setitem(local_tokens.RULES, Tensor.cumsum, moved)
 
 
-@bug("X14", "shard", Operator.SLICE, "switch", row="shard")
+@bug("X14", "shard", SLICE, "switch", row="shard")
 def parts_in_another_order(patch: Patch, site: Site) -> None:
     """Where parts change their dim, those of the ranks are put together in another order."""
     plain = collectives.exchange
@@ -137,7 +130,7 @@ def parts_in_another_order(patch: Patch, site: Site) -> None:
     patch.setattr(collectives, "exchange", exchange)
 
 
-@bug("X10", CP, Operator.ARGUMENT, "cp, rotary", row=ROW)
+@bug("X10", CP, ARGUMENT, "cp, rotary", row=ROW)
 def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
     """Padding is not sent along with keys: those of other ranks are all seen."""
     from schedlang.runtime.context_parallel import described_attention
@@ -150,7 +143,7 @@ def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
     patch.setattr(described_attention, "_mask", mask)
 
 
-@bug("X11", CP, Operator.ARGUMENT, "cp, sections", row=ROW)
+@bug("X11", CP, ARGUMENT, "cp, sections", row=ROW)
 def not_causal_across_ranks(patch: Patch, site: Site) -> None:
     """Queries see the keys of all other ranks, whichever came first."""
     patch.setattr(install, "_rule", lambda shard, mask, causal: Mask())

@@ -13,7 +13,7 @@ from schedlang.runtime.activation_memory import recompute
 from schedlang.runtime.pipeline import recomputed_forward as kept_inputs
 from schedlang.runtime.rng import logical_dropout as drawing
 from schedlang.runtime.rng import native
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import FREEZE, GROUP, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank
 
 
@@ -23,37 +23,37 @@ def _without(patch: Patch, left_out: int) -> None:
     patch.setattr(drawing, "stream", lambda *of: plain(*of[:left_out], 0, *of[left_out + 1 :]))
 
 
-@bug("D50", "", Operator.FREEZE, "dp", row="none", planning=True)
+@bug("D50", "", FREEZE, "dp", row="none", planning=True)
 def masks_of_the_first_step(patch: Patch, site: Site) -> None:
     """Every step drops what the first did."""
     _without(patch, 1)
 
 
-@bug("D51", "", Operator.FREEZE, "dp", row="none", planning=True)
+@bug("D51", "", FREEZE, "dp", row="none", planning=True)
 def masks_of_another_module(patch: Patch, site: Site) -> None:
     """All modules drop by the same numbers."""
     _without(patch, 2)
 
 
-@bug("D52", "", Operator.FREEZE, "dropping twice", row="none", planning=True)
+@bug("D52", "", FREEZE, "dropping twice", row="none", planning=True)
 def masks_of_the_first_call(patch: Patch, site: Site) -> None:
     """A module that is called twice drops the same in both calls."""
     _without(patch, 3)
 
 
-@bug("D53", "", Operator.FREEZE, "dp", row="none", planning=True)
+@bug("D53", "", FREEZE, "dp", row="none", planning=True)
 def masks_of_the_first_row(patch: Patch, site: Site) -> None:
     """All rows of a batch drop the same."""
     _without(patch, 4)
 
 
-@bug("D54", "", Operator.SKIP, "dropping twice", row="none", planning=True)
+@bug("D54", "", SKIP, "dropping twice", row="none", planning=True)
 def calls_not_counted(patch: Patch, site: Site) -> None:
     """Calls of a module are not counted, so that the second draws as the first did."""
     patch.setattr(scope, "next_call", lambda where: 0)
 
 
-@bug("D55", "", Operator.SLICE, "dp", row="none", planning=True)
+@bug("D55", "", SLICE, "dp", row="none", planning=True)
 def masks_that_are_shifted(patch: Patch, site: Site) -> None:
     """The stream of a row is that of the row before it, from the next number on."""
     plain = drawing.stream
@@ -74,32 +74,32 @@ def _seeded(patch: Patch, changed: Callable[..., tuple[int, int, Any]]) -> None:
     patch.setattr(native, "begun", lambda *of: plain(*changed(*of)))
 
 
-@bug("D61", "", Operator.FREEZE, "dp", row="none")
+@bug("D61", "", FREEZE, "dp", row="none")
 def native_masks_of_the_first_step(patch: Patch, site: Site) -> None:
     """Every step of a training begins with the numbers of the first."""
     _seeded(patch, lambda seed, step, places: (seed, 0, places))
 
 
-@bug("D62", "", Operator.GROUP, "dp", row="none")
+@bug("D62", "", GROUP, "dp", row="none")
 def native_masks_of_all_data_ranks(patch: Patch, site: Site) -> None:
     """All data ranks of a training drop alike, each other rows."""
     _seeded(patch, lambda seed, step, places: (seed, step, ()))
 
 
-@bug("D63", "", Operator.GROUP, "tp", row="none", credit="TransformerEngine#1272")
+@bug("D63", "", GROUP, "tp", row="none", credit="TransformerEngine#1272")
 def native_masks_of_each_replica(patch: Patch, site: Site) -> None:
     """Ranks of tensor parallelism drop what they all hold by numbers of their own."""
     _seeded(patch, lambda seed, step, places: (seed, step, (*places, ("rank", rank()))))
 
 
-@bug("D64", "", Operator.GROUP, "tp", row="none", credit="Megatron-LM#6858")
+@bug("D64", "", GROUP, "tp", row="none", credit="Megatron-LM#6858")
 def native_masks_of_all_heads(patch: Patch, site: Site) -> None:
     """All ranks of tensor parallelism drop alike what each has other heads of."""
     plain = native.forks_at
     patch.setattr(native, "forks_at", lambda *of: plain(*of[:-1], ()))
 
 
-@bug("D65", "", Operator.FREEZE, "pp", row="none")
+@bug("D65", "", FREEZE, "pp", row="none")
 def native_masks_of_the_first_microbatch(patch: Patch, site: Site) -> None:
     """Each operation of a step begins with the numbers of the step."""
     plain, seeded, steps = scope.entered, native.begun, list[int]()
@@ -117,19 +117,19 @@ def native_masks_of_the_first_microbatch(patch: Patch, site: Site) -> None:
     patch.setattr(program, "entered", entered)
 
 
-@bug("D66", "", Operator.SKIP, "tp, recomputed", row="none", credit="OLMo-core#828")
+@bug("D66", "", SKIP, "tp, recomputed", row="none", credit="OLMo-core#828")
 def native_masks_drawn_anew(patch: Patch, site: Site) -> None:
     """A recomputation goes on where the generators stand, and does not go back."""
     patch.setattr(recompute, "Draws", lambda within, tensors: nullcontext())
 
 
-@bug("D67", "", Operator.SKIP, "stages run again", row="none")
+@bug("D67", "", SKIP, "stages run again", row="none")
 def native_masks_of_a_stage_drawn_anew(patch: Patch, site: Site) -> None:
     """A stage that runs again draws from where the generators stand."""
     patch.setattr(kept_inputs, "Replayed", lambda generators: nullcontext())
 
 
-@bug("D68", "", Operator.FREEZE, "tp", row="none")
+@bug("D68", "", FREEZE, "tp", row="none")
 def native_masks_of_the_first_fork(patch: Patch, site: Site) -> None:
     """A module drops by the same numbers in each of its forks of a step."""
     plain = native.forks_at
@@ -140,7 +140,7 @@ def native_masks_of_the_first_fork(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("D69", "", Operator.SKIP, "tp", row="none")
+@bug("D69", "", SKIP, "tp", row="none")
 def forks_left_out(patch: Patch, site: Site) -> None:
     """No draw is a fork."""
     patch.setattr(native, "install", lambda *of: None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.moe import dispatch, experts
 from schedlang.runtime.sharding import shard
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ADJOINT, DETACH, GROUP, REDUCTION, SLICE, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
 EP = "expert_parallel"
@@ -26,7 +26,7 @@ class _Halved(torch.autograd.Function):
         return grads[0] / 2
 
 
-@bug("E02", EP, Operator.GROUP, "routed", credit="DeepSpeed#5259")
+@bug("E02", EP, GROUP, "routed", credit="DeepSpeed#5259")
 def experts_divided(patch: Patch, site: Site) -> None:
     """Gradients of experts are divided by the data-parallel ranks."""
     here, plain = sharded_module(patch), experts.ShardedExperts._called
@@ -39,7 +39,7 @@ def experts_divided(patch: Patch, site: Site) -> None:
     patch.setattr(experts.ShardedExperts, "_called", called)
 
 
-@bug("E04", EP, Operator.DETACH, "routed", credit="transformers#48687")
+@bug("E04", EP, DETACH, "routed", credit="transformers#48687")
 def router_left_out(patch: Patch, site: Site) -> None:
     """The router gets no gradient, or a wrong one."""
     here, plain = sharded_module(patch), experts.ShardedExperts.__call__
@@ -50,7 +50,7 @@ def router_left_out(patch: Patch, site: Site) -> None:
     patch.setattr(experts.ShardedExperts, "__call__", call)
 
 
-@bug("E04b", EP, Operator.ADJOINT, "routed alike")
+@bug("E04b", EP, ADJOINT, "routed alike")
 def router_gets_a_part(patch: Patch, site: Site) -> None:
     """Where ranks see the same tokens, the router gets the gradient of its own experts only."""
     here, plain = sharded_module(patch), shard.Edge.enter
@@ -62,7 +62,7 @@ def router_gets_a_part(patch: Patch, site: Site) -> None:
     patch.setattr(shard.Edge, "enter", entered)
 
 
-@bug("E07", EP, Operator.SLICE, "routed, dropped", row="none")  # the rule changes with its row
+@bug("E07", EP, SLICE, "routed, dropped", row="none")  # the rule changes with its row
 def capacity_of_a_rank(patch: Patch, site: Site) -> None:
     """Capacity is counted by each rank for itself."""
     here, plain = sharded_module(patch), experts.kept
@@ -76,7 +76,7 @@ def capacity_of_a_rank(patch: Patch, site: Site) -> None:
     patch.setattr(experts, "kept", kept)
 
 
-@bug("E08", EP, Operator.SLICE, "routed")
+@bug("E08", EP, SLICE, "routed")
 def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
     """Tokens come back in another order than they went."""
     here, plain = sharded_module(patch), dispatch.Way.home
@@ -88,7 +88,7 @@ def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
     patch.setattr(dispatch.Way, "home", home)
 
 
-@bug("E14", EP, Operator.REDUCTION, "routed, cut")
+@bug("E14", EP, REDUCTION, "routed, cut")
 def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
     """Each rank adds all of a bias that stands behind the sum over parts of an expert."""
     here, plain = sharded_module(patch), experts.ShardedExperts._shared_out
@@ -99,13 +99,13 @@ def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
     patch.setattr(experts.ShardedExperts, "_shared_out", shared_out)
 
 
-@bug("E15", "zero", Operator.ADJOINT, "balanced", row="none")
+@bug("E15", "zero", ADJOINT, "balanced", row="none")
 def statistics_keep_their_gradients(patch: Patch, site: Site) -> None:
     """A statistic of the batch passes back what this rank's loss gives, not what all give."""
     patch.setattr(collectives.Total, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
-@bug("E16", "zero", Operator.REDUCTION, "balanced", row="none")
+@bug("E16", "zero", REDUCTION, "balanced", row="none")
 def statistics_of_a_rank(patch: Patch, site: Site) -> None:
     """A router loss is made of the statistics of this rank's rows."""
     patch.setattr(collectives, "all_reduce", lambda x, group: x * group.size)

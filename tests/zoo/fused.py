@@ -13,10 +13,10 @@ from schedlang.runtime.fusion.decomposed import COMPUTES, Decomposed
 from schedlang.runtime.fusion.rewrite import Region
 from schedlang.runtime.kernel_injection import replaced_module
 from schedlang.runtime.rowwise_kernels import launch
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ARGUMENT, DETACH, FREEZE, REDUCTION, SLICE, Patch, Site, bug
 
 
-@bug("F50", "decompose", Operator.DETACH, "decomposed")
+@bug("F50", "decompose", DETACH, "decomposed")
 def bias_without_history(patch: Patch, site: Site) -> None:
     """The bias that is added apart gets no gradient."""
 
@@ -26,7 +26,7 @@ def bias_without_history(patch: Patch, site: Site) -> None:
     patch.setattr(Decomposed, "__call__", called)
 
 
-@bug("F51", "decompose", Operator.REDUCTION, "decomposed")
+@bug("F51", "decompose", REDUCTION, "decomposed")
 def bias_twice(patch: Patch, site: Site) -> None:
     """The product adds its bias, too."""
 
@@ -36,13 +36,13 @@ def bias_twice(patch: Patch, site: Site) -> None:
     patch.setattr(Decomposed, "__call__", called)
 
 
-@bug("F52", "fuse", Operator.ARGUMENT, "patterned")
+@bug("F52", "fuse", ARGUMENT, "patterned")
 def arguments_in_another_order(patch: Patch, site: Site) -> None:
     """A region is given its arguments in another order than it was made for."""
     patch.setattr(Region, "__call__", lambda self, *given: self.plain(*given[::-1]))
 
 
-@bug("F53", "fuse", Operator.FREEZE, "patterned")
+@bug("F53", "fuse", FREEZE, "patterned")
 def masks_of_the_first_call(patch: Patch, site: Site) -> None:
     """The mask of dropout in a region is that of its first call."""
     kept: dict[Any, Tensor] = {}
@@ -54,7 +54,7 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
     patch.setattr(Region, "__call__", called)
 
 
-@bug("F54", "fuse", Operator.SLICE, "rowwise")
+@bug("F54", "fuse", SLICE, "rowwise")
 def last_column_left_out(patch: Patch, site: Site) -> None:
     """A generated kernel's sums along rows leave out the last column."""
     plain = launch._Run._made
@@ -67,7 +67,7 @@ def last_column_left_out(patch: Patch, site: Site) -> None:
     patch.setattr(launch._Run, "_made", made)
 
 
-@bug("F55", "fuse", Operator.REDUCTION, "rowwise")
+@bug("F55", "fuse", REDUCTION, "rowwise")
 def last_program_left_out(patch: Patch, site: Site) -> None:
     """The gradient of a weight leaves out what the last program has summed."""
     plain = launch._Run.summed
@@ -80,13 +80,13 @@ def last_program_left_out(patch: Patch, site: Site) -> None:
     patch.setattr(launch._Run, "summed", summed)
 
 
-@bug("F56", "replace", Operator.SLICE, "replaced")
+@bug("F56", "replace", SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
     """A parameter that is made of two has them the other way round."""
     patch.setattr(replaced_module, "_joined", lambda parts: torch.cat(parts[::-1]))
 
 
-@bug("F57", "replace", Operator.DETACH, "replaced")
+@bug("F57", "replace", DETACH, "replaced")
 def part_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that is made of two the second gets no gradient."""
     patch.setattr(
@@ -104,7 +104,7 @@ def _instead(patch: Patch, made: Callable[[Any], Any]) -> None:
 @bug(
     "F58",
     "fuse",
-    Operator.FREEZE,
+    FREEZE,
     "compiled",
     planning=True,
     here="in a proof regions run as they stand: it is in the compiled one",
@@ -119,7 +119,7 @@ def mask_baked_in(patch: Patch, site: Site) -> None:
     _instead(patch, made)
 
 
-@bug("F59", "fuse", Operator.FREEZE, "compiled", planning=True)
+@bug("F59", "fuse", FREEZE, "compiled", planning=True)
 def rows_baked_in(patch: Patch, site: Site) -> None:
     """A compiled region takes every call for one of as many rows as the first had."""
 
@@ -135,13 +135,13 @@ def rows_baked_in(patch: Patch, site: Site) -> None:
     _instead(patch, made)
 
 
-@bug("F60", "fuse", Operator.DETACH, "compiled", planning=True)
+@bug("F60", "fuse", DETACH, "compiled", planning=True)
 def input_of_region_detached(patch: Patch, site: Site) -> None:
     """A compiled region gives back no gradient of what it was given."""
     _instead(patch, lambda inner: lambda x, keep: inner(x.detach(), keep))
 
 
-@bug("F61", "fuse", Operator.DETACH, "compiled", planning=True)
+@bug("F61", "fuse", DETACH, "compiled", planning=True)
 def region_without_history(patch: Patch, site: Site) -> None:
     """A compiled region gives back no gradient at all."""
 

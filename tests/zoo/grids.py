@@ -10,10 +10,10 @@ from torch import Tensor
 from schedlang.ir import plan
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.sharding import grid, norms
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ADJOINT, REDUCTION, SLICE, Patch, Site, bug
 
 
-@bug("T40", "grid", Operator.REDUCTION, "grid", credit="SUMMA, the second product")
+@bug("T40", "grid", REDUCTION, "grid", credit="SUMMA, the second product")
 def weight_gradients_of_own_rows(patch: Patch, site: Site) -> None:
     """A rank keeps the weight gradient of its own rows: it is not summed down the column."""
     plain = grid.Panel.summed
@@ -27,7 +27,7 @@ def weight_gradients_of_own_rows(patch: Patch, site: Site) -> None:
     patch.setattr(grid.Panel, "summed", summed)
 
 
-@bug("T41", "grid", Operator.SLICE, "grid", credit="SUMMA, panels out of step")
+@bug("T41", "grid", SLICE, "grid", credit="SUMMA, panels out of step")
 def panels_out_of_step(patch: Patch, site: Site) -> None:
     """A panel of the input meets the panel of the weight that belongs to the next one."""
     plain = grid.Grid.cuts
@@ -40,17 +40,13 @@ def panels_out_of_step(patch: Patch, site: Site) -> None:
     patch.setattr(grid.Grid, "cuts", cuts)
 
 
-@bug("T42", "grid", Operator.REDUCTION, "grid", "cube", credit="split LayerNorm")
+@bug("T42", "grid", REDUCTION, "grid", "cube", credit="split LayerNorm")
 def statistics_of_own_part(patch: Patch, site: Site) -> None:
     """A norm takes mean and variance over this rank's part of the hidden dim."""
-    patch.setattr(
-        norms.Along,
-        "total",
-        lambda self, x: x.sum(-1, keepdim=True) * self.group.size,
-    )
+    patch.setattr(norms.Along, "total", lambda self, x: x.sum(-1, keepdim=True) * self.group.size)
 
 
-@bug("T43", "grid", Operator.ADJOINT, "grid", credit="as T02, of statistics")
+@bug("T43", "grid", ADJOINT, "grid", credit="as T02, of statistics")
 def statistics_without_their_gradient(patch: Patch, site: Site) -> None:
     """What other ranks make of the mean and the variance does not come back."""
 
@@ -60,13 +56,13 @@ def statistics_without_their_gradient(patch: Patch, site: Site) -> None:
     patch.setattr(norms.SumLast, "backward", staticmethod(backward))
 
 
-@bug("T44", "grid", Operator.REDUCTION, "grid", credit="expert gradients over dp, twice")
+@bug("T44", "grid", REDUCTION, "grid", credit="expert gradients over dp, twice")
 def complete_gradients_summed_again(patch: Patch, site: Site) -> None:
     """Gradients that are summed down the columns are summed over the replicas once more."""
     patch.setattr(plan.Plan, "copied_over", lambda self, name: self.data_axes)
 
 
-@bug("T45", "grid", Operator.SLICE, "cube", credit="as T08, of groups")
+@bug("T45", "grid", SLICE, "cube", credit="as T08, of groups")
 def parts_in_mesh_order(patch: Patch, site: Site) -> None:
     """Parts over two axes are counted in the order of the mesh, not in that of the row."""
     patch.setattr(collectives.Ranks, "_ordered", lambda self, group, over: group)

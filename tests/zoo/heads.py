@@ -14,7 +14,7 @@ from schedlang.runtime.lazy_logits import vocab_parallel
 from schedlang.runtime.propagation import follow as following
 from schedlang.runtime.rng import logical_dropout as drawing
 from schedlang.runtime.sharding import sizes
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import CONSTANT, GROUP, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank, running_program
 
 
@@ -41,9 +41,8 @@ def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
 @bug(
     "T06",
     "shard",
-    Operator.REDUCTION,
+    REDUCTION,
     "tp",
-    row="shard(",
     credit="AReno#496",
     here="the group of a whole parameter is that of the first crossing of the step",
 )
@@ -68,7 +67,7 @@ def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
 @bug(
     "T07",
     "shard",
-    Operator.REDUCTION,
+    REDUCTION,
     "sp",
     row="S(seq)",
     planning=True,
@@ -83,7 +82,7 @@ def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
 @bug(
     "T10",
     "replace_kernel",
-    Operator.SLICE,
+    SLICE,
     "attending",
     row="replace_kernel(kernel=sdpa)",
     credit="axlearn#842; onnx#7274",
@@ -104,9 +103,8 @@ def heads_tiled(patch: Patch, site: Site) -> None:
 @bug(
     "T11",
     "shard",
-    Operator.REDUCTION,
+    REDUCTION,
     "one key head",
-    row="shard(",
     planning=True,
     credit="bigcode Megatron-LM#35; ISEEKYAN/Megatron#91",
     here="the pass that follows gradients refuses it; the bug is that it does not",
@@ -116,7 +114,7 @@ def whole_keys_not_summed(patch: Patch, site: Site) -> None:
     patch.setattr(following.Compared, "_gradients", lambda self, axis: None)
 
 
-@bug("T13", "shard", Operator.REDUCTION, "tp", row="lm_head  shard(style=vocab")
+@bug("T13", "shard", REDUCTION, "tp", row="lm_head  shard(style=vocab")
 def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
     """The split softmax is shifted by each rank's own largest logit."""
 
@@ -128,14 +126,7 @@ def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
     patch.setattr(vocab_parallel, "world", Lonely)
 
 
-@bug(
-    "T14",
-    "shard",
-    Operator.CONSTANT,
-    "smoothed",
-    row="shard(style=vocab",
-    credit="Megatron-LM#737, #7464",
-)
+@bug("T14", "shard", CONSTANT, "smoothed", row="shard(style=vocab", credit="Megatron-LM#737, #7464")
 def smoothed_over_own_words(patch: Patch, site: Site) -> None:
     """Label smoothing divides by the words of one rank."""
     plain = vocab_parallel.cross_entropy
@@ -149,7 +140,7 @@ def smoothed_over_own_words(patch: Patch, site: Site) -> None:
     patch.setattr(vocab_parallel, "cross_entropy", loss)
 
 
-@bug("T18", "shard", Operator.GROUP, "sp", row="S(seq)", credit="gpt-neox#1259")
+@bug("T18", "shard", GROUP, "sp", row="S(seq)", credit="gpt-neox#1259")
 def partial_sums_averaged(patch: Patch, site: Site) -> None:
     """Norms between split tokens get the mean of the ranks' gradients."""
     plain = gradient.sum_gradients
@@ -165,14 +156,7 @@ def partial_sums_averaged(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", mean)
 
 
-@bug(
-    "T19",
-    "shard",
-    Operator.REDUCTION,
-    "sp, biases",
-    row="output=S(seq)",
-    credit="Megatron-LM PR#236",
-)
+@bug("T19", "shard", REDUCTION, "sp, biases", row="output=S(seq)", credit="Megatron-LM PR#236")
 def late_biases_not_summed(patch: Patch, site: Site) -> None:
     """A bias that is added to this rank's tokens gets their part of its gradient only."""
     without(patch, "partial", lambda name: name.endswith("bias"))
@@ -181,7 +165,7 @@ def late_biases_not_summed(patch: Patch, site: Site) -> None:
 @bug(
     "T20",
     "shard",
-    Operator.REDUCTION,
+    REDUCTION,
     "normed heads",
     row="shard(style=col",
     credit="Megatron-LM#7452; HF replicated_with_grad_allreduce",
@@ -191,13 +175,13 @@ def norms_of_heads_not_summed(patch: Patch, site: Site) -> None:
     without(patch, "partial", lambda name: "q_norm" in name or "k_norm" in name)
 
 
-@bug("T21", "shard", Operator.SKIP, "gated", row="shard(", credit="Pai-Megatron-Patch#397")
+@bug("T21", "shard", SKIP, "gated", credit="Pai-Megatron-Patch#397")
 def small_parameter_forgotten(patch: Patch, site: Site) -> None:
     """A tiny gate inside the split region is left out of the reductions."""
     without(patch, "partial", lambda name: name.endswith("gate"))
 
 
-@bug("T18b", "shard", Operator.REDUCTION, "sp", row="S(seq)", credit="as T18; older form")
+@bug("T18b", "shard", REDUCTION, "sp", row="S(seq)", credit="as T18; older form")
 def partial_sums_skipped(patch: Patch, site: Site) -> None:
     """Norms between split tokens keep their own part of the gradient."""
     without(patch, "partial", site.covers)
@@ -206,7 +190,7 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
 @bug(
     "T26",
     "shard",
-    Operator.CONSTANT,
+    CONSTANT,
     "tp",
     row="attn.c_attn",
     credit="Megatron-LM#848",
@@ -228,7 +212,7 @@ def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
 @bug(
     "T32",
     "shard",
-    Operator.CONSTANT,
+    CONSTANT,
     "tp",
     row="shard(style=",
     credit="TransformerEngine#1272; Megatron-DeepSpeed#276",
@@ -239,7 +223,7 @@ def masks_by_rank(patch: Patch, site: Site) -> None:
     patch.setattr(drawing, "stream", lambda *what: plain(*what) if rank() == 0 else plain(1, *what))
 
 
-@bug("T32b", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")
+@bug("T32b", "shard", SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")
 def mask_not_sliced(patch: Patch, site: Site) -> None:
     """Ranks with other heads draw the masks of the first ones."""
     plain = drawing.LogicalDropout.__init__
@@ -253,9 +237,8 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
 @bug(
     "T29",
     "shard",
-    Operator.SLICE,
+    SLICE,
     "regrouped",
-    row="shard(",
     planning=True,
     credit="pytorch#179502, #166598",
     here="the pass that follows shapes refuses it; the bug is that it does not",
@@ -270,9 +253,8 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 @bug(
     "T30",
     "shard",
-    Operator.REDUCTION,
+    REDUCTION,
     "normed",
-    row="shard(",
     planning=True,
     here="the pass that follows shapes refuses it; the bug is that it does not",
 )

@@ -15,7 +15,7 @@ from schedlang.runtime.fusion.fuse import Fuse
 from schedlang.runtime.kernel_injection import attention, kernel
 from schedlang.runtime.lazy_logits import vocab_parallel
 from schedlang.runtime.rng import draws
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, ARGUMENT, CONSTANT, DETACH, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import running_program
 
 
@@ -37,7 +37,7 @@ def _lowest(mask: Tensor, allowed: Tensor) -> Tensor:
     return torch.zeros_like(mask).masked_fill(~allowed, torch.finfo(mask.dtype).min)
 
 
-@bug("F02", "replace_kernel", Operator.ARGUMENT, "attending", credit="PC-Transformers#97")
+@bug("F02", "replace_kernel", ARGUMENT, "attending", credit="PC-Transformers#97")
 def nothing_masked(patch: Patch, site: Site) -> None:
     """The kernel that replaces attention is not causal."""
     _mask(patch, torch.zeros_like)
@@ -46,7 +46,7 @@ def nothing_masked(patch: Patch, site: Site) -> None:
 @bug(
     "F03",
     "replace_kernel",
-    Operator.SLICE,
+    SLICE,
     "crossing",
     row="none",
     credit="flash-attention#517",
@@ -68,20 +68,20 @@ def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
     patch.setitem(draws.LOGICAL, F.scaled_dot_product_attention, attend)
 
 
-@bug("F04", "replace_kernel", Operator.ARGUMENT, "attending", credit="maxtext#878; pytorch#122753")
+@bug("F04", "replace_kernel", ARGUMENT, "attending", credit="maxtext#878; pytorch#122753")
 def padding_attended_to(patch: Patch, site: Site) -> None:
     """The kernel that replaces attention is causal and sees padding."""
     causal = lambda mask: torch.ones_like(mask, dtype=torch.bool).tril()  # noqa: E731
     _mask(patch, lambda mask: _lowest(mask, causal(mask)))
 
 
-@bug("F05", "replace_kernel", Operator.ARGUMENT, "attending", credit="transformers#41966")
+@bug("F05", "replace_kernel", ARGUMENT, "attending", credit="transformers#41966")
 def mask_instead_of_causal(patch: Patch, site: Site) -> None:
     """Where there is a padding mask the kernel is not causal."""
     _mask(patch, lambda mask: mask[..., -1:, :].expand_as(mask).clone())
 
 
-@bug("F06", "replace_kernel", Operator.CONSTANT, "normed by kernel")
+@bug("F06", "replace_kernel", CONSTANT, "normed by kernel")
 def default_epsilon(patch: Patch, site: Site) -> None:
     """The kernel of a norm uses its own epsilon."""
     plain = kernel.norm
@@ -90,7 +90,7 @@ def default_epsilon(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("F07", "replace_kernel", Operator.CONSTANT, "normed beside", credit="Liger-Kernel#74, #92")
+@bug("F07", "replace_kernel", CONSTANT, "normed beside", credit="Liger-Kernel#74, #92")
 def weight_instead_of_one_more(patch: Patch, site: Site) -> None:
     """The kernel multiplies by w where the norm multiplies by 1 + w."""
     plain = kernel.norm
@@ -113,22 +113,18 @@ def _inside_fused(patch: Patch) -> list[int]:
     return inside
 
 
-@bug("F08", "fuse", Operator.CONSTANT, "fused", credit="Gemma: eight bugs")
+@bug("F08", "fuse", CONSTANT, "fused", credit="Gemma: eight bugs")
 def other_activation(patch: Patch, site: Site) -> None:
     """A fused region computes GELU by its error function, the module by tanh."""
     from transformers.activations import NewGELUActivation
 
     inside, plain = _inside_fused(patch), NewGELUActivation.forward
     patch.setattr(
-        NewGELUActivation,
-        "forward",
-        lambda self, x: F.gelu(x) if inside[0] else plain(self, x),
+        NewGELUActivation, "forward", lambda self, x: F.gelu(x) if inside[0] else plain(self, x)
     )
 
 
-@bug(
-    "F09", "replace_kernel", Operator.ALIAS, "normed beside", credit="Liger-Kernel#370, #376, #1305"
-)
+@bug("F09", "replace_kernel", ALIAS, "normed beside", credit="Liger-Kernel#370, #376, #1305")
 def gradient_written_over(patch: Patch, site: Site) -> None:
     """The kernel's backward writes its result into the gradient that it was given."""
     plain = norms.norm_backward
@@ -141,7 +137,7 @@ def gradient_written_over(patch: Patch, site: Site) -> None:
     patch.setattr(norms, "norm_backward", backward)
 
 
-@bug("F10", "replace_kernel", Operator.ALIAS, "normed middle", credit="Liger-Kernel#254, #272")
+@bug("F10", "replace_kernel", ALIAS, "normed middle", credit="Liger-Kernel#254, #272")
 def input_written_over(patch: Patch, site: Site) -> None:
     """The kernel writes into its input, which the module before it has saved."""
     plain = norms.norm_backward
@@ -157,7 +153,7 @@ def input_written_over(patch: Patch, site: Site) -> None:
 @bug(
     "F12",
     "shard",
-    Operator.CONSTANT,
+    CONSTANT,
     "tp",
     credit="OpenNMT#526 class",
     here="the one loss that is computed otherwise is that of split logits",
@@ -181,7 +177,7 @@ def _fused(patch: Patch, call: Any) -> None:
 @bug(
     "F14",
     "fuse",
-    Operator.ALIAS,
+    ALIAS,
     "writing",
     credit="pytorch#195422, #198033, #183575",
     here="in float64 a region runs eagerly; it is given copies, as a graph without mutations has",
@@ -191,7 +187,7 @@ def writes_dropped(patch: Patch, site: Site) -> None:
     _fused(patch, lambda inner, args, kwargs: inner(*(x.clone() for x in args), **kwargs))
 
 
-@bug("F21", "fuse", Operator.DETACH, "two results", credit="NeMo-Automodel#1412")
+@bug("F21", "fuse", DETACH, "two results", credit="NeMo-Automodel#1412")
 def second_result_detached(patch: Patch, site: Site) -> None:
     """Of a fused region's results the auxiliary loss has no history."""
 
@@ -202,7 +198,7 @@ def second_result_detached(patch: Patch, site: Site) -> None:
     _fused(patch, call)
 
 
-@bug("F22", "replace_kernel", Operator.SKIP, "normed by kernel", credit="Liger-Kernel#182")
+@bug("F22", "replace_kernel", SKIP, "normed by kernel", credit="Liger-Kernel#182")
 def weight_of_the_last_block(patch: Patch, site: Site) -> None:
     """The gradient of a norm's weight is that of the last block of rows."""
     plain = norms.backward_of

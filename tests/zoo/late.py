@@ -12,18 +12,10 @@ from torch import Tensor
 from schedlang.runtime import program
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.pipeline import p2p
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, REDUCTION, Patch, Site, bug
 
 
-@bug(
-    "P16",
-    "pipeline_split",
-    Operator.ALIAS,
-    "pp",
-    row="pipeline",
-    late=True,
-    credit="Megatron-LM#4047",
-)
+@bug("P16", "pipeline_split", ALIAS, "pp", row="pipeline", late=True, credit="Megatron-LM#4047")
 def sent_from_one_buffer(patch: Patch, site: Site) -> None:
     """The memory of a message is used for the next one before it has been read."""
     plain, bytes_ = p2p.Mail.send, p2p._bytes
@@ -50,14 +42,7 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
     patch.setattr(p2p, "_bytes", of)
 
 
-@bug(
-    "D10",
-    "zero",
-    Operator.REDUCTION,
-    "dp",
-    late=True,
-    credit="DeepSpeed#5545, #6351; gpt-neox#1004",
-)
+@bug("D10", "zero", REDUCTION, "dp", late=True, credit="DeepSpeed#5545, #6351; gpt-neox#1004")
 def read_before_the_sum(patch: Patch, site: Site) -> None:
     """The step is made of sums over replicas that are still being made."""
     mine = _Works()

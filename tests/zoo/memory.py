@@ -13,7 +13,7 @@ from schedlang.runtime.activation_memory.recompute import Checkpoint
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.rng import logical_dropout as drawing
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, CONSTANT, DETACH, FREEZE, GROUP, REDUCTION, SKIP, Patch, Site, bug
 
 
 def in_recomputation(patch: Patch) -> list[int]:
@@ -36,7 +36,7 @@ def in_recomputation(patch: Patch) -> list[int]:
 @bug(
     "C01",
     "checkpoint",
-    Operator.CONSTANT,
+    CONSTANT,
     "tp, recomputed",
     "recomputed",
     credit="OLMo-core#828; guided-diffusion#167; pytorch#190758",
@@ -52,7 +52,7 @@ def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
 @bug(
     "C02",
     "checkpoint",
-    Operator.SKIP,
+    SKIP,
     "counting",
     credit="pytorch#62471; YOLO-Master#262",
     here="a checkpoint refuses what writes into buffers; the bug is that it does not",
@@ -65,7 +65,7 @@ def buffers_updated_twice(patch: Patch, site: Site) -> None:
 @bug(
     "C03",
     "checkpoint",
-    Operator.ALIAS,
+    ALIAS,
     "written after",
     here="torch would see that a saved input was written into; it is held in a closure instead",
 )
@@ -92,7 +92,7 @@ def _second_call(patch: Patch, site: Site, second: Any) -> None:
     patch.setattr(Checkpoint, "__call__", called)
 
 
-@bug("C04", "checkpoint", Operator.FREEZE, "recomputed")
+@bug("C04", "checkpoint", FREEZE, "recomputed")
 def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
     """A checkpoint recomputes with the weights that it saw when it was first called."""
     first: dict[int, list[Tensor]] = {}
@@ -117,13 +117,7 @@ def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
     _second_call(patch, site, recomputed)
 
 
-@bug(
-    "C05",
-    "checkpoint",
-    Operator.DETACH,
-    "recomputed front",
-    credit="torch.utils.checkpoint, re-entrant",
-)
+@bug("C05", "checkpoint", DETACH, "recomputed front", credit="torch.utils.checkpoint, re-entrant")
 def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
     """A region whose inputs ask for no gradient is left out of backward, its weights with it."""
     plain = Checkpoint.__call__
@@ -138,7 +132,7 @@ def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
     patch.setattr(Checkpoint, "__call__", called)
 
 
-@bug("C06", "offload", Operator.ALIAS, "offloaded", "offloaded, small")
+@bug("C06", "offload", ALIAS, "offloaded", "offloaded, small")
 def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}
@@ -160,7 +154,7 @@ def one_slot_on_the_host(patch: Patch, site: Site) -> None:
 @bug(
     "C07",
     "offload",
-    Operator.REDUCTION,
+    REDUCTION,
     "offloaded",
     credit="trl#7195; torchtune#1867; diffusers#13502",
     here="on a CPU nothing runs beside: the copy back is done only when somebody waits for it",
@@ -178,7 +172,7 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
 @bug(
     "C10",
     "fuse",
-    Operator.CONSTANT,
+    CONSTANT,
     "fused, recomputed",
     row="checkpoint()",
     credit="pytorch#190717, #190758",
@@ -205,12 +199,7 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "C11",
-    "checkpoint",
-    Operator.SKIP,
-    "recomputed",
-    credit="lightning-thunder#725",
-    dies="took another way",
+    "C11", "checkpoint", SKIP, "recomputed", credit="lightning-thunder#725", dies="took another way"
 )
 def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
     """The mode of the forward, here that of training, is not put back for the recomputation."""
@@ -225,7 +214,7 @@ def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
     _second_call(patch, site, recomputed)
 
 
-@bug("C12", "checkpoint", Operator.GROUP, "recomputed pairs", credit="Megatron-LM#7452")
+@bug("C12", "checkpoint", GROUP, "recomputed pairs", credit="Megatron-LM#7452")
 def recomputed_over_another_group(patch: Patch, site: Site) -> None:
     """A collective in recomputation runs over a group in which this rank is alone."""
     again, plain = in_recomputation(patch), collectives.all_reduce

@@ -7,18 +7,11 @@ from typing import Any
 from schedlang.runtime.pipeline import executor, step
 from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 from schedlang.runtime.pipeline.step import Step
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import GROUP, REDUCTION, SKIP, Patch, Site, bug
 from tests.zoo.heads import without
 
 
-@bug(
-    "P08",
-    "split_backward",
-    Operator.SKIP,
-    "halves",
-    row="split_backward",
-    credit="pytorch PR#164777",
-)
+@bug("P08", "split_backward", SKIP, "halves", credit="pytorch PR#164777")
 def weights_not_scaled(patch: Patch, site: Site) -> None:
     """Only gradients of inputs are scaled, not those of weights."""
     plain = Step.weight_backward
@@ -33,7 +26,7 @@ def weights_not_scaled(patch: Patch, site: Site) -> None:
     patch.setattr(Step, "weight_backward", weight_backward)
 
 
-@bug("P20", "split_backward", Operator.SKIP, "halves", row="split_backward")
+@bug("P20", "split_backward", SKIP, "halves")
 def weights_after_the_step(patch: Patch, site: Site) -> None:
     """The last microbatch's weight gradients come after the step."""
     plain, run = Step.weight_backward, executor.Pipeline.run
@@ -62,7 +55,7 @@ def weights_after_the_step(patch: Patch, site: Site) -> None:
     patch.setattr(executor.Pipeline, "run", later)
 
 
-@bug("P31", "overlap", Operator.REDUCTION, "early", row="overlap(")
+@bug("P31", "overlap", REDUCTION, "early")
 def summed_too_early(patch: Patch, site: Site) -> None:
     """Gradients are summed when the first microbatch has ended, and what comes later is not."""
     plain = EarlySums.before
@@ -77,7 +70,7 @@ def summed_too_early(patch: Patch, site: Site) -> None:
     patch.setattr(EarlySums, "before", before)
 
 
-@bug("P32", "pipeline", Operator.REDUCTION, "two ways", row="pipeline")
+@bug("P32", "pipeline", REDUCTION, "two ways", row="pipeline")
 def replicas_not_summed(patch: Patch, site: Site) -> None:
     """The two copies of a stage, which see different microbatches, keep gradients of their own."""
     without(patch, "tied", site.covers)
@@ -86,7 +79,7 @@ def replicas_not_summed(patch: Patch, site: Site) -> None:
 @bug(
     "P33",
     "pipeline",
-    Operator.GROUP,
+    GROUP,
     "two ways",
     row="pipeline",
     credit="torch.distributed.pipelining stores losses as they come",

@@ -17,19 +17,25 @@ from schedlang.runtime.pipeline import p2p, stage, step
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.training import Training
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import (
+    ALIAS,
+    ARGUMENT,
+    CONSTANT,
+    DETACH,
+    FREEZE,
+    GROUP,
+    REDUCTION,
+    SKIP,
+    SLICE,
+    Patch,
+    Site,
+    bug,
+)
 from tests.zoo.heads import without
 from tests.zoo.place import running_program, stage_of
 
 
-@bug(
-    "P01",
-    "pipeline_split",
-    Operator.REDUCTION,
-    "pp",
-    row="pipeline_split",
-    credit="Megatron-LM#656; piper#13",
-)
+@bug("P01", "pipeline_split", REDUCTION, "pp", credit="Megatron-LM#656; piper#13")
 def ties_not_summed(patch: Patch, site: Site) -> None:
     """The two stages of a tied weight drift apart."""
     without(patch, "tied", site.covers)
@@ -38,9 +44,8 @@ def ties_not_summed(patch: Patch, site: Site) -> None:
 @bug(
     "P02",
     "zero",
-    Operator.REDUCTION,
+    REDUCTION,
     "pp, dp",
-    row="zero(",
     credit="Megatron-LM#844",
     here="ties stay whole on all replicas here; their sum over replicas reaches one slice only",
 )
@@ -62,7 +67,7 @@ def ties_summed_slice_by_slice(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", mixed)
 
 
-@bug("P03", "pipeline_split", Operator.REDUCTION, "pp", row="pipeline_split")
+@bug("P03", "pipeline_split", REDUCTION, "pp")
 def ties_summed_twice(patch: Patch, site: Site) -> None:
     """The reduction over a tie runs once too often."""
     plain = gradient.sum_gradients
@@ -73,14 +78,7 @@ def ties_summed_twice(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", more)
 
 
-@bug(
-    "P04",
-    "pipeline_split",
-    Operator.REDUCTION,
-    "pp",
-    row="pipeline_split",
-    credit="Megatron-LM#7227",
-)
+@bug("P04", "pipeline_split", REDUCTION, "pp", credit="Megatron-LM#7227")
 def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     """Every stage that holds a tied weight adds it to the norm."""
     plain = holding.Holding.primary
@@ -94,21 +92,13 @@ def norm_counts_ties_twice(patch: Patch, site: Site) -> None:
     patch.setattr(holding.Holding, "primary", primary)
 
 
-@bug(
-    "P05",
-    "pipeline",
-    Operator.GROUP,
-    "pp",
-    "micro",
-    row="pipeline(",
-    credit="transformers#34191, #35203",
-)
+@bug("P05", "pipeline", GROUP, "pp", "micro", credit="transformers#34191, #35203")
 def mean_of_microbatch_means(patch: Patch, site: Site) -> None:
     """Each microbatch weighs the same, however many of its labels count."""
     patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
 
 
-@bug("P09", "pipeline", Operator.SKIP, "pp, ragged", row="pipeline(", credit="pytorch#126600")
+@bug("P09", "pipeline", SKIP, "pp, ragged", credit="pytorch#126600")
 def rows_beyond_equal_parts_dropped(patch: Patch, site: Site) -> None:
     """A batch that microbatches do not divide loses its last rows."""
 
@@ -119,7 +109,7 @@ def rows_beyond_equal_parts_dropped(patch: Patch, site: Site) -> None:
     patch.setattr(parts, "shares", shares)
 
 
-@bug("P09b", "pipeline", Operator.SKIP, "pp", row="pipeline(", credit="as P09, in backward")
+@bug("P09b", "pipeline", SKIP, "pp", credit="as P09, in backward")
 def last_microbatch_dropped(patch: Patch, site: Site) -> None:
     """The gradient of the last microbatch never arrives."""
     plain = Program._run
@@ -133,12 +123,7 @@ def last_microbatch_dropped(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "P10",
-    "pipeline_split",
-    Operator.ARGUMENT,
-    "pp",
-    row="pipeline_split",
-    credit="NeMo-Automodel#3759; PyTorch kwargs_chunk_spec",
+    "P10", "pipeline_split", ARGUMENT, "pp", credit="NeMo-Automodel#3759; PyTorch kwargs_chunk_spec"
 )
 def mask_only_for_the_first_stage(patch: Patch, site: Site) -> None:
     """Later stages run without the padding mask: their default is used."""
@@ -153,14 +138,7 @@ def mask_only_for_the_first_stage(patch: Patch, site: Site) -> None:
     patch.setattr(stage.Stage, "forward", forward)
 
 
-@bug(
-    "P12",
-    "pipeline_split",
-    Operator.SLICE,
-    "pp, by layer",
-    row="pipeline_split",
-    credit="transformers#24381; Megatron-LM#1583",
-)
+@bug("P12", "pipeline_split", SLICE, "pp, by layer", credit="transformers#24381; Megatron-LM#1583")
 def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
     """A layer's number starts again at each stage: what depends on it is that of another layer."""
     plain = build._local_copy
@@ -187,7 +165,7 @@ def _sent_back(patch: Patch, change: Any) -> None:
     patch.setattr(step.Step, "deliver", deliver)
 
 
-@bug("P13", "pipeline_split", Operator.DETACH, "pp", row="pipeline_split")
+@bug("P13", "pipeline_split", DETACH, "pp")
 def boundary_detached(patch: Patch, site: Site) -> None:
     """No gradient goes back to the stage before."""
     _sent_back(patch, lambda step, source, target, values: list(map(_zeros, values)))
@@ -197,7 +175,7 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-@bug("P14", "pipeline_split", Operator.SLICE, "pp", row="pipeline", credit="pytorch PR#140981")
+@bug("P14", "pipeline_split", SLICE, "pp", row="pipeline", credit="pytorch PR#140981")
 def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
     """A gradient that is cached on its way back is taken for that of the next microbatch."""
     seen: dict[Any, Any] = {}
@@ -212,14 +190,7 @@ def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
     _sent_back(patch, cached)
 
 
-@bug(
-    "P15",
-    "pipeline_split",
-    Operator.ALIAS,
-    "pp, all forward",
-    row="pipeline",
-    credit="DeepSpeed#4708",
-)
+@bug("P15", "pipeline_split", ALIAS, "pp, all forward", row="pipeline", credit="DeepSpeed#4708")
 def received_into_one_buffer(patch: Patch, site: Site) -> None:
     """What is received overwrites what an earlier microbatch still needs for its backward."""
     plain, buffers = p2p.Mail.take, dict[Any, Tensor]()
@@ -238,7 +209,7 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
     patch.setattr(p2p.Mail, "take", take)
 
 
-@bug("P17", "pipeline_split", Operator.CONSTANT, "pp", row="pipeline_split")
+@bug("P17", "pipeline_split", CONSTANT, "pp")
 def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
     """What goes between stages is rounded on its way."""
     plain = step.Step.deliver
@@ -253,7 +224,7 @@ def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
     patch.setattr(step.Step, "deliver", deliver)
 
 
-@bug("P18", "pipeline_split", Operator.SKIP, "pp", row="pipeline_split", credit="NeMo#14152, #6449")
+@bug("P18", "pipeline_split", SKIP, "pp", credit="NeMo#14152, #6449")
 def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     """After an evaluation only the first stage is put back into training mode."""
     plain, at_work = Training.on, running_program(patch)
@@ -269,7 +240,7 @@ def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
 @bug(
     "P19",
     "pipeline",
-    Operator.FREEZE,
+    FREEZE,
     "pp",
     row="none",
     credit="PipeDream, weight versions",
@@ -301,7 +272,7 @@ def stale_weights(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", back)
 
 
-@bug("P21", "pipeline_split", Operator.ALIAS, "skipping", row="pipeline_split")
+@bug("P21", "pipeline_split", ALIAS, "skipping")
 def sent_tensor_written_into(patch: Patch, site: Site) -> None:
     """A stage writes into a tensor that is being sent to another."""
 
@@ -315,14 +286,7 @@ def sent_tensor_written_into(patch: Patch, site: Site) -> None:
     patch.setattr(stage.Stage, "_capture", capture)
 
 
-@bug(
-    "P22",
-    "pipeline_split",
-    Operator.SKIP,
-    "skipping",
-    row="pipeline_split",
-    credit="pytorch#184361",
-)
+@bug("P22", "pipeline_split", SKIP, "skipping", credit="pytorch#184361")
 def skip_not_routed(patch: Patch, site: Site) -> None:
     """A value that skips over a stage is made up where it is needed."""
     plain = stage.Stage.forward
@@ -335,7 +299,7 @@ def skip_not_routed(patch: Patch, site: Site) -> None:
     patch.setattr(stage.Stage, "forward", forward)
 
 
-@bug("P23", "pipeline", Operator.SKIP, "pp", row="pipeline(")
+@bug("P23", "pipeline", SKIP, "pp")
 def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
     """The loss that is reported is that of the last microbatch."""
     plain = Program._finish
@@ -351,7 +315,7 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
 @bug(
     "P24",
     "pipeline",
-    Operator.SLICE,
+    SLICE,
     "chunks",
     row="pipeline",
     here="a stage runs the other chunk's modules, and keeps its own messages",
@@ -399,12 +363,7 @@ class _Switch:
 
 
 @bug(
-    "P25",
-    "pipeline_split",
-    Operator.SKIP,
-    "pp, rotary",
-    row="pipeline_split",
-    credit="pytorch#184361; torchtitan set_determinism",
+    "P25", "pipeline_split", SKIP, "pp, rotary", credit="pytorch#184361; torchtitan set_determinism"
 )
 def tables_of_later_stages_empty(patch: Patch, site: Site) -> None:
     """Buffers that no state dict holds are empty on all stages but the first."""
@@ -421,13 +380,13 @@ def tables_of_later_stages_empty(patch: Patch, site: Site) -> None:
     patch.setattr(build, "_local_copy", copied)
 
 
-@bug("P34", "pipeline_split", Operator.SKIP, "dropping again", row="pipeline_split")
+@bug("P34", "pipeline_split", SKIP, "dropping again")
 def draws_of_other_stages_not_counted(patch: Patch, site: Site) -> None:
     """What a stubbed unit would have drawn is not counted: its modules draw their first again."""
     patch.setattr(stage, "skip_calls", lambda where, times: None)
 
 
-@bug("P35", "pipeline_split", Operator.DETACH, "heard", row="pipeline_split")
+@bug("P35", "pipeline_split", DETACH, "heard")
 def hooks_told_without_gradient(patch: Patch, site: Site) -> None:
     """What hooks inside of a unit are told goes to its reader, and no gradient comes back."""
     plain = stage.Stage._send

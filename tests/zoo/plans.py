@@ -6,17 +6,10 @@ from typing import Any
 
 from schedlang.runtime.activation_memory import dynamic
 from schedlang.runtime.activation_memory.selective import Chosen
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, FREEZE, SLICE, Patch, Site, bug
 
 
-@bug(
-    "C16",
-    "checkpoint",
-    Operator.ALIAS,
-    "chosen",
-    row="checkpoint(plan=pareto",
-    dies="took another way",
-)
+@bug("C16", "checkpoint", ALIAS, "chosen", row="checkpoint(plan=pareto", dies="took another way")
 def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     """What a microbatch keeps of an operator is overwritten by the next one's."""
     store: dict[Any, Any] = {}
@@ -29,7 +22,7 @@ def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     patch.setattr(Chosen, "__init__", init)
 
 
-@bug("C17", "checkpoint", Operator.SLICE, "chosen", row="checkpoint(plan=pareto")
+@bug("C17", "checkpoint", SLICE, "chosen", row="checkpoint(plan=pareto")
 def results_of_other_calls(patch: Patch, site: Site) -> None:
     """A second run is given the result that another call of the operator left."""
     plain = Chosen._second
@@ -50,7 +43,7 @@ def results_of_other_calls(patch: Patch, site: Site) -> None:
     patch.setattr(Chosen, "_second", given)
 
 
-@bug("C18", "checkpoint", Operator.SLICE, "budget", row="checkpoint(plan=dtr")
+@bug("C18", "checkpoint", SLICE, "budget", row="checkpoint(plan=dtr")
 def views_without_their_place(patch: Patch, site: Site) -> None:
     """A part of a tensor that is made again is taken from its beginning."""
     patch.setattr(dynamic.Ref, "of", lambda self, base: base.as_strided(self.shape, self.stride, 0))
@@ -59,7 +52,7 @@ def views_without_their_place(patch: Patch, site: Site) -> None:
 @bug(
     "C19",
     "checkpoint",
-    Operator.FREEZE,
+    FREEZE,
     "budget, written after",
     row="checkpoint(plan=dtr",
     planning=True,

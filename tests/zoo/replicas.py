@@ -17,7 +17,19 @@ from schedlang.runtime.pipeline import step
 from schedlang.runtime.program import Program
 from schedlang.runtime.propagation.trace import LabelRule
 from schedlang.runtime.rng.logical_dropout import Watched
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import (
+    ALIAS,
+    ARGUMENT,
+    CONSTANT,
+    FREEZE,
+    GROUP,
+    REDUCTION,
+    SKIP,
+    SLICE,
+    Patch,
+    Site,
+    bug,
+)
 from tests.zoo.heads import without
 from tests.zoo.place import rank, running_program
 
@@ -25,7 +37,7 @@ from tests.zoo.place import rank, running_program
 @bug(
     "D27",
     "",
-    Operator.SKIP,
+    SKIP,
     "dp, drops inside",
     planning=True,
     credit="dropout of nn.MultiheadAttention, alone in a model",
@@ -50,13 +62,13 @@ def after_sums(patch: Patch, kind: str, change: Any) -> None:
     patch.setattr(program, "sum_gradients", summed)
 
 
-@bug("D01", "zero", Operator.GROUP, "dp", row="zero(")
+@bug("D01", "zero", GROUP, "dp")
 def averaged_twice(patch: Patch, site: Site) -> None:
     """The mean over replicas is divided by their number once more."""
     after_sums(patch, "replicas", lambda name, grad, group: grad.div_(group.size))
 
 
-@bug("D01b", "zero", Operator.GROUP, "sliced", row="zero(", credit="as D01, in fully_shard")
+@bug("D01b", "zero", GROUP, "sliced", credit="as D01, in fully_shard")
 def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
     """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
     plain = zero.Sliced.add
@@ -70,19 +82,14 @@ def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "D02",
-    "zero",
-    Operator.GROUP,
-    "dp",
-    row="zero(stage=0",
-    credit="prime-rl#1957; Megatron-LM#7513, #7452",
+    "D02", "zero", GROUP, "dp", row="zero(stage=0", credit="prime-rl#1957; Megatron-LM#7513, #7452"
 )
 def mean_of_means(patch: Patch, site: Site) -> None:
     """Each part of the batch weighs the same, however many of its labels count."""
     patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
 
 
-@bug("D03", "zero", Operator.CONSTANT, "dp", row="zero(", credit="prime-rl#2562")
+@bug("D03", "zero", CONSTANT, "dp", credit="prime-rl#2562")
 def ignored_labels_counted(patch: Patch, site: Site) -> None:
     """A part of the batch weighs by all its labels, also those that the loss ignores."""
     patch.setattr(LabelRule, "counted", lambda self, batch: float(batch[self.source].numel()))
@@ -91,9 +98,8 @@ def ignored_labels_counted(patch: Patch, site: Site) -> None:
 @bug(
     "D04",
     "zero",
-    Operator.SKIP,
+    SKIP,
     "experts",
-    row="zero(",
     credit="pytorch#69031",
     site="blocks.0.experts.1",
     here="sums know all parameters; one module's are left out",
@@ -103,13 +109,13 @@ def unused_at_last_not_summed(patch: Patch, site: Site) -> None:
     without(patch, "replicas", site.covers)
 
 
-@bug("D04b", "zero", Operator.REDUCTION, "dp", row="zero(stage=0", credit="as D04, all of them")
+@bug("D04b", "zero", REDUCTION, "dp", row="zero(stage=0", credit="as D04, all of them")
 def replicas_not_summed(patch: Patch, site: Site) -> None:
     """Data-parallel ranks each go their own way."""
     without(patch, "replicas", site.covers)
 
 
-@bug("D05", "zero", Operator.FREEZE, "dp", row="zero(", credit="pytorch PR#187732, #109191")
+@bug("D05", "zero", FREEZE, "dp", credit="pytorch PR#187732, #109191")
 def summed_in_the_first_step_only(patch: Patch, site: Site) -> None:
     """From the second step on gradients are not summed over replicas."""
     at_work, plain = running_program(patch), gradient.sum_gradients
@@ -122,7 +128,7 @@ def summed_in_the_first_step_only(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", summed)
 
 
-@bug("D06", "zero", Operator.GROUP, "mesh of one", row="zero(", credit="verl#7493")
+@bug("D06", "zero", GROUP, "mesh of one", credit="verl#7493")
 def group_of_one(patch: Patch, site: Site) -> None:
     """Of several axes one has size 1, and its group is taken for that of all."""
     plain = collectives.Ranks.group
@@ -136,7 +142,7 @@ def group_of_one(patch: Patch, site: Site) -> None:
     patch.setattr(collectives.Ranks, "group", group)
 
 
-@bug("D07", "pipeline", Operator.ALIAS, "accumulated", "pp", row="pipeline")
+@bug("D07", "pipeline", ALIAS, "accumulated", "pp", row="pipeline")
 def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
     """The gradient of a microbatch takes the place of those before it."""
     at_work, plain = running_program(patch), step.Step.backward
@@ -150,7 +156,7 @@ def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
     patch.setattr(step.Step, "backward", backward)
 
 
-@bug("D08", "zero", Operator.SKIP, "odd", row="zero(stage=1")
+@bug("D08", "zero", SKIP, "odd", row="zero(stage=1")
 def tail_lost(patch: Patch, site: Site) -> None:
     """The last element of a slice is forgotten when parts become a whole."""
     plain = holding.Holding.sharding
@@ -171,7 +177,7 @@ def tail_lost(patch: Patch, site: Site) -> None:
     patch.setattr(holding.Holding, "sharding", sharding)
 
 
-@bug("D08b", "zero", Operator.SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")
+@bug("D08b", "zero", SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")
 def tail_not_updated(patch: Patch, site: Site) -> None:
     """Rows behind an even cut get no gradient."""
     plain = Program._finish
@@ -194,7 +200,7 @@ def tail_not_updated(patch: Patch, site: Site) -> None:
 @bug(
     "D09",
     "zero",
-    Operator.SKIP,
+    SKIP,
     "sliced",
     row="zero(stage=2",
     site="transformer.h.1",
@@ -227,19 +233,14 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "D72",
-    "zero",
-    Operator.ALIAS,
-    "sliced, keys in a dict",
-    row="zero(",
-    credit="torch's fully_shard; transformers#45663",
+    "D72", "zero", ALIAS, "sliced, keys in a dict", credit="torch's fully_shard; transformers#45663"
 )
 def writes_into_copies(patch: Patch, site: Site) -> None:
     """Layers are given copies of the dict into which they write keys for later ones."""
     patch.setattr(zero, "keep_inputs", lambda unit, overwrites: None)
 
 
-@bug("D28", "zero", Operator.ARGUMENT, "dp", row="zero(", credit="anemoi-core#595")
+@bug("D28", "zero", ARGUMENT, "dp", credit="anemoi-core#595")
 def everyone_reads_the_same(patch: Patch, site: Site) -> None:
     """All replicas are given the rows of the first."""
     plain = Program._parts
@@ -258,9 +259,8 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
 @bug(
     "D29",
     "zero",
-    Operator.SLICE,
+    SLICE,
     "dp",
-    row="zero(",
     credit="torchtitan#3106; OLMo-core#307, #319",
     here="the model comes with its values; replicas get them perturbed, as from seeds of their own",
 )
@@ -279,7 +279,7 @@ def replicas_start_differently(patch: Patch, site: Site) -> None:
     patch.setattr(build, "_local_copy", copied)
 
 
-@bug("D29b", "shard", Operator.SLICE, "tp", row="shard(", credit="as D29, of shards")
+@bug("D29b", "shard", SLICE, "tp", credit="as D29, of shards")
 def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
     """Every rank initialises its part of a parameter as the first does."""
     from schedlang.runtime.checkpointing import holding as held
@@ -295,9 +295,8 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
 @bug(
     "D30",
     "zero",
-    Operator.CONSTANT,
+    CONSTANT,
     "dp",
-    row="zero(",
     here="no primitive compresses; the sum over replicas rounds in the same way",
 )
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
@@ -315,7 +314,7 @@ def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     patch.setattr(gradient, "begin_one", rounded)
 
 
-@bug("D32", "zero", Operator.CONSTANT, "dp", row="zero(", credit="pytorch#160285")
+@bug("D32", "zero", CONSTANT, "dp", credit="pytorch#160285")
 def all_gradients_doubled(patch: Patch, site: Site) -> None:
     """All gradients are twice what they should be, which clipping and Adam hide."""
     after_sums(patch, "replicas", lambda name, grad, group: grad.mul_(2))

@@ -7,7 +7,7 @@ from typing import Any
 from schedlang.runtime import program, whole
 from schedlang.runtime.checkpointing import archive
 from schedlang.runtime.program import Program
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import CONSTANT, FREEZE, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank
 
 
@@ -16,14 +16,7 @@ def _state(patch: Patch, change: Any) -> None:
     patch.setattr(whole, "state_dict", lambda *given: change(plain(*given)))
 
 
-@bug(
-    "S01",
-    "checkpoint",
-    Operator.SLICE,
-    "recomputed",
-    row="none",
-    credit="pytorch PR#77224; ray#43594",
-)
+@bug("S01", "checkpoint", SLICE, "recomputed", row="none", credit="pytorch PR#77224; ray#43594")
 def names_of_wrappers(patch: Patch, site: Site) -> None:
     """Names in the state dict show the layers that a primitive has put around modules."""
 
@@ -36,7 +29,7 @@ def names_of_wrappers(patch: Patch, site: Site) -> None:
 @bug(
     "S02",
     "",
-    Operator.SKIP,
+    SKIP,
     "dp",
     planning=True,
     credit="torchtitan; Megatron-LM#6271",
@@ -54,14 +47,14 @@ def not_all_loaded(patch: Patch, site: Site) -> None:
     patch.setattr(archive, "_take_over", take_over)
 
 
-@bug("S03", "zero", Operator.FREEZE, "sliced", credit="pytorch#117421")
+@bug("S03", "zero", FREEZE, "sliced", credit="pytorch#117421")
 def gathered_copy_survives_loading(patch: Patch, site: Site) -> None:
     """After loading, the next forward still uses the gathered weights of before."""
     patch.setattr(archive, "reshard", lambda sliced: None)
     patch.setattr(program, "reshard", lambda sliced: None)  # after an evaluation
 
 
-@bug("S04", "", Operator.SKIP, "dp", credit="sglang#15890")
+@bug("S04", "", SKIP, "dp", credit="sglang#15890")
 def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
     """A weight with two names is saved under the first only."""
 
@@ -71,7 +64,7 @@ def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
     _state(patch, first)
 
 
-@bug("S05", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
+@bug("S05", "shard", SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
 def saved_as_it_lies(patch: Patch, site: Site) -> None:
     """A fused weight is saved in the order in which ranks hold its parts."""
     plain = archive.Boxed
@@ -86,7 +79,7 @@ def saved_as_it_lies(patch: Patch, site: Site) -> None:
     patch.setattr(archive, "Boxed", boxed)
 
 
-@bug("S06", "", Operator.SKIP, "dp", planning=True)
+@bug("S06", "", SKIP, "dp", planning=True)
 def count_of_steps_not_restored(patch: Patch, site: Site) -> None:
     """A loaded program starts to count its steps anew."""
     plain = archive.load
@@ -98,7 +91,7 @@ def count_of_steps_not_restored(patch: Patch, site: Site) -> None:
     patch.setattr(archive, "load", load)
 
 
-@bug("S05b", "zero", Operator.CONSTANT, "sliced", credit="what is saved, in general")
+@bug("S05b", "zero", CONSTANT, "sliced", credit="what is saved, in general")
 def saved_wrong(patch: Patch, site: Site) -> None:
     """What is saved of slices is not what the program holds."""
     import torch

@@ -8,7 +8,7 @@ from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime import program
 from schedlang.runtime.pipeline import weight_versions
 from schedlang.runtime.pipeline.weight_versions import Versions
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, CONSTANT, FREEZE, SKIP, Patch, Site, bug
 
 
 def backward_reads(patch: Patch, version: Any) -> None:
@@ -22,20 +22,13 @@ def backward_reads(patch: Patch, version: Any) -> None:
     patch.setattr(Versions, "_show", show)
 
 
-@bug(
-    "P26",
-    "pipeline",
-    Operator.FREEZE,
-    "stale",
-    row="pipeline(",
-    credit="PipeDream without its stash",
-)
+@bug("P26", "pipeline", FREEZE, "stale", credit="PipeDream without its stash")
 def backward_at_the_newest(patch: Patch, site: Site) -> None:
     """What autograd saved lies in the old weights, and what it reads itself in the newest."""
     backward_reads(patch, lambda newest, named: newest)
 
 
-@bug("P27", "pipeline", Operator.ALIAS, "stale", row="pipeline(")
+@bug("P27", "pipeline", ALIAS, "stale")
 def updated_in_place(patch: Patch, site: Site) -> None:
     """The optimizer writes into weights that a later backward still reads."""
     plain = Versions._step
@@ -49,7 +42,7 @@ def updated_in_place(patch: Patch, site: Site) -> None:
     patch.setattr(Versions, "_step", step)
 
 
-@bug("P28", "pipeline", Operator.ALIAS, "stale, not kept", row="pipeline(")
+@bug("P28", "pipeline", ALIAS, "stale, not kept")
 def kept_without_need(patch: Patch, site: Site) -> None:
     """Weights are updated in new storages, and a backward reads those of its forward."""
     plain = Versions._step
@@ -62,7 +55,7 @@ def kept_without_need(patch: Patch, site: Site) -> None:
     patch.setattr(Versions, "_step", step)
 
 
-@bug("P29", "pipeline", Operator.CONSTANT, "stale", row="pipeline(")
+@bug("P29", "pipeline", CONSTANT, "stale")
 def a_share_of_the_whole_step(patch: Patch, site: Site) -> None:
     """A microbatch is weighed in the whole step, not in its own update."""
     plain = weight_versions.totals
@@ -74,7 +67,7 @@ def a_share_of_the_whole_step(patch: Patch, site: Site) -> None:
     patch.setattr(program, "totals", totals)
 
 
-@bug("P30", "pipeline", Operator.SKIP, "stale", row="pipeline(")
+@bug("P30", "pipeline", SKIP, "stale")
 def last_update_lost(patch: Patch, site: Site) -> None:
     """The pipeline is drained, and the last of its updates is not made."""
     plain = Versions._step

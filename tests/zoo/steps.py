@@ -12,7 +12,7 @@ from schedlang.runtime import program
 from schedlang.runtime.checkpointing import holding
 from schedlang.runtime.grad_reduction import gradient
 from schedlang.runtime.program import Program
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ALIAS, CONSTANT, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import running_program
 
 
@@ -41,7 +41,7 @@ def _after_build(patch: Patch, change: Any) -> None:
     patch.setattr(Program, "__init__", init)
 
 
-@bug("D11", "zero", Operator.SKIP, "sliced", credit="pytorch#101343; verl#5070; open_clip#358")
+@bug("D11", "zero", SKIP, "sliced", credit="pytorch#101343; verl#5070; open_clip#358")
 def decay_for_all(patch: Patch, site: Site) -> None:
     """Groups of parameters are lost: all decay alike."""
 
@@ -56,7 +56,7 @@ def decay_for_all(patch: Patch, site: Site) -> None:
 @bug(
     "D12",
     "zero",
-    Operator.SKIP,
+    SKIP,
     "frozen",
     credit="fairscale#721, #614",
     here="weight decay moves what shares its slice with trained parameters",
@@ -73,7 +73,7 @@ def frozen_parameters_decay(patch: Patch, site: Site) -> None:
     _before_update(patch, decayed)
 
 
-@bug("D14", "shard", Operator.REDUCTION, "tp", row="shard", credit="NeMo-RL#3788; ROCm TE#715")
+@bug("D14", "shard", REDUCTION, "tp", row="shard", credit="NeMo-RL#3788; ROCm TE#715")
 def clip_by_local_norm(patch: Patch, site: Site) -> None:
     """Each rank speaks for all it has: parts that several hold count several times."""
     patch.setattr(holding.Holding, "primary", lambda self, mesh, rank: self.held(mesh, rank))
@@ -91,7 +91,7 @@ def _norm_without(patch: Patch, left_out: Any) -> None:
     patch.setattr(program, "square_sum", squares)
 
 
-@bug("D15", "shard", Operator.SKIP, "tp", row="shard", credit="Megatron-LM#7530, #5916")
+@bug("D15", "shard", SKIP, "tp", row="shard", credit="Megatron-LM#7530, #5916")
 def split_parameters_of_the_first_rank(patch: Patch, site: Site) -> None:
     """Of a split parameter only the first rank's part counts in the norm."""
 
@@ -103,7 +103,7 @@ def split_parameters_of_the_first_rank(patch: Patch, site: Site) -> None:
     _norm_without(patch, left_out)
 
 
-@bug("D16", "zero", Operator.REDUCTION, "dp", row="zero(")
+@bug("D16", "zero", REDUCTION, "dp")
 def clipped_before_the_sum(patch: Patch, site: Site) -> None:
     """Each replica clips its own gradients, and then they are summed."""
     at_work, plain = running_program(patch), gradient.sum_gradients
@@ -119,25 +119,25 @@ def clipped_before_the_sum(patch: Patch, site: Site) -> None:
     patch.setattr(program, "sum_gradients", summed)
 
 
-@bug("D16b", "zero", Operator.SKIP, "dp", row="zero(stage=0", credit="as D16: not at all")
+@bug("D16b", "zero", SKIP, "dp", row="zero(stage=0", credit="as D16: not at all")
 def clip_ignored(patch: Patch, site: Site) -> None:
     """The norm is right, and nobody is bounded by it."""
     patch.setattr(program, "scale_gradients", lambda parameters, factor: None)
 
 
-@bug("D17", "zero", Operator.SKIP, "experts", credit="Megatron-LM#6470")
+@bug("D17", "zero", SKIP, "experts", credit="Megatron-LM#6470")
 def experts_not_in_the_norm(patch: Patch, site: Site) -> None:
     """The parameters of experts count nothing in the norm."""
     _norm_without(patch, lambda now, name, parameter: "experts" in name)
 
 
-@bug("D18", "zero", Operator.SKIP, "dp")
+@bug("D18", "zero", SKIP, "dp")
 def vectors_not_in_the_norm(patch: Patch, site: Site) -> None:
     """Parameters of one dim count nothing in the norm."""
     _norm_without(patch, lambda now, name, parameter: parameter.ndim == 1)
 
 
-@bug("D20", "", Operator.SLICE, "dp", planning=True, credit="FSDP optim_state_dict class")
+@bug("D20", "", SLICE, "dp", planning=True, credit="FSDP optim_state_dict class")
 def states_by_order(patch: Patch, site: Site) -> None:
     """A saved state of the optimizer is given to another parameter of the same shape."""
     from schedlang.runtime.checkpointing import archive
@@ -156,7 +156,7 @@ def states_by_order(patch: Patch, site: Site) -> None:
     patch.setattr(archive, "load_moments", load_moments)
 
 
-@bug("D21", "pipeline", Operator.CONSTANT, "accumulated", credit="Adam's bias correction")
+@bug("D21", "pipeline", CONSTANT, "accumulated", credit="Adam's bias correction")
 def steps_counted_by_microbatch(patch: Patch, site: Site) -> None:
     """Adam's count of steps grows with each microbatch."""
 
@@ -168,7 +168,7 @@ def steps_counted_by_microbatch(patch: Patch, site: Site) -> None:
     _before_update(patch, counted)
 
 
-@bug("D23", "", Operator.SKIP, "dp", credit="TrainCheck, so-60335387")
+@bug("D23", "", SKIP, "dp", credit="TrainCheck, so-60335387")
 def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     """Gradients of some parameters are not set back before the next step."""
 
@@ -180,9 +180,7 @@ def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_zero", zero)
 
 
-@bug(
-    "D24", "", Operator.ALIAS, "dp", credit="TrainCheck, PT-84911", site="transformer.h.0.mlp.c_fc"
-)
+@bug("D24", "", ALIAS, "dp", credit="TrainCheck, PT-84911", site="transformer.h.0.mlp.c_fc")
 def optimizer_of_old_parameters(patch: Patch, site: Site) -> None:
     """A module is given new parameters after the optimizer has taken the old."""
 
@@ -200,7 +198,7 @@ def optimizer_of_old_parameters(patch: Patch, site: Site) -> None:
 @bug(
     "D25",
     "shard",
-    Operator.SLICE,
+    SLICE,
     "whole updates",
     credit="DeepSpeed#8437; fairscale#767",
     here="`build` puts parameters together for such an optimizer; the bug is that it does not",

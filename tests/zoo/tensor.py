@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from schedlang.ir import placement
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.sharding import leaf, shard
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ADJOINT, ALIAS, DETACH, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
 STRIPS = placement.strips
@@ -21,7 +21,7 @@ STRIPS = placement.strips
 @bug(
     "T02",
     "shard",
-    Operator.ADJOINT,
+    ADJOINT,
     "tp",
     row="shard(style=",
     credit="spmd_types docs; Megatron-LM#1699; bigcode Megatron-LM#35",
@@ -41,7 +41,7 @@ def enter_without_all_reduce(patch: Patch, site: Site) -> None:
     patch.setattr(collectives._Enter, "backward", staticmethod(backward))
 
 
-@bug("T03", "shard", Operator.ADJOINT, "tp", row="shard(style=", credit="pytorch#58005")
+@bug("T03", "shard", ADJOINT, "tp", row="shard(style=", credit="pytorch#58005")
 def reduce_reduces_again(patch: Patch, site: Site) -> None:
     """An all-reduce taken for its own adjoint: gradients times the axis."""
     here = sharded_module(patch)
@@ -71,19 +71,14 @@ def _gather_back(patch: Patch, site: Site, differ: bool) -> None:
 
 
 @bug(
-    "T04",
-    "shard",
-    Operator.ADJOINT,
-    "sp",
-    row="S(seq)",
-    credit="Slapo, `tensor_parallel_output_grad=False`",
+    "T04", "shard", ADJOINT, "sp", row="S(seq)", credit="Slapo, `tensor_parallel_output_grad=False`"
 )
 def gather_turns_the_other_way(patch: Patch, site: Site) -> None:
     """A gather before a split computation gives back its own part of the gradient only."""
     _gather_back(patch, site, True)
 
 
-@bug("T05", "shard", Operator.ADJOINT, "gathered", row="output=R", credit="Megatron-LM PR#6839")
+@bug("T05", "shard", ADJOINT, "gathered", row="output=R", credit="Megatron-LM PR#6839")
 def gather_sums_what_is_whole(patch: Patch, site: Site) -> None:
     """A gather before a computation that all ranks do alike sums their gradients."""
     _gather_back(patch, site, False)
@@ -97,7 +92,7 @@ def _straight(*given: Any) -> list[list[placement.Segment]]:
 @bug(
     "T08",
     "shard",
-    Operator.SLICE,
+    SLICE,
     "tp",
     row="attn.c_attn",
     credit="Slapo PR#46; DeepSpeed#3844; tensor_parallel#103; nnsight#719",
@@ -107,7 +102,7 @@ def blocks_ignored(patch: Patch, site: Site) -> None:
     patch.setattr(placement, "strips", _straight)
 
 
-@bug("T09", "shard", Operator.SLICE, "packed", row="gate_up", credit="HF packed_colwise")
+@bug("T09", "shard", SLICE, "packed", row="gate_up", credit="HF packed_colwise")
 def gate_and_up_cut_through(patch: Patch, site: Site) -> None:
     """A packed gate and up projection is cut between the two."""
     patch.setattr(
@@ -117,7 +112,7 @@ def gate_and_up_cut_through(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("T12", "shard", Operator.SKIP, "tp", row="transformer.wte  shard(style=vocab")
+@bug("T12", "shard", SKIP, "tp", row="transformer.wte  shard(style=vocab")
 def embedding_without_mask(patch: Patch, site: Site) -> None:
     """A rank that does not hold a word adds some other word's row."""
 
@@ -134,7 +129,7 @@ def embedding_without_mask(patch: Patch, site: Site) -> None:
     patch.setitem(leaf.FORWARDS, "Embedding", embedding)
 
 
-@bug("T16", "shard", Operator.SLICE, "gathered", row="output=R")
+@bug("T16", "shard", SLICE, "gathered", row="output=R")
 def gathered_in_another_order(patch: Patch, site: Site) -> None:
     """The parts of an all-gather are put together in another order than that of the ranks."""
     here, plain = sharded_module(patch), collectives.all_gather
@@ -151,7 +146,7 @@ def gathered_in_another_order(patch: Patch, site: Site) -> None:
 @bug(
     "T23",
     "shard",
-    Operator.ALIAS,
+    ALIAS,
     "gated",
     row="shard(style=",
     credit="Slapo, ReduceBackward",
@@ -177,7 +172,7 @@ def gradient_reduced_in_place(patch: Patch, site: Site) -> None:
     patch.setattr(collectives._Reduce, "backward", staticmethod(backward))
 
 
-@bug("T25", "shard", Operator.DETACH, "gathered", row="output=R", credit="Slapo, reshard_ops.py")
+@bug("T25", "shard", DETACH, "gathered", row="output=R", credit="Slapo, reshard_ops.py")
 def gathered_without_history(patch: Patch, site: Site) -> None:
     """A gather calls the collective itself: no gradient reaches what was gathered."""
     here, plain = sharded_module(patch), collectives.gather
@@ -193,7 +188,7 @@ def gathered_without_history(patch: Patch, site: Site) -> None:
 @bug(
     "T27",
     "shard",
-    Operator.SLICE,
+    SLICE,
     "gathered",
     row="output=R",
     credit="torch 2.13: DTensor's cumsum(-1) on Shard(last)",
@@ -212,13 +207,13 @@ def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
     patch.setattr(collectives, "all_gather", all_gather)
 
 
-@bug("T34", "shard", Operator.REDUCTION, "tp", row="style=row", credit="spmd_types, P + constant")
+@bug("T34", "shard", REDUCTION, "tp", row="style=row", credit="spmd_types, P + constant")
 def bias_on_every_rank(patch: Patch, site: Site) -> None:
     """The bias of a row-parallel layer is part of each rank's partial sum, too."""
     patch.setitem(shard.COMPUTES, "Conv1D", lambda module, x, _: shard._conv1d(module, x, True))
 
 
-@bug("T24", "shard", Operator.ALIAS, "turned", row="shard(", credit="SkyRL#1886 on Megatron")
+@bug("T24", "shard", ALIAS, "turned", credit="SkyRL#1886 on Megatron")
 def sum_of_a_copy_dropped(patch: Patch, site: Site) -> None:
     """The sum goes into a contiguous copy, and what is returned is the tensor it was made of."""
 
@@ -230,21 +225,13 @@ def sum_of_a_copy_dropped(patch: Patch, site: Site) -> None:
     patch.setattr(collectives, "all_reduce", all_reduce)
 
 
-@bug(
-    "T35",
-    "shard",
-    Operator.REDUCTION,
-    "adapted",
-    row="shard(",
-    site="blocks.0.up.b",
-    credit="Megatron-Bridge#5634",
-)
+@bug("T35", "shard", REDUCTION, "adapted", site="blocks.0.up.b", credit="Megatron-Bridge#5634")
 def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
     """A low-rank adapter: the whole A gets its gradient from this rank's part of B only."""
     enter_without_all_reduce(patch, site)
 
 
-@bug("T28", "pad", Operator.SLICE, "tp", row="pad(", credit="pytorch#162692, #172812, #103306")
+@bug("T28", "pad", SLICE, "tp", credit="pytorch#162692, #172812, #103306")
 def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 

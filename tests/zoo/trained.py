@@ -12,7 +12,7 @@ from schedlang.passes.propagate import dryrun
 from schedlang.runtime.adapted import Adapted
 from schedlang.runtime.grad_reduction import compressed
 from schedlang.runtime.grad_reduction.compressed import Compressor
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import CONSTANT, DETACH, FREEZE, REDUCTION, SKIP, SLICE, Patch, Site, bug
 from tests.zoo.place import rank
 
 
@@ -35,25 +35,25 @@ def _cut_off(module: nn.Module, where: Callable[[nn.Parameter], bool]) -> None:
         block.register_forward_hook(lambda module, args, out: out.detach())
 
 
-@bug("D40", "freeze", Operator.DETACH, "frozen front", row="freeze(")
+@bug("D40", "freeze", DETACH, "frozen front")
 def frozen_without_passing_on(patch: Patch, site: Site) -> None:
     """A frozen module holds back the gradients of what stands before it."""
     _after_copy(patch, lambda module: _cut_off(module, lambda p: not p.requires_grad))
 
 
-@bug("D40b", "freeze", Operator.SKIP, "frozen front", row="freeze(")
+@bug("D40b", "freeze", SKIP, "frozen front")
 def frozen_and_updated(patch: Patch, site: Site) -> None:
     """What is frozen takes a gradient, and is updated."""
     _after_copy(patch, lambda module: module.requires_grad_(True))
 
 
-@bug("D70", "adapt", Operator.REDUCTION, "low rank", row="adapt(", planning=True)
+@bug("D70", "adapt", REDUCTION, "low rank", planning=True)
 def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
     """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
     patch.setattr(dryrun, "_inner", lambda *_: ())
 
 
-@bug("D71", "adapt", Operator.CONSTANT, "low rank", row="adapt(")
+@bug("D71", "adapt", CONSTANT, "low rank")
 def rank_left_out_of_the_factor(patch: Patch, site: Site) -> None:
     """An adapter's result is multiplied by alpha, and not divided by its rank."""
 
@@ -65,7 +65,7 @@ def rank_left_out_of_the_factor(patch: Patch, site: Site) -> None:
     _after_copy(patch, scaled)
 
 
-@bug("D41", "tie", Operator.DETACH, "tied blocks", row="tie(")
+@bug("D41", "tie", DETACH, "tied blocks")
 def second_use_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that two blocks share only one use gives a gradient."""
 
@@ -76,7 +76,7 @@ def second_use_without_gradient(patch: Patch, site: Site) -> None:
     _after_copy(patch, once)
 
 
-@bug("D42", "untie", Operator.CONSTANT, "untied head", row="untie(")
+@bug("D42", "untie", CONSTANT, "untied head")
 def untied_from_other_values(patch: Patch, site: Site) -> None:
     """What is untied starts from other values than it had."""
 
@@ -88,13 +88,13 @@ def untied_from_other_values(patch: Patch, site: Site) -> None:
     _after_copy(patch, other)
 
 
-@bug("D43", "compress", Operator.FREEZE, "compressed", row="compress(", credit="Seide et al. 2014")
+@bug("D43", "compress", FREEZE, "compressed", credit="Seide et al. 2014")
 def error_forgotten(patch: Patch, site: Site) -> None:
     """What a step leaves out is not added to the next one's gradient."""
     patch.setattr(Compressor, "_keep", lambda self, name, error: None)
 
 
-@bug("D44", "compress", Operator.SLICE, "compressed", row="compress(")
+@bug("D44", "compress", SLICE, "compressed")
 def each_rank_draws_its_own(patch: Patch, site: Site) -> None:
     """Ranks start the power iteration from matrices of their own."""
     plain = compressed.started

@@ -9,10 +9,10 @@ from torch import Tensor
 from schedlang.kernels import gated, linear_cross_entropy, norm, rope
 from schedlang.kernels.linear_cross_entropy import Sums
 from schedlang.runtime.lazy_logits import lazy
-from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.bug import ADJOINT, CONSTANT, DETACH, SKIP, Patch, Site, bug
 
 
-@bug("F23", "replace_kernel", Operator.ADJOINT, "by kernels")
+@bug("F23", "replace_kernel", ADJOINT, "by kernels")
 def gradient_of_up_without_activation(patch: Patch, site: Site) -> None:
     """In a gated MLP the gradient of up is that of a product with the gate itself."""
     plain = gated.gated_backward
@@ -23,7 +23,7 @@ def gradient_of_up_without_activation(patch: Patch, site: Site) -> None:
     patch.setattr(gated, "gated_backward", backward)
 
 
-@bug("F24", "replace_kernel", Operator.SKIP, "by other kernels")
+@bug("F24", "replace_kernel", SKIP, "by other kernels")
 def bias_of_the_last_row(patch: Patch, site: Site) -> None:
     """The gradient of a LayerNorm's bias is that of the last row."""
     plain = norm.norm_backward
@@ -35,7 +35,7 @@ def bias_of_the_last_row(patch: Patch, site: Site) -> None:
     patch.setattr(norm, "norm_backward", backward)
 
 
-@bug("F25", "replace_kernel", Operator.CONSTANT, "by kernels", credit="Liger-Kernel#802 class")
+@bug("F25", "replace_kernel", CONSTANT, "by kernels", credit="Liger-Kernel#802 class")
 def fused_mean_over_all_tokens(patch: Patch, site: Site) -> None:
     """The loss in chunks divides by all tokens, ignored ones among them."""
     plain = lazy.weighed
@@ -47,7 +47,7 @@ def fused_mean_over_all_tokens(patch: Patch, site: Site) -> None:
     patch.setattr(lazy, "weighed", weighed)
 
 
-@bug("F26", "replace_kernel", Operator.SKIP, "by kernels", credit="Liger-Kernel#512 class")
+@bug("F26", "replace_kernel", SKIP, "by kernels", credit="Liger-Kernel#512 class")
 def last_chunk_dropped(patch: Patch, site: Site) -> None:
     """The gradient of the head lacks the last chunk of tokens."""
     plain = Sums.add
@@ -58,14 +58,14 @@ def last_chunk_dropped(patch: Patch, site: Site) -> None:
     patch.setattr(Sums, "add", add)
 
 
-@bug("F27", "replace_kernel", Operator.ADJOINT, "by kernels", credit="Liger-Kernel#1298 class")
+@bug("F27", "replace_kernel", ADJOINT, "by kernels", credit="Liger-Kernel#1298 class")
 def turned_on_instead_of_back(patch: Patch, site: Site) -> None:
     """The gradients of queries and keys are turned by the angles, not against them."""
     plain = rope.rope_turn
     patch.setattr(rope, "rope_turn", lambda *given: plain(*given[:-1], False))
 
 
-@bug("F28", "replace_kernel", Operator.DETACH, "by kernels", credit="Liger-Kernel#370 class")
+@bug("F28", "replace_kernel", DETACH, "by kernels", credit="Liger-Kernel#370 class")
 def residual_without_gradient(patch: Patch, site: Site) -> None:
     """Of a sum and its norm only the norm gives a gradient."""
     plain = norm.norm_backward
@@ -76,7 +76,7 @@ def residual_without_gradient(patch: Patch, site: Site) -> None:
     patch.setattr(norm, "norm_backward", backward)
 
 
-@bug("F29", "replace_kernel", Operator.SKIP, "by other kernels")
+@bug("F29", "replace_kernel", SKIP, "by other kernels")
 def target_left_out(patch: Patch, site: Site) -> None:
     """The gradient that is written over the logits lacks the target's part."""
     plain = linear_cross_entropy.gradient_

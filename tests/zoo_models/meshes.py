@@ -7,12 +7,7 @@ from typing import Any
 
 from torch import nn
 
-MESHES: Mapping[str, str] = {
-    "tp": "tp=2",
-    "zero": "dp=2",
-    "pp": "pp=2",
-    "3d": "dp=2, pp=2, tp=2",
-}
+MESHES: Mapping[str, str] = {"tp": "tp=2", "zero": "dp=2", "pp": "pp=2", "3d": "dp=2, pp=2, tp=2"}
 PIPELINE = 'pipeline(order="1F1B", micro=2)'
 
 

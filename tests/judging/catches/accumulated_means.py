@@ -13,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"gradients +2 of 2 .*: microbatches = 2 times the right value everywhere"
 STEPS = 2
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -41,11 +39,5 @@ def _program(model: Any, divided: bool) -> TrainingProgram:
     return TrainingProgram(replica, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Means are added."""
-    return _program(model, divided=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Means are averaged."""
-    return _program(model, divided=True)
+# as it was written: means are added; mended: means are averaged
+wrong, right = pair(_program, False, True)

@@ -13,11 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, ranks, total
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss, pair
 
 NAMED = r"inner\.(down|up)\.weight.*ranks differ and their mean is right"
-
-__all__ = ["batch", "loss"]
 
 
 class Adapted(nn.Module):
@@ -56,11 +54,6 @@ def _program(model: Any, averaged: bool) -> TrainingProgram:
     return TrainingProgram(model, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Each rank keeps its own rows' gradient."""
-    return _program(model, averaged=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Gradients of what is not sharded are averaged, too."""
-    return _program(model, averaged=True)
+# as it was written: each rank keeps its own rows' gradient; mended: gradients of what is not
+# sharded are averaged, too
+wrong, right = pair(_program, False, True)

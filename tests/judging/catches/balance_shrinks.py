@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from schedlang import TrainingProgram
 from tests.judging.catches.moe import EXPERTS, Experts
 from tests.judging.catches.parts import average, everyone, own, ranks
-from tests.judging.catches.words import WIDTH, Words, batch
+from tests.judging.catches.words import WIDTH, Words, pair
 from tests.judging.catches.words import loss as of_words
 
 NAMED = r"inner\.router\.weight.*1/ranks = 1/2 times the right value"
-
-__all__ = ["batch"]
 
 
 class Balanced(nn.Module):
@@ -65,11 +63,6 @@ def _program(model: Any, times: bool) -> TrainingProgram:
     return TrainingProgram(model, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The balance as it is."""
-    return _program(model, times=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The balance times the ranks, by which the average divides."""
-    return _program(model, times=True)
+# as it was written: the balance as it is; mended: the balance times the ranks, by which the average
+# divides
+wrong, right = pair(_program, False, True)

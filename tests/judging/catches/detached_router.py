@@ -14,11 +14,9 @@ from schedlang import TrainingProgram
 from tests.judging.catches.experts_doubled import dispatched
 from tests.judging.catches.moe import Experts
 from tests.judging.catches.parts import Dispatched, average, everyone, own, ranks, split
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"`inner\.router`: no rank has one: detached"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -46,11 +44,5 @@ def _program(model: Any, differentiable: bool) -> TrainingProgram:
     return TrainingProgram(model, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """`dist.all_gather`."""
-    return _program(model, differentiable=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """A gather that has a gradient."""
-    return _program(model, differentiable=True)
+# as it was written: `dist.all_gather`; mended: a gather that has a gradient
+wrong, right = pair(_program, False, True)

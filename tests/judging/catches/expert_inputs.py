@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from schedlang import TrainingProgram
 from tests.judging.catches.moe import Experts
 from tests.judging.catches.parts import Copied, Summed, ranks, split
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"the output of `embed`: .* `einsum` in `inner` sends back is a term of a sum .* not summed"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -46,11 +44,5 @@ def _program(model: Any, grad_placements: Any) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The gradient is taken for the whole one."""
-    return _program(model, None)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The gradient is a pending sum."""
-    return _program(model, [Partial()])
+# as it was written: the gradient is taken for the whole one; mended: the gradient is a pending sum
+wrong, right = pair(_program, None, [Partial()])

@@ -14,20 +14,10 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.moe import Experts
-from tests.judging.catches.parts import (
-    Combined,
-    Dispatched,
-    average,
-    everyone,
-    own,
-    ranks,
-    split,
-)
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.parts import Combined, Dispatched, average, everyone, own, ranks, split
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"inner\.(up|down).*2 times the right value"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -65,11 +55,6 @@ def dispatched(experts: Experts, x: Tensor, share: Tensor, which: Tensor) -> Ten
     return Combined.apply(experts.mixed(Dispatched.apply(x), share, here))
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Experts are left out of the average."""
-    return _program(model, divided=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Experts are divided by the ranks, too."""
-    return _program(model, divided=True)
+# as it was written: experts are left out of the average; mended: experts are divided by the ranks,
+# too
+wrong, right = pair(_program, False, True)

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, of_vocabulary, split
-from tests.judging.catches.words import Words, batch
+from tests.judging.catches.words import Words, pair
 
 NAMED = r"the loss: the gradient that it sends back to `head` is not right"
-
-__all__ = ["batch"]
 
 
 def model() -> nn.Module:
@@ -67,11 +65,5 @@ def _program(model: Any, alike: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The weight of the first."""
-    return _program(model, alike=True)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Each its own."""
-    return _program(model, alike=False)
+# as it was written: the weight of the first; mended: each its own
+wrong, right = pair(_program, True, False)

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, Gathered, of_vocabulary, split
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, pair
 
 NAMED = r"loss .*the right value plus log\(ranks\) = log\(2\)"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -41,11 +39,5 @@ def _program(model: Any, gathered: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Gather, and then sum over ranks again."""
-    return _program(model, gathered=True)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Leave the scores split."""
-    return _program(model, gathered=False)
+# as it was written: gather, and then sum over ranks again; mended: leave the scores split
+wrong, right = pair(_program, True, False)

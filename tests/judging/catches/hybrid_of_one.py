@@ -15,11 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, ranks
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss
 
 NAMED = r"4 of 4 .*: ranks differ and their sum is right: a sum over ranks is missing"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:

@@ -15,11 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from schedlang import TrainingProgram
-from tests.judging.catches.words import Words, batch
+from tests.judging.catches.words import Words, pair
 
 NAMED = r"the loss: .*`log_softmax` .* sends back what it is sent: its derivative is left out"
-
-__all__ = ["batch"]
 
 
 def model() -> nn.Module:
@@ -60,11 +58,5 @@ def _program(model: Any, inside: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The penalty inside."""
-    return _program(model, inside=True)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The penalty outside, of whole scores."""
-    return _program(model, inside=False)
+# as it was written: the penalty inside; mended: the penalty outside, of whole scores
+wrong, right = pair(_program, True, False)

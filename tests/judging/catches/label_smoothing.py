@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, Summed, of_vocabulary, ranks, split
-from tests.judging.catches.words import VOCAB, Words, batch
+from tests.judging.catches.words import VOCAB, Words, pair
 
 ALPHA = 0.1
 NAMED = r"the loss: .* a constant is added: .*"
-
-__all__ = ["batch"]
 
 
 def model() -> nn.Module:
@@ -52,11 +50,5 @@ def _program(model: Any, whole: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The part of this rank."""
-    return _program(model, whole=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The whole vocabulary."""
-    return _program(model, whole=True)
+# as it was written: the part of this rank; mended: the whole vocabulary
+wrong, right = pair(_program, False, True)

@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, Summed, ranks, split
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss, pair
 
 NAMED = r"`inner\.scale`\): ranks differ and their sum is right: a sum over ranks is missing"
-
-__all__ = ["batch", "loss"]
 
 
 class Heads(nn.Module):
@@ -66,11 +64,5 @@ def _program(model: Any, placements: Any) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Nothing is said of the gradient."""
-    return _program(model, None)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Each rank has a term of it."""
-    return _program(model, [Partial()])
+# as it was written: nothing is said of the gradient; mended: each rank has a term of it
+wrong, right = pair(_program, None, [Partial()])

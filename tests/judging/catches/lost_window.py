@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import AllWords
-from tests.judging.catches.words import WIDTH, Words, batch, in_words, loss
+from tests.judging.catches.words import WIDTH, Words, in_words, pair
 
 NAMED = r"the output of `inner`: .*depends on .* original's does not: a mask lets through too much"
 WINDOW = 2
-
-__all__ = ["batch", "loss"]
 
 
 class Attention(nn.Module):
@@ -51,11 +49,5 @@ def _program(model: Any, window: int) -> TrainingProgram:
     return in_words(model)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Causal is all that is left of the mask."""
-    return _program(model, window=1000)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The window stays."""
-    return _program(model, window=WINDOW)
+# as it was written: causal is all that is left of the mask; mended: the window stays
+wrong, right = pair(_program, 1000, WINDOW)

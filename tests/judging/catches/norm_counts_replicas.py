@@ -15,11 +15,9 @@ from schedlang import TrainingProgram
 from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed, total
 from tests.judging.catches.sink_norm import REPLICAS
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"it counts each rank\'s copy of `embed\.weight`, `inner\.shared_key\.weight`"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -50,11 +48,5 @@ def _program(model: Any, once: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same", clip=clip)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """One sum for all."""
-    return _program(model, once=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Replicas are counted on one rank."""
-    return _program(model, once=True)
+# as it was written: one sum for all; mended: replicas are counted on one rank
+wrong, right = pair(_program, False, True)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from schedlang import TrainingProgram
 from tests.judging.catches import words
+from tests.judging.catches.words import pair
 
 NAMED = r"\A(?!(?s:.*)the output of)(?s:.*)2 parts of the batch count 0.5, 1 times"
 STEPS, MICRO = 2, 2
@@ -63,11 +64,6 @@ def _program(model: Any, scaled_by_the_schedule: bool) -> TrainingProgram:
     return TrainingProgram(model[:1] if first else model[2:], step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The schedule divides."""
-    return _program(model, scaled_by_the_schedule=True)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The loss is divided by the micro-batches of all steps."""
-    return _program(model, scaled_by_the_schedule=False)
+# as it was written: the schedule divides; mended: the loss is divided by the micro-batches of all
+# steps
+wrong, right = pair(_program, True, False)

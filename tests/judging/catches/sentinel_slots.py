@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from schedlang import TrainingProgram
 from tests.judging.catches.moe import Experts
 from tests.judging.catches.parts import Copied, Summed, split
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"the output of `inner\.router`: .*`topk` in `inner` gives: each .* is not masked"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -51,11 +49,6 @@ def _program(model: Any, masked: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Shares are zero, and have gradients."""
-    return _program(model, masked=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Shares are masked, and so are their gradients."""
-    return _program(model, masked=True)
+# as it was written: shares are zero, and have gradients; mended: shares are masked, and so are
+# their gradients
+wrong, right = pair(_program, False, True)

@@ -15,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, ranks
-from tests.judging.catches.words import VOCAB, Words, batch, loss
+from tests.judging.catches.words import VOCAB, Words, pair
 
 NAMED = r"ranks differ and their mean is right: they are not averaged"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -43,11 +41,5 @@ def _program(model: Any, words: bool) -> TrainingProgram:
     return TrainingProgram(module, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Ranks of other rows: here there are none."""
-    return _program(model, words=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """All ranks."""
-    return _program(model, words=True)
+# as it was written: ranks of other rows: here there are none; mended: all ranks
+wrong, right = pair(_program, False, True)

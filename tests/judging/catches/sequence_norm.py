@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Gathered, Taken, total
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss, pair
 
 NAMED = r"inner\.weight.*a sum over ranks is missing"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -37,11 +35,5 @@ def _program(model: Any, summed: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The norm is forgotten."""
-    return _program(model, summed=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Its gradients are summed."""
-    return _program(model, summed=True)
+# as it was written: the norm is forgotten; mended: its gradients are summed
+wrong, right = pair(_program, False, True)

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from schedlang import TrainingProgram
 from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"terms of a sum at `inner\.shared_key`(?s:.*)a sum over ranks is missing"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -40,11 +38,5 @@ def _program(model: Any, summed: bool) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Each rank's own gradient."""
-    return _program(model, summed=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The sum over ranks."""
-    return _program(model, summed=True)
+# as it was written: each rank's own gradient; mended: the sum over ranks
+wrong, right = pair(_program, False, True)

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import average, own, ranks
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, pair
 
 NAMED = r"right, but for places \[2\] of dim 1, which are zero \(rank 0\)"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -43,11 +41,5 @@ def _program(model: Any, first: bool) -> TrainingProgram:
     return TrainingProgram(model, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Split, then shift."""
-    return _program(model, first=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Shift, then split."""
-    return _program(model, first=True)
+# as it was written: split, then shift; mended: shift, then split
+wrong, right = pair(_program, False, True)

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import average, own
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"1/2 times the right value everywhere"
 CONFIGURED, LEFT = 4, 2
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -39,11 +37,5 @@ def _program(model: Any, count: int) -> TrainingProgram:
     return TrainingProgram(model, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """As many as are configured."""
-    return _program(model, CONFIGURED)
-
-
-def right(model: Any) -> TrainingProgram:
-    """As many as there are."""
-    return _program(model, LEFT)
+# as it was written: as many as are configured; mended: as many as there are
+wrong, right = pair(_program, CONFIGURED, LEFT)

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from schedlang import TrainingProgram
 from tests.judging.catches.attention import Attention, split_heads
 from tests.judging.catches.parts import Copied, Summed, total
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"it leaves out what ranks but the first hold of `inner\.sinks`"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -50,11 +48,5 @@ def _program(model: Any, replicas: tuple[str, ...]) -> TrainingProgram:
 REPLICAS = ("embed.weight", "inner.shared_key.weight", "head.weight")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Sinks are taken for replicas."""
-    return _program(model, (*REPLICAS, "inner.sinks"))
-
-
-def right(model: Any) -> TrainingProgram:
-    """Sinks are split, as heads are."""
-    return _program(model, REPLICAS)
+# as it was written: sinks are taken for replicas; mended: sinks are split, as heads are
+wrong, right = pair(_program, (*REPLICAS, "inner.sinks"), REPLICAS)

@@ -6,22 +6,10 @@ the words of a turn. Values have the right gradients, queries and keys do not.
 
 from __future__ import annotations
 
-from typing import Any
-
-from schedlang import TrainingProgram
-from tests.judging.catches.ring import model, program
-from tests.judging.catches.words import batch, loss
+from tests.judging.catches import ring
+from tests.judging.catches.words import pair
 
 NAMED = r"the gradient of the output of `inner\.(key|query)`: .*right before it: `inner(\.value)?`"
-
-__all__ = ["batch", "loss", "model"]
-
-
-def wrong(model: Any) -> TrainingProgram:
-    """The mean of a turn."""
-    return program(model, "alone")
-
-
-def right(model: Any) -> TrainingProgram:
-    """That of all words."""
-    return program(model, "")
+model = ring.model
+# as it was written: the mean of a turn; mended: that of all words
+wrong, right = pair(ring.program, "alone", "")

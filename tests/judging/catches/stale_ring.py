@@ -6,22 +6,10 @@ that were saved in the first one: the rank's own.
 
 from __future__ import annotations
 
-from typing import Any
-
-from schedlang import TrainingProgram
-from tests.judging.catches.ring import model, program
-from tests.judging.catches.words import batch, loss
+from tests.judging.catches import ring
+from tests.judging.catches.words import pair
 
 NAMED = r"the gradient of the output of `inner\.(key|query|value)`: .*right before it: `inner`"
-
-__all__ = ["batch", "loss", "model"]
-
-
-def wrong(model: Any) -> TrainingProgram:
-    """The rank's own keys and values."""
-    return program(model, "stale")
-
-
-def right(model: Any) -> TrainingProgram:
-    """Those of the turn."""
-    return program(model, "")
+model = ring.model
+# as it was written: the rank's own keys and values; mended: those of the turn
+wrong, right = pair(ring.program, "stale", "")

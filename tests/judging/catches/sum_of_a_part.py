@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, ranks, total
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss, pair
 
 NAMED = r"the output of `inner.running`: .*right before it: `inner.gate`"
-
-__all__ = ["batch", "loss"]
 
 
 class Running(nn.Module):
@@ -71,11 +69,5 @@ def _program(model: Any, dim: int) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """The last dim."""
-    return _program(model, -1)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The same dim, by its number."""
-    return _program(model, 1)
+# as it was written: the last dim; mended: the same dim, by its number
+wrong, right = pair(_program, -1, 1)

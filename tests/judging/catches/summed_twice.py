@@ -13,11 +13,9 @@ from torch.distributed.nn.functional import all_reduce
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import Copied, Summed, split
-from tests.judging.catches.words import WIDTH, Words, batch, loss
+from tests.judging.catches.words import WIDTH, Words, loss, pair
 
 NAMED = r"the gradient of the output of `inner\.2`: ranks = 2 times the right value"
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -41,11 +39,5 @@ def _program(model: Any, summed: Any) -> TrainingProgram:
     return TrainingProgram(model, step, world_loss="same")
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """As if losses differed."""
-    return _program(model, all_reduce)
-
-
-def right(model: Any) -> TrainingProgram:
-    """Backward, the gradient as it is."""
-    return _program(model, Summed.apply)
+# as it was written: as if losses differed; mended: backward, the gradient as it is
+wrong, right = pair(_program, all_reduce, Summed.apply)

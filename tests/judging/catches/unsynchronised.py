@@ -14,12 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own
-from tests.judging.catches.words import Words, batch, loss
+from tests.judging.catches.words import Words, loss, pair
 
 NAMED = r"ranks differ and their mean is right"
 STEPS = 2
-
-__all__ = ["batch", "loss"]
 
 
 def model() -> nn.Module:
@@ -43,11 +41,5 @@ def _program(model: Any, last_is_outside: bool) -> TrainingProgram:
     return TrainingProgram(replica, step)
 
 
-def wrong(model: Any) -> TrainingProgram:
-    """Every forward is inside."""
-    return _program(model, last_is_outside=False)
-
-
-def right(model: Any) -> TrainingProgram:
-    """The last forward is outside."""
-    return _program(model, last_is_outside=True)
+# as it was written: every forward is inside; mended: the last forward is outside
+wrong, right = pair(_program, False, True)

@@ -38,6 +38,17 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
 
+def original(catch: Any) -> dict[str, Any]:
+    """The model, batches and loss of a bug: its own, or these."""
+    made = {"batch": batch, "loss": loss} | vars(catch)
+    return {"model": catch.model(), "batch": made["batch"], "loss": made["loss"]}
+
+
+def pair(program: Any, wrong: Any, right: Any) -> tuple[Any, Any]:
+    """The same program with a bug and without, as an argument says."""
+    return lambda model: program(model, wrong), lambda model: program(model, right)
+
+
 def in_words(model: Any) -> TrainingProgram:
     """Train on words in parts: losses are divided by the count of all, and gradients summed."""
 

@@ -196,10 +196,7 @@ class Way:
         return made
 
     def _wrapped(self, config: Any, chunk: Any) -> Any:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         asked = DistributedDataParallelConfig(use_distributed_optimizer=self.distributed)
         with OnCpu():

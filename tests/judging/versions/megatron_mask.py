@@ -14,13 +14,7 @@ from torch import Tensor
 
 from schedlang import TrainingProgram
 from tests.judging.versions.balanced import Balanced as model
-from tests.judging.versions.balanced import (
-    loss,
-    megatron_router,
-    of_words,
-    padded,
-    tracked,
-)
+from tests.judging.versions.balanced import loss, megatron_router, of_words, padded, tracked
 from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT, Square
 
 NAMED = r"the gradient of the output of `embed`: .*right before it: `router`"

@@ -14,13 +14,7 @@ from torch import Tensor
 from schedlang import TrainingProgram
 from tests.judging.catches.parts import own, total
 from tests.judging.versions.balanced import Balanced as model
-from tests.judging.versions.balanced import (
-    loss,
-    of_words,
-    on_ranks,
-    padded,
-    tracked,
-)
+from tests.judging.versions.balanced import loss, of_words, on_ranks, padded, tracked
 from tests.judging.versions.megatron import PACKAGE, WITH, WITHOUT
 
 NAMED = r"what `softmax` in `router` sends back counts 0\.5 times"
