@@ -1,13 +1,11 @@
-"""Aims other than the time of a step: money within a deadline, energy, rows by the devices' speed.
+"""Aims other than the time of a step: money within a deadline, and energy.
 
 * The cheapest number of ranks that meets a deadline (lambda-DNN).
 * Batch and power limit by energy and time, known or found while training (Zeus).
-* Rows dealt to unlike replicas (Whale).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,29 +114,3 @@ def _drawn(costs: Sequence[float], chance: random.Random) -> float:
     mean = sum(costs) / len(costs)
     spread = sum((cost - mean) ** 2 for cost in costs) / (len(costs) - 1)
     return chance.gauss(mean, math.sqrt(spread / len(costs)))
-
-
-# -- rows ------------------------------------------------------------------------------------------
-
-
-def dealt(
-    rows: int, speeds: Sequence[float], most: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
-    """Rows of each replica, such that the last to end ends as early as can be.
-
-    speeds  rows per second of each; `most` rows that each can hold
-    Returns None where they cannot hold all rows.  Whale (Jia et al., USENIX ATC 2022) deals so by
-    floating-point operations; `zero(rows=[3, 1])` says it in a schedule.
-    """
-    room = [rows] * len(speeds) if most is None else list(most)
-    if sum(room) < rows:
-        return None
-    found = [0] * len(speeds)
-    next_end = [(1 / speed, at) for at, speed in enumerate(speeds) if room[at] > 0]
-    heapq.heapify(next_end)
-    for _ in range(rows):
-        _, at = heapq.heappop(next_end)
-        found[at] += 1
-        if found[at] < room[at]:
-            heapq.heappush(next_end, ((found[at] + 1) / speeds[at], at))
-    return tuple(found)
