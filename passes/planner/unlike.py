@@ -33,10 +33,11 @@ from schedlang.passes.planner.price import (
     numbers,
     replicas_send,
     shared_send,
+    states,
     updating,
 )
 from schedlang.passes.planner.space import Floats, Ints, Job
-from schedlang.passes.planner.span import homes, longest
+from schedlang.passes.planner.span import homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Node, Nodes
@@ -98,41 +99,39 @@ def bottleneck(totals: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
     """Units of each stage, such that the slowest stage of all is as quick as can be.
 
     totals  seconds of the units before each, [replicas, stages, units + 1]
-    Every stage takes as many units as a time allows, and that time is halved upon.  Of such cuts
-    the stages end as near as can be to where all would take as long.  Returns None for fewer units
-    than stages.
+    What a time allows is halved upon.  Of such cuts the stages end near to where all would take as
+    long.  Returns None for fewer units than stages.
     """
     table = np.array(totals)
     stages, count = table.shape[1], table.shape[2] - 1
-    if count < stages:
-        return None
 
-    def reached(most: float) -> list[int]:
-        ends = [0]
+    def ends(most: float) -> tuple[Ints, list[Floats]]:
+        """How far a stage reaches from each unit, and where the stages before it may end."""
+        each = [[np.searchsorted(at, at + most, "right") - 1 for at in one] for one in table]
+        far = np.array(each).min(0)
+        found = [np.arange(count + 1) == 0]
         for stage in range(stages):
-            at = table[:, stage]
-            far = (at <= (at[:, ends[-1]] + most)[:, None]).sum(1).min() - 1
-            ends.append(min(int(far), count - stages + stage + 1))
-        return ends if all(b > a for a, b in zip(ends, ends[1:])) else [0]
+            start = np.flatnonzero(found[-1] & (far[stage] > np.arange(count + 1)))
+            opens = np.zeros(count + 2, dtype=np.int64)
+            np.add.at(opens, start + 1, 1)
+            np.add.at(opens, far[stage, start] + 1, -1)
+            found.append(opens.cumsum()[:-1] > 0)
+        return far, found
 
-    low, high = 0.0, float(table[:, :, -1].max())
+    low, high = 0.0, float(table[:, :, -1].max()) * (1 + 1e-9)
+    if not ends(high)[1][-1][count]:
+        return None
     while high - low > 1e-7 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle)[-1] == count else (middle, high)
-    last, most = [count], high * (1 + 1e-9)
-    for stage in reversed(range(1, stages)):
-        at = table[:, stage]
-        near = (at < (at[:, last[0]] - most)[:, None]).sum(1).max()
-        last.insert(0, max(int(near), stage))
+        low, high = (low, middle) if ends(middle)[1][-1][count] else (middle, high)
+    far, begins = ends(high * (1 + 1e-9))
     speeds = 1 / table[:, :, -1].max(0)
-    work, found = table[0, 0] / table[0, 0, -1], [0]
-    for stage, part in enumerate(np.cumsum(speeds)[:-1] / speeds.sum()):
-        at = table[:, stage]
-        far = int((at <= (at[:, found[-1]] + most)[:, None]).sum(1).min()) - 1
-        near = int(np.abs(work - part).argmin())
-        found.append(max(min(near, far, count - stages + stage + 1), last[stage], found[-1] + 1))
-    found.append(count)
-    return tuple(b - a for a, b in zip(found, found[1:]))
+    work, found = table[0, 0] / table[0, 0, -1], [count]
+    for stage in reversed(range(1, stages)):
+        some = np.flatnonzero(begins[stage][: found[0]] & (far[stage, : found[0]] >= found[0]))
+        part = speeds[:stage].sum() / speeds.sum()
+        found.insert(0, int(some[np.abs(work[some] - part).argmin()]))
+    return tuple(b - a for a, b in zip([0, *found], found))
 
 
 def dealt(rows: int, took: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
@@ -222,8 +221,17 @@ class Unlike(Filler):
             for order in orders(nodes.nodes)
         ]
         found = [self._priced(each, *one) for each in every for one in self._shaped(each)]
+        found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
         last = Filled(way, np.inf, 0.0)
         return min(found, key=lambda one: (one.priced is None, one.least), default=last)
+
+    def _again(self, one: Filled) -> Iterator[Filled]:
+        """The same with stages from the programme, which knows the memory of each, and the ends of
+        a pipeline."""
+        for keeps in (True,) if one.priced is not None else (True, False):
+            cuts = self._programme(one.setting, keeps)
+            if cuts is not None and cuts != one.setting.cuts:
+                yield self._priced(one.setting, cuts, self._rows(one.setting))
 
     @property
     def _nodes(self) -> Nodes:
@@ -240,7 +248,7 @@ class Unlike(Filler):
     def _shapes_of(self, way: Setting) -> Iterator[Shape]:
         """As many rows for all, and rows by speed."""
         rows, machines = self._rows(way), laid(way, ordered(self._nodes, way.nodes))
-        cuts = self._cut(way, rows, machines)
+        cuts = self._cut(way, rows)
         if cuts is None:
             return
         yield cuts, rows
@@ -250,7 +258,7 @@ class Unlike(Filler):
             before = cuts, rows
             clocks = {one: self._clock(way, one, cuts) for one in set(machines)}
             rows = dealt(sum(rows), [clocks[one] for one in machines])
-            cuts = self._cut(way, rows, machines)
+            cuts = self._cut(way, rows)
             if cuts is None or (cuts, rows) == before:
                 return
             yield cuts, rows
@@ -278,18 +286,69 @@ class Unlike(Filler):
             self._tables[key] = ahead, back, half
         return self._tables[key]
 
-    def _cut(
-        self, way: Setting, rows: Sequence[int], machines: Sequence[Machines]
-    ) -> tuple[int, ...] | None:
+    def _cut(self, way: Setting, rows: Sequence[int]) -> tuple[int, ...] | None:
         """Cut for the slowest replica at each stage; None where the model has no such rows."""
         home = homes(way.order, way.pp, way.chunks)
         totals = []
-        for kind in set(zip(rows, machines)):
+        for kind in set(zip(rows, laid(way, ordered(self._nodes, way.nodes)))):
             flat = self._flat(way, kind)
             if flat is None:
                 return None
             totals.append([np.concatenate([[0.0], np.cumsum(flat[at])]) for at in home])
         return bottleneck(totals)
+
+    def _programme(self, way: Setting, keeps: bool) -> tuple[int, ...] | None:
+        """Stages cut by the programme of partitions for rounds of 1F1B, on devices with their own
+        speed and room; with all units computed again unless a stage `keeps` activations.
+
+        Returns None for several stages on a rank, and for chains that would take it long.
+        """
+        kinds = dict.fromkeys(zip(self._rows(way), laid(way, ordered(self._nodes, way.nodes))))
+        chains = [self._chain(way, rows) for rows, _ in kinds]
+        large = way.pp * sum(way.cuts) > LARGE
+        if way.chunks > 1 or way.pp == 1 or large or any(chain is None for chain in chains):
+            return None
+        tables = [self._costs(way, kind, keeps) for kind in kinds]
+        flying = in_flight(way.order, way.pp, way.micro, 1).tolist()
+
+        def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+            at = devices.start
+            found = [one[at, :4, last] - one[at, :4, first] for one in tables]
+            ahead, back = max(((one[0], one[1]) for one in found), key=sum)
+            once = max(float(one[at, 4, first:last].max()) for one in tables)
+            held, kept = max(one[2] for one in found) + once, max(one[3] for one in found)
+            yield Way(ahead, back, held=held, kept=kept)
+
+        problem = Problem(
+            sum(way.cuts),
+            menu,
+            way.micro,
+            devices=way.pp,
+            stages=way.pp,
+            memory=1.0,
+            flight=lambda after: flying[way.pp - 1 - after],
+        )
+        found = cut(problem, ROUNDS)
+        return None if found is None else found.units
+
+    def _costs(self, way: Setting, kind: Kind, keeps: bool) -> Floats:
+        """Seconds forward and backward of the units before each at each place, shares of its memory
+        that their state and activations fill, and what each fills once [places, 5, units + 1]."""
+        chain = self._chain(way, kind[0])
+        assert chain is not None
+        units = [run.unit for run in chain.runs]
+        each = replace(way, pp=len(units), chunks=1, order="1F1B")  # each run as a stage
+        state = states(chain, each, self.job.recipe, np.eye(len(units)), np.arange(len(units)))
+        kept = np.array([u.kept if keeps else min(u.kept, u.input) for u in units])
+        counts, found = [run.count for run in chain.runs], []
+        for one in kind[1]:
+            ahead, back, _ = self._table(way, kind[0], one)
+            more = 0.0 if keeps else ahead
+            sums = [ahead, back + more, state / one.memory, kept / one.memory]
+            rates = np.pad(np.repeat(sums, counts, axis=1).cumsum(1), ((0, 0), (1, 0)))
+            once = np.repeat([unit.most / one.memory for unit in units], counts)
+            found.append(np.vstack([rates, np.append(once, 0.0)]))
+        return np.array(found)
 
     def _flat(self, way: Setting, kind: Kind) -> list[Floats] | None:
         """Seconds of each unit at each place."""
@@ -405,6 +464,7 @@ class Unlike(Filler):
         every = [(at, one) for _, some in kinds for at, one in enumerate(some)]
         parts = dict(busiest)
         if setting.pp > 1:
+            sends = min(sends, span - busiest[COMPUTING])
             parts |= {"pp": sends, "idle": span - busiest[COMPUTING] - sends}
         parts["gradients"] = sum(sent.values()) + sum(took for _, took in shared)
         parts["optimizer"] = max(updating(setting, held[at], one, recipe) for at, one in every)
@@ -417,41 +477,16 @@ class Unlike(Filler):
         on some stages, or one row more or less for some replicas."""
         setting = best.setting
         rows = self._rows(setting)
-        if (found := self._rounds(setting)) is not None:
-            yield self._priced(setting, found, rows)
+        yield from self._again(best)
         for cuts in cuts_near(setting.cuts):
             yield self._priced(setting, cuts, rows)
         for moved in cuts_near(setting.rows):
             yield self._priced(setting, setting.cuts, moved)
 
-    def _rounds(self, setting: Setting) -> tuple[int, ...] | None:
-        """Stages cut by the programme for rounds of 1F1B, each by the speed of its devices."""
-        if setting.chunks > 1 or setting.pp == 1 or sum(setting.cuts) * setting.pp > LARGE:
-            return None
-        machines = laid(setting, ordered(self._nodes, setting.nodes))
-        totals = []
-        for rows, some in dict.fromkeys(zip(self._rows(setting), machines)):
-            chain = self._chain(setting, rows)
-            assert chain is not None
-            counts = [run.count for run in chain.runs]
-            tables = [self._table(setting, rows, one)[:2] for one in some]
-            flat = np.repeat(np.array(tables), counts, axis=2).cumsum(2)
-            totals.append(np.pad(flat, ((0, 0), (0, 0), (1, 0))))
-        table = np.array(totals)  # [kinds, places, forward or backward, units + 1]
-
-        def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
-            both = table[:, devices.start, :, last] - table[:, devices.start, :, first]
-            yield Way(*(float(one) for one in both[both.sum(1).argmax()]))
-
-        problem = Problem(
-            sum(setting.cuts), menu, setting.micro, devices=setting.pp, stages=setting.pp
-        )
-        found = cut(problem, ROUNDS)
-        return None if found is None else found.units
-
 
 TURNS = 3
-LARGE = 600  # units times stages, for which the programme takes seconds
+NEAR = 1.25  # times the best: a way is cut again that takes no longer
+LARGE = 300  # units times stages, for which the programme takes long
 
 
 def _memory(machines: Machines) -> Floats:

@@ -77,6 +77,11 @@ class Cluster:
         """The device of a rank: all are alike."""
         return self
 
+    @property
+    def slowest(self) -> Cluster:
+        """The device that computes slowest: all are alike."""
+        return self
+
     def ordered(self, order: Sequence[int]) -> Cluster:
         """The same with its nodes in another order: all are alike."""
         return self

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from schedlang.diagnostics.diagnostic import guess, unknown
+from schedlang.diagnostics.tables import size
 from schedlang.passes.simulate import nccl
 from schedlang.passes.simulate.machine import (
     CLUSTERS,
@@ -137,9 +139,11 @@ class Nodes(Cluster):
         return sum(self.nodes[at].power for at, _ in self._places[:ranks])
 
     def text(self, order: Sequence[int] = ()) -> str:
-        """`8 a100, 8 v100`: ranks of each node, in order."""
-        nodes = self.ordered(order).nodes
-        return ", ".join(f"{one.device.node} {one.device.name}" for one in nodes)
+        """`8 a100 of 80 GiB, 8 v100 of 32 GiB`: ranks of each node, in order."""
+        devices = (one.device for one in self.ordered(order).nodes)
+        each = (f"{one.node} {one.name} of {size(one.memory)}" for one in devices)
+        runs = ((one, len(list(same))) for one, same in groupby(each))
+        return ", ".join(f"{often} x {one}" if often > 1 else one for one, often in runs)
 
     @property
     def best(self) -> Cluster:

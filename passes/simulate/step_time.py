@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -377,10 +378,28 @@ MS = 1000.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a rank and a link: floating-point operations and bytes a second."""
+    """Rates of a rank and a link: floating-point operations and bytes a second.
+
+    slower  of each place of a pipeline, how much slower its ranks are; (): all as quick
+    """
 
     speed: float
     bandwidth: float
+    slower: tuple[float, ...] = ()
+
+
+def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
+    """How much slower the slowest rank of each place is than the quickest of all; () of alike
+    ranks, or too few for the mesh."""
+    from schedlang.passes.simulate.nodes import Nodes
+
+    if not isinstance(cluster, Nodes) or not plan.cuts or cluster.ranks < plan.mesh.world:
+        return ()
+    speeds: dict[int, float] = {}
+    for rank in range(plan.mesh.world):
+        one, at = cluster.of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
+        speeds[at] = min(speeds.get(at, math.inf), one.speed * one.product)
+    return tuple(max(speeds.values()) / speeds[at] for at in sorted(speeds))
 
 
 @dataclass(frozen=True)
@@ -424,6 +443,8 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
         [sum(of_unit[unit] for unit in cut.units(stage)) for stage in range(cut.stages)]
         for of_unit in (cut.graph.flops, cut.graph.saved)
     )
+    slow = machine.slower or (1.0,) * ranks
+    flops = [round(size * slow[place]) for size, place in zip(flops, staged.ranks)]
     if not sum(flops):
         note = "nothing: no operation of this model has a known number of floating-point operations"
         return UNIT_COST, (note,)
@@ -446,10 +467,19 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
     return cost, (
         f"F from {_si(once)}FLOP of a microbatch on one rank's share, at "
         f"{_si(machine.speed)}FLOP/s (--tflops); I and W as F; times in ms",
+        *_slow(machine),
         f"transfers from their bytes, at most {_si(longest)}B, at {_si(machine.bandwidth)}B/s "
         "(--bandwidth)",
         f"M_B is {_si(sum(saved) / ranks)}B: what the forwards keep, but for parameters",
     )
+
+
+def _slow(machine: Machine) -> tuple[str, ...]:
+    slow = max(machine.slower, default=1.0)
+    if slow == 1:
+        return ()
+    places = ", ".join(str(at) for at, one in enumerate(machine.slower) if one == slow)
+    return (f"ranks of place {places} are {slow:.3g} times slower than the quickest",)
 
 
 def _si(value: float) -> str:
