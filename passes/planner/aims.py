@@ -1,6 +1,6 @@
 """Aims other than the time of a step: money within a deadline, and energy.
 
-* The cheapest number of ranks that meets a deadline (lambda-DNN).
+* The cheapest number of ranks, or some of unlike nodes, that meet a deadline (lambda-DNN).
 * Batch and power limit by energy and time, known or found while training (Zeus).
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.fill import Filled
 from schedlang.passes.planner.search import ANY, Profiles, search
 from schedlang.passes.planner.space import Job
+from schedlang.passes.simulate.nodes import Nodes
 
 # -- money -----------------------------------------------------------------------------------------
 
@@ -53,6 +55,39 @@ def cheapest(
         if seconds <= deadline:
             found.append(Cheapest(ranks, seconds * rate(ranks), seconds, last.best))
     return min(found, key=lambda one: (one.money, one.seconds), default=None)
+
+
+def cheapest_nodes(
+    profiles: Profiles,
+    job: Job,
+    steps: int,
+    deadline: float,
+    rate: Callable[[Nodes], float] = lambda nodes: nodes.rate(nodes.ranks),
+    limits: Limits = ANY,
+) -> tuple[Nodes, Cheapest] | None:
+    """The cheapest of a cluster's nodes that together end all steps within the deadline.
+
+    rate  money for a second of some nodes; or their watts, and it is energy that is least
+    Raises TypeError for a cluster that is no `Nodes`.
+    """
+    nodes = job.cluster
+    if not isinstance(nodes, Nodes):
+        raise TypeError("nodes are chosen of a cluster that says which it has")
+    every = range(len(nodes.nodes))
+    some = (one for count in every for one in combinations(every, count + 1))
+    offers = list({nodes.ordered(one) for one in some})
+    found = cheapest(
+        profiles,
+        lambda at: replace(job, ranks=offers[at].ranks, cluster=offers[at]),
+        range(len(offers)),
+        steps,
+        deadline,
+        lambda at: rate(offers[at]),
+        limits,
+    )
+    if found is None:
+        return None
+    return offers[found.ranks], replace(found, ranks=offers[found.ranks].ranks)
 
 
 # -- energy ----------------------------------------------------------------------------------------
