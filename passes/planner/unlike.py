@@ -106,7 +106,7 @@ def bottleneck(totals: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
     stages, count = table.shape[1], table.shape[2] - 1
 
     def ends(most: float) -> tuple[Ints, list[Floats]]:
-        """How far a stage reaches from each unit, and where the stages before it may end."""
+        """Reach of each stage from each unit, and where the stages before it may end."""
         each = [[np.searchsorted(at, at + most, "right") - 1 for at in one] for one in table]
         far = np.array(each).min(0)
         found = [np.arange(count + 1) == 0]

@@ -189,9 +189,13 @@ class Nodes(Cluster):
         return view._sent(op, size, lie)
 
     def _groups(self, ranks: int, stride: int) -> Iterator[tuple[int, ...]]:
-        """Ranks that lie so far apart, all of those that work is told of."""
+        """Ranks that lie so far apart, of all that work is told of; nearer, where that is too far:
+        replicas and parts of sequences together lie everywhere."""
         among = self.only or range(self.ranks)
-        for first in among[: len(among) if ranks > 1 else 0]:
+        if ranks < 2:
+            return
+        stride = min(stride, max(1, (len(among) - 1) // (ranks - 1)))
+        for first in among:
             group = tuple(range(first, first + ranks * stride, stride))
             if (first - among[0]) % (ranks * stride) < stride and group[-1] < self.ranks:
                 yield group

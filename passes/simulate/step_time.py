@@ -389,8 +389,8 @@ class Machine:
 
 
 def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
-    """How much slower the slowest rank of each place is than the quickest of all; () of alike
-    ranks, or too few for the mesh."""
+    """Times that the slowest rank of each place takes of the quickest of all; () of alike ranks, or
+    too few for the mesh."""
     from schedlang.passes.simulate.nodes import Nodes
 
     if not isinstance(cluster, Nodes) or not plan.cuts or cluster.ranks < plan.mesh.world:

@@ -185,6 +185,15 @@ def against_all(job: Job) -> float:
     return last.best.least / min(fit)
 
 
+@pytest.mark.parametrize(("ranks", "memories"), [(1, (1.0, 32.0)), (2, (0.4, 32.0))])
+def test_stages_are_cut_as_memory_has_room(ranks: int, memories: tuple[float, float]) -> None:
+    """Where the quick device is the small one, stages of as long each do not fit, and others do."""
+    kinds = zip((A100, V100), memories, strict=True)
+    nodes = [Node(replace(one, node=ranks, memory=int(gib * 2**30))) for one, gib in kinds]
+    whole = of_nodes("mixed", nodes)
+    assert against_all(Job(whole.ranks, whole.ranks, whole, Recipe(), 512, orders=("1F1B",))) == 1
+
+
 @given(job=jobs())
 @settings(max_examples=3, deadline=None)
 def test_what_is_found_is_nearly_the_best_of_all(job: Job) -> None:

@@ -58,6 +58,8 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_link() -> None:
     assert nodes.sending(Message("send", (0, 4), int(SIZE), (0, 4))) == pytest.approx(1.0)
     assert nodes.sending(Message("send", (0, 1), int(SIZE), (0, 1))) == pytest.approx(0.1)
     assert nodes.sending(Message("all_reduce", (3,), 8)) == 0.0
+    far = nodes.collective("all_reduce", SIZE, 4, 4)  # of dp and cp together: over both nodes
+    assert far == nodes.sending(Message("all_reduce", (0, 2, 4, 6), int(SIZE)))
 
 
 def test_nodes_that_are_alike_are_a_plain_cluster() -> None:
