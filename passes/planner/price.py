@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
+from schedlang.passes.simulate.nodes import Nodes
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
@@ -132,7 +133,7 @@ def price(
 
     `weights` are those of a fit to measured runs, by cause; 1 of all others.  Raises ValueError for
     a chain that is cut into other stages than there are, OrderError for sizes that the order does
-    not have.
+    not have, TypeError for unlike nodes.
     """
     step = _step(chain, setting, cluster, recipe, weights)
     own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
@@ -206,6 +207,7 @@ class _Step:
 def _step(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
 ) -> _Step:
+    alike(cluster)
     names, forward, backward, half = by_run(chain, axes_of(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
     ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
@@ -248,6 +250,12 @@ def _step(
         data,
         {"optimizer": updating(setting, held, cluster, recipe)},
     )
+
+
+def alike(cluster: Cluster) -> None:
+    """Raise TypeError for unlike nodes, which `planner.unlike` prices."""
+    if isinstance(cluster, Nodes):
+        raise TypeError(f"{cluster.text()}: this takes all ranks to be alike; `search` does not")
 
 
 @lru_cache(1024)

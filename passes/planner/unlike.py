@@ -246,7 +246,7 @@ class Unlike(Filler):
         return self._shapes[key]
 
     def _shapes_of(self, way: Setting) -> Iterator[Shape]:
-        """As many rows for all, and rows by speed."""
+        """Cuts with as many rows for all, and with rows by speed."""
         rows, machines = self._rows(way), laid(way, ordered(self._nodes, way.nodes))
         cuts = self._cut(way, rows)
         if cuts is None:

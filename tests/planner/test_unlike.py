@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.fill import Filled
+from schedlang.passes.planner.named import cut_as
+from schedlang.passes.planner.price import price
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
 from schedlang.passes.planner.unlike import (
@@ -127,6 +129,14 @@ def test_replicas_are_of_one_device_or_virtual_workers_of_several() -> None:
     worker = [[one.speed for one in some] for some in laid(replace(setting, axes=AXES[1]), nodes)]
     assert own == [[A100.speed] * 2, [V100.speed] * 2]
     assert worker == [[A100.speed, V100.speed]] * 2
+
+
+def test_what_takes_ranks_to_be_alike_refuses_others() -> None:
+    """Prices of one machine, and planners by name: they would ignore what is unlike."""
+    setting = Setting(Placement(), pp=2)
+    for ask in (price, partial(cut_as, "pipedream")):
+        with pytest.raises(TypeError, match="1 a100 of 80 GiB, 1 v100 of 32 GiB: this takes all"):
+            ask(SMALL(setting.placement), setting, cluster(1, 1))
 
 
 # -- the search ------------------------------------------------------------------------------------
