@@ -55,7 +55,7 @@ def seconds_floor(ways: Ways, clock: Clock) -> Floats:
     each rank more can be said: how long some rank waits before and after, for any cut.
     """
     ahead, back, longest = _units(ways, clock)
-    busy = ways.micro * np.maximum((ahead + back) / ways.pp, longest)
+    busy = ways.micro * np.maximum((ahead + back) / ways.pp / clock.job.worth, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
     waits = _waiting(ahead + back, ways.pp, ways.micro)
     waits = np.where(_of(ways, FLUSHED), waits, _last(ahead, back, ways.pp, ways.micro))
@@ -70,7 +70,7 @@ def seconds_hoped(ways: Ways, clock: Clock) -> Floats:
     """
     ahead, back, _ = _units(ways, clock)
     idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
-    found: Floats = (ahead + back) / ways.pp * (ways.micro + idle)
+    found: Floats = (ahead + back) / ways.pp / clock.job.worth * (ways.micro + idle)
     return found
 
 

@@ -26,7 +26,7 @@ from schedlang.passes.planner.menus import (
     shared_out,
 )
 from schedlang.passes.planner.partition import Way
-from schedlang.passes.planner.price import RECIPE, collective, price, stride, unit_times
+from schedlang.passes.planner.price import RECIPE, alike, collective, price, stride, unit_times
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import Profiles, search
 from schedlang.passes.planner.space import Job, groups, rows_of, ways
@@ -184,8 +184,10 @@ def cut_as(
 
     Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
     where none fit in memory.  Raises KeyError for a planner that cuts no stages,
-    ValueError for several stages on a rank, and for fewer units than stages.
+    ValueError for several stages on a rank, and for fewer units than stages, TypeError for unlike
+    nodes.
     """
+    alike(cluster)
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
     says = tuple(choice for choice in STAGED[name].choices if choice in (keep, again))

@@ -44,6 +44,7 @@ class Job:
     length   tokens of a row, where it may be split; 0: it may not
     experts  of a layer, where they may lie apart; 0: there are none
     across   tensors may be split over nodes too
+    worth    of a rank beside one that is as quick as the cluster, in the mean: at most
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Job:
     experts: int = 0
     across: bool = False
     orders: tuple[str, ...] = tuple(ORDERS)
+    worth: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,7 @@ class Written:
     text: str
     seconds: float
     peak: int
+    fits: bool
 
 
 TRIES = 4  # searches, each for the memory that the last one's best has shown to be there
@@ -203,11 +204,10 @@ def _fitting(
         if found.best is None or found.best.priced is None:
             return found, None, room
         made = _simulated(profiles, job, found)
-        if made.peak <= job.cluster.memory:
+        if made.fits:
             return found, made, room
         share = min(0.99, found.best.priced.peak / made.peak)
-        memory = int(share * min(room.cluster.memory, job.cluster.memory))
-        room = replace(room, cluster=replace(room.cluster, memory=memory))
+        room = replace(room, cluster=room.cluster.holding(share))
     return found, None, room
 
 
@@ -228,13 +228,14 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
         of_rows(profiles.batch, job.rows),
         profiles.loss,
         profiles.weight,
-        job.cluster,
+        job.cluster.ordered(found.best.setting.nodes),
         job.ranks,
     )
     tried = tune.priced(whole, plan, {})
     seconds = found.best.least if tried.time is None else tried.time.seconds
     remarks = [*_figures(job, found, seconds, tried.peak), *_reasons(found.rejected)]
-    return Written(written(profiles, found.best.setting, remarks), seconds, tried.peak)
+    fits = tried.peak <= job.cluster.memory and tried.lacks <= 0
+    return Written(written(profiles, found.best.setting, remarks), seconds, tried.peak, fits)
 
 
 def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
@@ -273,6 +274,7 @@ def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
 def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
     """Time of the simulated step, where it goes by the planner's price, memory of a rank."""
     from schedlang.diagnostics.tables import seconds, size
+    from schedlang.passes.simulate.nodes import Nodes
 
     best = found.best
     assert best is not None and best.priced is not None
@@ -283,6 +285,12 @@ def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
     peaks = dict.fromkeys(size(int(one)) for one in best.priced.peaks)
     places = f"; by place in the pipeline about {', '.join(peaks)}" if len(peaks) > 1 else ""
     yield f"Memory of the fullest rank: {size(peak)} of {size(job.cluster.memory)}{places}."
+    if isinstance(job.cluster, Nodes):
+        nodes, said = best.setting.nodes, ""
+        if nodes != tuple(range(len(nodes))):
+            order = [at + 1 for at in nodes]
+            said = f": `order = {order}` in its file, with hosts in that order"
+        yield f"Ranks lie node by node on {job.cluster.text(nodes)}{said}."
 
 
 def _reasons(rejected: Sequence[Rejected]) -> Iterator[str]:
