@@ -212,6 +212,18 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
 # of torch's own operators, for all runs of this process: what these give never changes; one that a
 # library or a user registers may be registered anew, and is remembered within a run
 _ATEN = Memo()
+
+
+def remembered(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Memo | None = None
+) -> Any:
+    """The result of an operator, remembered where it is torch's own; `others` remembers others."""
+    if func.namespace == "aten":
+        with torch._C.DisableTorchFunction():
+            return _ATEN.run(func, args, kwargs)
+    return func(*args, **kwargs) if others is None else others.run(func, args, kwargs)
+
+
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
@@ -249,8 +261,7 @@ class Constants:
         if func is torch.ops.aten.masked_select.default and args[0].is_meta:
             return self._sized(func, args, kwargs, unknown)
         try:
-            memo = _ATEN if func.namespace == "aten" else self.memo
-            output = memo.run(func, args, kwargs)
+            output = remembered(func, args, kwargs, self.memo)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         except RuntimeError as error:  # so it says of one operator
@@ -259,12 +270,18 @@ class Constants:
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
+        with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Find out the values of what an operator has given."""
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
         made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
         if not made:
             if func._schema.is_mutable:
                 self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
-            return output
+            return
         small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
         # where nothing is known, what is made of a tensor is not known either
         first = args[0] if args else None
@@ -278,7 +295,6 @@ class Constants:
                     self._keep(bare, value)
         elif func._schema.is_mutable:
             self._forget(made)
-        return output
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with all tensors on the meta device; None where they lie on one device.
