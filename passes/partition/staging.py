@@ -204,8 +204,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 def _graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
 ) -> tuple[StageGraph, Recorded]:
-    """Record what units read of each other, and give; ask for their calls once more where the trace lacks
-    them."""
+    """Record what units read of each other, and give; ask for their calls once more where the
+    trace lacks them."""
     from schedlang.runtime.pipeline.stage import Recorded
     from schedlang.runtime.tracing.calls import once
     from schedlang.runtime.tracing.record import record
