@@ -244,11 +244,11 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
         return skeleton
 
     model, recorded = plan.model.model, prepared.staged.recorded
-    known = {} if recorded is None else recorded.known_of(model)
+    told = {} if recorded is None else recorded.known_of(model)
     if prepared.outputs:  # found by a proof, of which next to nothing is asked that it has not
-        made = Stub(model, cut, {**known, **prepared.outputs}, copied)
+        made = Stub(model, cut, {**told, **prepared.outputs}, copied)
     else:
-        made = Stub(copied(), cut, known)
+        made = Stub(copied(), cut, told)
     if prepared.tokens is None:  # else it holds the groups of this rank
         _last.made = of, ready, made
     return made

@@ -218,10 +218,8 @@ def remembered(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Memo | None = None
 ) -> Any:
     """The result of an operator, remembered where it is torch's own; `others` remembers others."""
-    if func.namespace == "aten":
-        with torch._C.DisableTorchFunction():
-            return _ATEN.run(func, args, kwargs)
-    return func(*args, **kwargs) if others is None else others.run(func, args, kwargs)
+    memo = _ATEN if func.namespace == "aten" else others
+    return func(*args, **kwargs) if memo is None else memo.run(func, args, kwargs)
 
 
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
@@ -270,22 +268,22 @@ class Constants:
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
-        with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
-            self._follow(func, args, kwargs, output)
+        self._follow(func, args, kwargs, output)
         return output
 
     def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Find out the values of what an operator has given."""
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
-        made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+        first = args[0] if args else None
+        with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
+            made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+            small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+            # where nothing is known, what is made of a tensor is not known either
+            blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
         if not made:
             if func._schema.is_mutable:
                 self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
             return
-        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
-        # where nothing is known, what is made of a tensor is not known either
-        first = args[0] if args else None
-        blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
         shadow = self._shadow(func, args, kwargs) if small and not blind else None
         if shadow is None and func is torch.ops.aten._is_all_true.default:
             shadow = torch.tensor(True)  # by which distributions check values that are not here
