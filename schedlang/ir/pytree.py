@@ -64,9 +64,7 @@ __all__ = [
 
 IsLeaf = Callable[[Any], bool]
 _PLAIN = (Tensor, int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
-_LEAVES = frozenset(
-    (Tensor, nn.Parameter, int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-)
+_LEAVES = frozenset([Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device])
 _NAMED: dict[type, None] = {}  # classes that were made known here, in order
 
 
@@ -84,27 +82,10 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], A
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of a nest."""
-    found: list[Any] = []
-    if is_leaf is None and _plainly(tree, found):
-        return found
+    if flat(tree):
+        return list(tree.values())
     know(tree)
     return _pytree.tree_leaves(tree, is_leaf)
-
-
-def _plainly(tree: Any, found: list[Any]) -> bool:
-    """Find the leaves of a nest of torch's own kinds, as operators are given, many times faster.
-
-    False where it holds anything else, which pytree may know.
-    """
-    kind = type(tree)
-    if kind in _LEAVES:
-        found.append(tree)
-        return True
-    if kind is dict:
-        tree = tree.values()
-    elif kind is not tuple and kind is not list:
-        return False
-    return all([_plainly(one, found) for one in tree])
 
 
 def tree_flatten_with_path(

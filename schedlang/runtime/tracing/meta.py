@@ -214,12 +214,10 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
 _ATEN = Memo()
 
 
-def remembered(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: Memo | None = None
-) -> Any:
-    """The result of an operator, remembered where it is torch's own; `others` remembers others."""
-    memo = _ATEN if func.namespace == "aten" else others
-    return func(*args, **kwargs) if memo is None else memo.run(func, args, kwargs)
+def remembered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator, remembered where it is torch's own."""
+    own = func.namespace == "aten"
+    return _ATEN.run(func, args, kwargs) if own else func(*args, **kwargs)
 
 
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
@@ -259,7 +257,8 @@ class Constants:
         if func is torch.ops.aten.masked_select.default and args[0].is_meta:
             return self._sized(func, args, kwargs, unknown)
         try:
-            output = remembered(func, args, kwargs, self.memo)
+            memo = _ATEN if func.namespace == "aten" else self.memo
+            output = memo.run(func, args, kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         except RuntimeError as error:  # so it says of one operator
@@ -268,11 +267,6 @@ class Constants:
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
-        self._follow(func, args, kwargs, output)
-        return output
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Find out the values of what an operator has given."""
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
         first = args[0] if args else None
         with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
@@ -283,7 +277,7 @@ class Constants:
         if not made:
             if func._schema.is_mutable:
                 self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
-            return
+            return output
         shadow = self._shadow(func, args, kwargs) if small and not blind else None
         if shadow is None and func is torch.ops.aten._is_all_true.default:
             shadow = torch.tensor(True)  # by which distributions check values that are not here
@@ -293,6 +287,7 @@ class Constants:
                     self._keep(bare, value)
         elif func._schema.is_mutable:
             self._forget(made)
+        return output
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with all tensors on the meta device; None where they lie on one device.
