@@ -79,7 +79,7 @@ LEAST = 1e-9  # of what a run took, where causes that overlap take more away
 
 
 def _slope(model: Model, found: Array, told: Array) -> Array:
-    """How errors grow with each constant [runs, constants]; downwards, for shares end at 1."""
+    """Growth of errors with each constant [runs, constants]; downwards, for shares end at 1."""
     less = [model(found - STEP * one) for one in np.eye(len(found))]
     logs = np.log(np.maximum(np.array(less).reshape(len(found), len(told)), LEAST))
     slopes: Array = (np.log(told) - logs).T / STEP / NOISE

@@ -391,7 +391,7 @@ def replicas_send(
     busiest: Causes,
     weights: Causes,
 ) -> Causes:
-    """Seconds that replicas send and are waited for, by cause.
+    """Seconds that replicas send and are waited for, and that ZeRO copies, by cause.
 
     Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
     parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
@@ -430,8 +430,30 @@ def replicas_send(
     share = cluster.overlap
     computing = {c: t for c, t in busiest.items() if c not in BESIDE}
     if _total(beside, weights) <= _total(computing, weights):
-        return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
-    return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
+        found = both(after, {cause: (1 - share) * took for cause, took in beside.items()})
+    else:
+        hidden = {cause: -share * took for cause, took in computing.items()}
+        found = both(after, beside) | hidden
+    if copied := _copied(setting, held, recipe):
+        found["other"] = found.get("other", 0.0) + cluster.operator("other", 0.0, copied)
+    return found
+
+
+def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
+    """Bytes that the third stage of ZeRO copies in a step, as torch's `fully_shard` does.
+
+    A rank's slice is cast to the parameters' dtype and laid where it is gathered, the whole is
+    taken apart, twice; gradients are laid together, and slices of them are added up in the place of
+    whole ones.
+    """
+    if setting.zero < 3:
+        return 0.0
+    size, gradient, split = recipe.parameter, recipe.gradient, _split(setting)
+    master = bool(recipe.master)
+    gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
+    laid = (not master) * (size + gradient)  # else they would be cast to be added up
+    each = np.maximum(0.0, 2 * gathered + laid - 3 * gradient * (1 - 1 / split))
+    return float(setting.micro * (held @ each))
 
 
 def shared_send(

@@ -106,7 +106,7 @@ def _value(path: Path, at: int, name: str, value: object) -> Any:
 
 
 def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
-    """How a column is told, and read; ValueError for what it cannot be."""
+    """The form of a column in words, and its reader: ValueError for what it cannot be."""
     if name == TOOK:
         return "is seconds, above 0", lambda text: _positive(float(text))
     if name == "zero":
