@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
+from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -498,17 +498,15 @@ def peaks(
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
     rank = homes(setting.order, setting.pp, setting.chunks)
-    kept, less, most, enters = np.array(
-        [[unit.kept, unit.input, unit.most, unit.entering] for unit in units]
+    kept, less, most, enters, waiting = np.array(
+        [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
     number = np.array([unit.numbers for unit in units])
     once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
-    waiting = made @ np.array([unit.waiting for unit in units])
-    waits = waiting * halved(setting.order, setting.pp, setting.micro, setting.chunks)
-    return tuple((found + holds + np.bincount(rank, waits, setting.pp)).tolist())
+    each = np.array([kept, less, once, enters, slope, waiting])
+    return tuple((found + activations(setting, made, again, each)).tolist())
 
 
 def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
@@ -516,12 +514,12 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
 
     `each` tells of one unit of each run: what is kept for its backward, what is where it is
     computed again (and then all of it at that moment), the most beside these, what the first unit
-    of a stage keeps besides, and its gradients: where all forwards run before the first backward,
-    those of units that are still to come are not there yet.
+    of a stage keeps besides, its gradients: where all forwards run before the first backward, those
+    of units that are still to come are not there yet; and what waits between halves of a backward.
     """
-    kept, less, most, enters, slope = each
+    kept, less, most, enters, slope, waiting = each
+    sizes = setting.order, setting.pp, setting.micro, setting.chunks
     rank = homes(setting.order, setting.pp, setting.chunks)
-    flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
     stages = np.arange(len(made))
     first = (made > 0).argmax(1)
     entering = np.where(stages > 0, enters[first], 0.0)
@@ -531,7 +529,9 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
     moments = np.maximum(last, once) + most - whole[:, None]
-    held = np.bincount(rank, flying * whole, setting.pp)
+    rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
+    flying, waits = in_flight(*sizes, whole, rests)
+    held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))
     found: Array = held + fullest
