@@ -212,6 +212,16 @@ def test_composition() -> None:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
+def test_gradients_wait_between_halves_of_a_backward() -> None:
+    """The fullest moment counts bytes, not microbatches; a first stage has nothing to hand back."""
+    ones = np.ones(8)
+    for waiting, last in ((0.0, [8.0, 1.0]), (1.0, [7.0, 7.0])):
+        found = in_flight("ZB-V", 4, 8, 2, ones, waiting * ones)
+        assert found[:, 3:5].sum(1).tolist() == last  # both stages of the last rank
+        assert found[1, 0] == 0
+    assert (in_flight("1F1B", 4, 8, 1) == [[4, 3, 2, 1], [0] * 4]).all()
+
+
 @pytest.mark.parametrize(("zero", "billions"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_state_as_published(zero: int, billions: float) -> None:
     """7.5 billion parameters over 64 ranks, 16 bytes each (Rajbhandari et al. 2020, figure 1)."""
