@@ -218,7 +218,7 @@ def test_gradients_wait_between_halves_of_a_backward() -> None:
     for waiting, last in ((0.0, [8.0, 1.0]), (1.0, [7.0, 7.0])):
         found = in_flight("ZB-V", 4, 8, 2, ones, waiting * ones)
         assert found[:, 3:5].sum(1).tolist() == last  # both stages of the last rank
-        assert found[1, 0] == 0
+    assert in_flight("ZB-H1", 2, 4, 1, ones[:2], ones[:2])[1].tolist() == [0, 2]
     assert (in_flight("1F1B", 4, 8, 1) == [[4, 3, 2, 1], [0] * 4]).all()
 
 
