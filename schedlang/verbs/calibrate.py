@@ -110,12 +110,15 @@ def _of_runs(
     from schedlang.passes.planner.runs import chains_of, fitted_to_runs, read_runs
     from schedlang.passes.simulate.calibrated import Fitted
     from schedlang.passes.simulate.machine import CLUSTERS, cluster_named
+    from schedlang.passes.simulate.nodes import Nodes
     from schedlang.verbs.searched import batch_of
 
     base = cluster_named(like)[0] if like is not None else None
     if base is None:
         title = f"unknown machine `{like}`" if like else "the machine is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like a100`")
+    if isinstance(base, Nodes):
+        bad_option(f"`{like}` has unlike nodes, whose runs are not fitted", "give one kind of them")
     wide = _dtype(dtype, host=False) == "float32"
     timed = read_runs(runs)
     load_all()
