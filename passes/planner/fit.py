@@ -1,12 +1,14 @@
-"""Weights of a price's causes, fitted to measured runs.
+"""Constants of a price, fitted to measured runs.
 
+* Any constants of which times of runs follow.
 * Weights of causes of time, from runs that were timed.
 * Weights of what fills a rank, from runs that fitted and runs that did not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,26 +25,102 @@ PRIOR = 0.8  # standard deviation of the logarithm of a weight about what was as
 STEPS = 300  # at most, that are tried: far more than a fit of hundreds of runs takes
 NOISE = 0.03  # and of a run about the model
 FAR = 1.5  # in those of NOISE, from where on a run weighs less (Huber 1964)
+STEP = 1e-4  # of a logarithm, over which slopes are taken
+# from logarithms of constants to seconds of runs, as shares of what they took [runs]
+Model = Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants that make runs most likely.
+
+    logs    their logarithms; `wide` how far off these may be: standard deviations
+    off     logarithms of told over taken [runs]; `alone` the same of each run where it is left out
+            (Allen 1974: as a straight line through the best has it)
+    """
+
+    logs: Array
+    wide: Array
+    off: Array
+    alone: Array
+
+
+def most_likely(model: Model, start: Array) -> Fit:
+    """Most likely constants: of relative errors of runs, about those of `start`.
+
+    Levenberg and Marquardt's steps in logarithms, so that constants stay above 0; one that no run
+    tells of stays as it was assumed.
+    """
+    found, damping = start, 1e-2
+    told = np.maximum(model(found), LEAST)
+    least, slope = _unlike(told, found, start), _slope(model, found, told)
+    for _ in range(STEPS):
+        if damping > 1e9:
+            break
+        weight, curve = _curve(slope, told)
+        down = slope.T @ (weight * np.log(told) / NOISE) + (found - start) / PRIOR**2
+        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
+        tried = found + np.clip(step, -1, 1)
+        new = np.maximum(model(tried), LEAST)
+        now = _unlike(new, tried, start)
+        if not now < least - 1e-6:  # not where it is no number either
+            damping *= 4
+            continue
+        found, told, least, damping = tried, new, now, damping / 4
+        slope = _slope(model, found, told)
+    weight, curve = _curve(slope, told)
+    spread = np.linalg.inv(curve)
+    own = weight * ((slope @ spread) * slope).sum(1)  # what a run tells of itself
+    off = np.log(told)
+    return Fit(found, np.sqrt(np.diag(spread)), off, off / (1 - np.minimum(own, 1 - 1e-9)))
+
+
+LEAST = 1e-9  # of what a run took, where causes that overlap take more away
+
+
+def _slope(model: Model, found: Array, told: Array) -> Array:
+    """Growth of errors with each constant [runs, constants]; downwards, for shares end at 1."""
+    less = [model(found - STEP * one) for one in np.eye(len(found))]
+    logs = np.log(np.maximum(np.array(less).reshape(len(found), len(told)), LEAST))
+    slopes: Array = (np.log(told) - logs).T / STEP / NOISE
+    return slopes
+
+
+def _curve(slope: Array, told: Array) -> tuple[Array, Array]:
+    """Weights of runs, less where they are far off, and the curvature of how unlikely they are."""
+    weight = np.minimum(1, FAR / np.maximum(abs(np.log(told)) / NOISE, 1e-9))
+    return weight, slope.T @ (weight[:, None] * slope) + np.eye(slope.shape[1]) / PRIOR**2
+
+
+def _unlike(told: Array, found: Array, start: Array) -> float:
+    """Huber's loss of the logarithms of told over taken, and what weights are off the assumed."""
+    off = abs(np.log(told)) / NOISE
+    far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
+    return float(far.sum() + (((found - start) / PRIOR) ** 2).sum() / 2)
+
+
+# -- weights of causes -----------------------------------------------------------------------------
 
 
 def fitted(runs: Sequence[Timed], priors: Causes = NONE) -> dict[str, float]:
     """Most likely weights given runs: of relative errors, about `priors` (1 where none is given).
 
-    Levenberg and Marquardt's steps in logarithms, so that weights stay above 0; one that no run
-    tells of stays as it was assumed.  Raises ValueError without a run, or where one took no time.
+    Raises ValueError without a run, or where one took no time.
     """
     if not runs or min(took for _, took in runs) <= 0:
         raise ValueError(
             "there is nothing to fit to: runs that took more than 0 seconds are needed"
         )
     names, matrix = shares(runs)
-    return dict(zip(names, np.exp(_found(matrix, _start(names, priors))).tolist()))
+    found = most_likely(lambda logs: matrix @ np.exp(logs), _start(names, priors))
+    return dict(zip(names, np.exp(found.logs).tolist()))
 
 
 def unlikelihood(runs: Sequence[Timed], weights: Causes, priors: Causes = NONE) -> float:
     """Negative logarithm of how likely runs are under weights, but for a number."""
     names, matrix = shares(runs)
-    return _unlike(matrix, _start(names, weights), _start(names, priors))
+    at = _start(names, weights)
+    return _unlike(np.maximum(matrix @ np.exp(at), LEAST), at, _start(names, priors))
 
 
 def told(causes: Causes, weights: Causes) -> float:
@@ -59,37 +137,6 @@ def shares(runs: Sequence[Timed]) -> tuple[tuple[str, ...], Array]:
 
 def _start(names: Sequence[str], priors: Causes) -> Array:
     return np.log([priors.get(name, 1.0) for name in names])
-
-
-def _found(matrix: Array, start: Array) -> Array:
-    """Logarithms of the most likely weights."""
-    found, damping = start, 1e-2
-    least = _unlike(matrix, found, start)
-    for _ in range(STEPS):
-        if damping > 1e9:
-            break
-        told = matrix @ np.exp(found)
-        off = np.log(told) / NOISE
-        weight = np.minimum(1, FAR / np.maximum(abs(off), 1e-9))
-        slope = matrix * np.exp(found) / told[:, None] / NOISE
-        down = slope.T @ (weight * off) + (found - start) / PRIOR**2
-        curve = slope.T @ (weight[:, None] * slope) + np.eye(len(start)) / PRIOR**2
-        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
-        tried = found + np.clip(step, -1, 1)
-        now = _unlike(matrix, tried, start)
-        if not now < least - 1e-6:  # not where it is no number either
-            damping *= 4
-            continue
-        found, least, damping = tried, now, damping / 4
-    return found
-
-
-def _unlike(matrix: Array, found: Array, start: Array) -> float:
-    """Huber's loss of the logarithms of told over taken, and what weights are off the assumed."""
-    seconds = np.maximum(matrix @ np.exp(found), 1e-9)  # where causes that overlap take more away
-    off = abs(np.log(seconds)) / NOISE
-    far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
-    return float(far.sum() + (((found - start) / PRIOR) ** 2).sum() / 2)
 
 
 # -- memory ----------------------------------------------------------------------------------------

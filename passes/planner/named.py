@@ -196,7 +196,7 @@ def cut_as(
     )
     if planner.replicas in (each_step, shared_out):
         planner = replace(planner, replicas=_copied(planner.replicas, setting, cluster))
-    flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1).tolist()
+    flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1)[0].tolist()
     layers = layers_of(chain, setting, cluster, recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")

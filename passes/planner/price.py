@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
+from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -391,7 +391,7 @@ def replicas_send(
     busiest: Causes,
     weights: Causes,
 ) -> Causes:
-    """Seconds that replicas send and are waited for, by cause.
+    """Seconds that replicas send and are waited for, and that ZeRO copies, by cause.
 
     Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
     parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
@@ -430,8 +430,30 @@ def replicas_send(
     share = cluster.overlap
     computing = {c: t for c, t in busiest.items() if c not in BESIDE}
     if _total(beside, weights) <= _total(computing, weights):
-        return both(after, {cause: (1 - share) * took for cause, took in beside.items()})
-    return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
+        found = both(after, {cause: (1 - share) * took for cause, took in beside.items()})
+    else:
+        hidden = {cause: -share * took for cause, took in computing.items()}
+        found = both(after, beside) | hidden
+    if copied := _copied(setting, held, recipe):
+        found["other"] = found.get("other", 0.0) + cluster.operator("other", 0.0, copied)
+    return found
+
+
+def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
+    """Bytes that the third stage of ZeRO copies in a step, as torch's `fully_shard` does.
+
+    A rank's slice is cast to the parameters' dtype and laid where it is gathered, the whole is
+    taken apart, twice; gradients are laid together, and slices of them are added up in the place of
+    whole ones.
+    """
+    if setting.zero < 3:
+        return 0.0
+    size, gradient, split = recipe.parameter, recipe.gradient, _split(setting)
+    master = bool(recipe.master)
+    gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
+    laid = (not master) * (size + gradient)  # else they would be cast to be added up
+    each = np.maximum(0.0, 2 * gathered + laid - 3 * gradient * (1 - 1 / split))
+    return float(setting.micro * (held @ each))
 
 
 def shared_send(
@@ -476,17 +498,15 @@ def peaks(
     """Bytes of the rank of each place at its fullest moment."""
     units = [run.unit for run in chain.runs]
     rank = homes(setting.order, setting.pp, setting.chunks)
-    kept, less, most, enters = np.array(
-        [[unit.kept, unit.input, unit.most, unit.entering] for unit in units]
+    kept, less, most, enters, waiting = np.array(
+        [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
     number = np.array([unit.numbers for unit in units])
     once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    holds = activations(setting, made, again, np.array([kept, less, once, enters, slope]))
-    waiting = made @ np.array([unit.waiting for unit in units])
-    waits = waiting * halved(setting.order, setting.pp, setting.micro, setting.chunks)
-    return tuple((found + holds + np.bincount(rank, waits, setting.pp)).tolist())
+    each = np.array([kept, less, once, enters, slope, waiting])
+    return tuple((found + activations(setting, made, again, each)).tolist())
 
 
 def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
@@ -494,12 +514,12 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
 
     `each` tells of one unit of each run: what is kept for its backward, what is where it is
     computed again (and then all of it at that moment), the most beside these, what the first unit
-    of a stage keeps besides, and its gradients: where all forwards run before the first backward,
-    those of units that are still to come are not there yet.
+    of a stage keeps besides, its gradients: where all forwards run before the first backward, those
+    of units that are still to come are not there yet; and what waits between halves of a backward.
     """
-    kept, less, most, enters, slope = each
+    kept, less, most, enters, slope, waiting = each
+    sizes = setting.order, setting.pp, setting.micro, setting.chunks
     rank = homes(setting.order, setting.pp, setting.chunks)
-    flying = in_flight(setting.order, setting.pp, setting.micro, setting.chunks)
     stages = np.arange(len(made))
     first = (made > 0).argmax(1)
     entering = np.where(stages > 0, enters[first], 0.0)
@@ -509,7 +529,9 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
     moments = np.maximum(last, once) + most - whole[:, None]
-    held = np.bincount(rank, flying * whole, setting.pp)
+    rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
+    flying, waits = in_flight(*sizes, whole, rests)
+    held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))
     found: Array = held + fullest

@@ -248,48 +248,53 @@ def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
 PLAIN = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
 
 
-def in_flight(order: str, ranks: int, micro: int, chunks: int) -> Array:
-    """Microbatches whose activations each stage holds when its rank holds most."""
-    if chunks == 1 and order == "1F1B":
-        return np.minimum(ranks - np.arange(ranks), micro).astype(float)
-    if chunks == 1 and order == "GPipe":
-        return np.full(ranks, float(micro))
-    return _fullest(order, ranks, min(micro, 2 * FEW * ranks), chunks)[0]
+def in_flight(
+    order: str,
+    ranks: int,
+    micro: int,
+    chunks: int,
+    kept: Array | None = None,
+    waiting: Array | None = None,
+) -> Array:
+    """Microbatches whose activations each stage holds when its rank holds most, and those of them
+    that wait then for the second half of their backward [2, stages].
 
-
-def halved(order: str, ranks: int, micro: int, chunks: int) -> Array:
-    """Microbatches of each stage that wait then for the second half of their backward: gradients
-    of outputs lie there beside what is kept.
-
-    Halves that follow one another run as one.
+    `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
+    between the halves; without them most microbatches count.  The first stage has no inputs to give
+    gradients to: its first half does nothing.
     """
     if chunks == 1 and order in CLOSED:
-        return np.zeros(ranks)
-    return _fullest(order, ranks, min(micro, 2 * FEW * ranks), chunks)[1]
+        most = ranks - np.arange(ranks) if order == "1F1B" else np.full(ranks, micro)
+        return np.array([np.minimum(most, micro), np.zeros(ranks)], dtype=float)
+    stages = ranks * chunks
+    sizes = np.stack([
+        np.ones(stages) if kept is None else kept,
+        np.full(stages, 1 / stages / micro) if waiting is None else waiting,
+    ])  # fmt: skip
+    found = np.zeros((2, stages))
+    for moments in _moments(order, ranks, min(micro, 2 * FEW * ranks), chunks):
+        found += moments[(moments * sizes).sum((1, 2)).argmax()]
+    return found
 
 
 @lru_cache(512)
-def _fullest(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, Array]:
-    """Microbatches of each stage in flight, and of these those that wait, at the fullest moment of
-    its rank."""
+def _moments(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, ...]:
+    """Microbatches of each stage in flight, and of these those that wait, after operations of each
+    rank [moments, 2, stages]; of moments one of which holds no less of anything the other one."""
     line = played(order, ranks, micro, chunks)
-    live, waiting = np.zeros((2, ranks * chunks))
+    found = []
     for rank in range(ranks):
         rows = slice(line.starts[rank], line.starts[rank + 1])
         kind, stage = line.kind[rows], line.stage[rows]
-        one = np.stack([stage, line.microbatch[rows]], 1)
-        joined = (kind[:-1] == Kind.I) & (kind[1:] == Kind.W) & (one[:-1] == one[1:]).all(1)
-        halves = (kind == Kind.I) & ~np.append(joined, False)
-        rests = (kind == Kind.W) & ~np.append([False], joined)
-        changes = np.zeros((2, len(kind), ranks * chunks))
+        changes = np.zeros((len(kind), 2, ranks * chunks))
         at = np.arange(len(kind))
-        changes[0, at, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
-        changes[1, at, stage] = halves.astype(int) - rests
-        held = changes.cumsum(1)
-        full = (held[0].sum(1) + held[1].sum(1) / len(kind)).argmax()  # of equals more that wait
-        live += held[0, full]
-        waiting += held[1, full]
-    return live, waiting
+        changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
+        changes[at, 1, stage] = ((kind == Kind.I).astype(int) - (kind == Kind.W)) * (stage > 0)
+        held = np.unique(changes.cumsum(0), axis=0)
+        flat = held.reshape(len(held), -1)[:, held.any(0).ravel()]
+        less = (flat[:, None] <= flat[None]).all(2).sum(1) > 1
+        found.append(held[~less])
+    return tuple(found)
 
 
 @lru_cache(512)

@@ -309,7 +309,7 @@ class Unlike(Filler):
         if way.chunks > 1 or way.pp == 1 or large or any(chain is None for chain in chains):
             return None
         tables = [self._costs(way, kind, keeps) for kind in kinds]
-        flying = in_flight(way.order, way.pp, way.micro, 1).tolist()
+        flying = in_flight(way.order, way.pp, way.micro, 1)[0].tolist()
 
         def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
             at = devices.start

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from schedlang.verbs.inputs import check_folders, write_text
 from schedlang.verbs.options import AsJson, verb
 
 if TYPE_CHECKING:
+    from schedlang.passes.simulate.calibrated import Fitted
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.runtime.rates import Rate
     from schedlang.verbs.telling import Telling
@@ -21,7 +23,14 @@ if TYPE_CHECKING:
 
 @verb
 def calibrate(
+    model: Annotated[
+        Path | None, typer.Argument(help="Model file, of which there are `--runs`.")
+    ] = None,
     *,
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", metavar="FILE", help="Timed settings of the model, CSV or JSON."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="Machine file to write.")
     ] = None,
@@ -30,7 +39,7 @@ def calibrate(
     ] = 2,
     like: Annotated[
         str | None,
-        typer.Option("--like", metavar="NAME", help="Machine with what is not measured."),
+        typer.Option("--like", "--on", metavar="NAME", help="Machine with what is not measured."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32 or bfloat16, in which models compute.")
@@ -40,19 +49,28 @@ def calibrate(
     ] = 0.1,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the machine at hand, for `--on FILE` of verbs that time steps.
+    """Measure the machine at hand, or fit one to runs, for `--on FILE` of verbs that time steps.
 
     `schedlang calibrate -o mine.toml`
 
+    `schedlang calibrate model.py --runs runs.csv --like a100 -o mine.toml`
+
     Products of matrices, attention, sums in memory and starts of operators on this device; on a
     CPU collectives between local ranks too.  Links between accelerators are those of `--like`.
+    With `--runs` nothing is measured: constants are those under which the price of each setting of
+    the table is the `step_s` beside it.
     """
-    from schedlang.passes.simulate.calibrated import fitted, text
+    from schedlang.passes.simulate.calibrated import fitted
     from schedlang.runtime.device import on_host, own_device
     from schedlang.verbs.telling import Telling
 
     check_positive("longest", longest)
     check_folders(out=out)
+    if (model is None) != (runs is None):
+        bad_option("a model and its runs go together", "`schedlang calibrate model.py --runs FILE`")
+    if model is not None and runs is not None:
+        _of_runs(model, runs, like, dtype, out, as_json)
+        return
     if ranks < 1:
         bad_option(f"`--ranks {ranks}` are too few", "give 2, or 1 to measure no messages")
     host = on_host(own_device())
@@ -61,16 +79,64 @@ def calibrate(
     with Telling(as_json) as telling:
         rates, sent = _measured(longest, ranks if host else 1, telling)
     found = fitted(base, rates, sent, chosen, ranks)
+    samples = [asdict(one) for one in (*rates, *sent)]
+    _tell(found, out, as_json, {"samples": samples})
+
+
+def _tell(found: Fitted, out: Path | None, as_json: bool, more: dict[str, Any]) -> None:
+    """Write the machine, or print it."""
+    from schedlang.passes.simulate.calibrated import text
+
     if out is not None:
         write_text(out, text(found))
     if as_json:
-        samples = [asdict(one) for one in (*rates, *sent)]
-        machine = asdict(found.cluster) | {"peaks": dict(found.cluster.peaks), "low": None}
-        show_json({"machine": machine, "how": dict(found.how), "samples": samples})
+        machine = asdict(found.cluster) | {"peaks": dict(found.cluster.peaks)}
+        machine["low"] = None if math.isinf(found.cluster.low) else found.cluster.low
+        show_json({"machine": machine, "how": dict(found.how), **more})
     elif out is None:
         print(text(found), end="")
     else:
         print(f"{out}: {found.cluster.name}, read it with `--on {out}`")
+
+
+def _of_runs(
+    model: Path, runs: Path, like: str | None, dtype: str | None, out: Path | None, as_json: bool
+) -> None:
+    """Fit a machine to a table of runs; tell how well it tells them, and what they do not tell."""
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.ir.primitive import load_all
+    from schedlang.passes.planner.profile import Profiles
+    from schedlang.passes.planner.runs import chains_of, fitted_to_runs, read_runs
+    from schedlang.passes.simulate.calibrated import Fitted
+    from schedlang.passes.simulate.machine import CLUSTERS, cluster_named
+    from schedlang.passes.simulate.nodes import Nodes
+    from schedlang.verbs.searched import batch_of
+
+    base = cluster_named(like)[0] if like is not None else None
+    if base is None:
+        title = f"unknown machine `{like}`" if like else "the machine is missing"
+        bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like a100`")
+    if isinstance(base, Nodes):
+        bad_option(f"`{like}` has unlike nodes, whose runs are not fitted", "give one kind of them")
+    wide = _dtype(dtype, host=False) == "float32"
+    timed = read_runs(runs)
+    load_all()
+    file = load_model_file(str(model), model)
+    facts = ModelFacts(file.model(meta=True))
+    profiles = Profiles(facts, batch_of(file), file.loss, file.weight, "" if wide else "bf16")
+    chains = chains_of(runs, timed, profiles, base, profiles.recipe)
+    found = fitted_to_runs(timed, chains, base, profiles.recipe)
+    off, alone = found.error(found.told), found.error(found.alone)
+    if not as_json:
+        kept = f"; not told by them: {', '.join(found.kept)}" if found.kept else ""
+        print(f"{len(timed)} runs, {off:.1%} off in the mean, each left out {alone:.1%}{kept}")
+    each = [
+        {**asdict(run), "told": told, "alone": left}
+        for run, told, left in zip(timed, found.told, found.alone, strict=True)
+    ]
+    more = {"mape": off, "left_out": alone, "not_told": found.kept, "runs": each}
+    _tell(Fitted(found.cluster, found.how), out, as_json, more)
 
 
 def _dtype(asked: str | None, host: bool) -> str:

@@ -76,6 +76,7 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4, order="Interleaved1F1B", chunks=2),
     Setting(P(8), pp=2, micro=4, order="ZB-H1"),
     Setting(P(8), pp=2, micro=8, order="ZB-H2"),
+    Setting(P(8), pp=4, micro=8, order="ZB-V", chunks=2),
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
@@ -107,9 +108,10 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
 @pytest.mark.parametrize("make", [models.llama, models.gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_every_price_is_that_of_the_schedule(make: object, dtype: str, setting: Setting) -> None:
-    """Both dtypes, a tied head; copies of ZeRO are left out of prices, which are 8 % lower then."""
+    """Both dtypes, a tied head; what the third stage of ZeRO copies, too."""
     recipe = MIXED if dtype else replace(FULL, master=4 * (setting.dp > 1 and setting.zero > 0))
-    near(models.profiles(make, dtype), setting, recipe, 0.08, 0.05)  # type: ignore[arg-type]
+    off = 0.02 if setting.zero == 3 else 0.08
+    near(models.profiles(make, dtype), setting, recipe, off, 0.05)  # type: ignore[arg-type]
 
 
 # -- chains ----------------------------------------------------------------------------------------

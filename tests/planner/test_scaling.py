@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from schedlang.passes.planner.span import longest
 from tests.benchmarks.scaling import TABLES, TOLD, Row, constant, error, long_sequences, slower
 
 
@@ -52,3 +54,31 @@ def test_zero_3_collapses(made: dict[str, list[Row]], longer: float) -> None:
 def test_long_sequences() -> None:
     """From 4,096 tokens to a million, over 1 to 32 parts of context."""
     assert max(abs(told / took - 1) for _, told, took in long_sequences()) <= 0.05
+
+
+# Qi et al. 2024, tables 5 and 9: stages, microbatches, milliseconds of a forward, both halves of a
+# backward and a message; which part of a step ranks are idle, by 1F1B and with three stages a rank
+BUBBLES = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1055),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0818),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0443),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1104),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.0852),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0445),
+]
+
+
+@pytest.mark.parametrize("row", BUBBLES, ids=str)
+def test_interleaving(row: tuple[float, ...]) -> None:
+    """The longest way of measured stages takes what is published; interleaved but for a message of
+    each rank, which that paper leaves out."""
+    ranks, micro, *times, send, plain, interleaved = row
+    whole, places = micro * sum(times), int(ranks)
+    for name, chunks, idle, less in (
+        ("1F1B", 1, plain, 0.0),
+        ("Interleaved1F1B", 3, interleaved, ranks * send),
+    ):
+        f, i, w = (np.full(places * chunks, one / chunks) for one in times)
+        way = longest(name, places, chunks, int(micro), f, i, w, send)
+        took = way.seconds(f, i, w, send) - less
+        assert 1 - whole / took == pytest.approx(idle, abs=1e-4 if less else 1.2e-3)

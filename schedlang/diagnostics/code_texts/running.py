@@ -239,4 +239,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "wrote, or figures of a data sheet: speed, stream, link, network, node, memory.  A\n"
         "cluster of unlike nodes has a `[[node]]` for each kind, with the `device` of its ranks.",
     ),
+    "S938": (
+        "no table of runs",
+        "`calibrate model.py --runs FILE` reads runs of a model: a row each, in CSV or a list of\n"
+        "objects in JSON, with `step_s` and words of a search (`tp`, `pp`, `rows`, `micro`, ..).\n"
+        "At least three were timed, and every setting is one that the model can have.",
+    ),
 }

@@ -54,10 +54,15 @@ class Work:
     messages: Counter[Message] = field(default_factory=Counter)
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Take up one operator; those that only look at a tensor in another way cost nothing."""
-        if not _looks(func):
+        """Take up one operator; those that only look at a tensor in another way cost nothing.
+
+        The copy of slices into the place from which they are gathered is of these alone.
+        """
+        if not _moves_nothing(func):
             made = list(_tensors((out,)))
-            given = (*_tensors(args), *_tensors(kwargs.values()))
+            given = [*_tensors(args), *_tensors(kwargs.values())]
+            if func._overloadpacket.__name__ == "all_gather_copy_in":  # it is given the whole, too
+                made = given = list(_tensors(args[:1]))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))
             # the first: beside its result in 16 bits attention gives a sum of exponents in 32
             width = made[0].element_size() if made else HALF
@@ -70,9 +75,10 @@ class Work:
 
 
 @cache
-def _looks(func: Any) -> bool:
-    """Return whether an operator gives nothing but a view."""
-    return bool(func.is_view)
+def _moves_nothing(func: Any) -> bool:
+    """Return whether an operator gives nothing but a view, or memory as it is."""
+    name = func._overloadpacket.__name__
+    return bool(func.is_view) or name.removeprefix("new_").startswith("empty")
 
 
 @cache

@@ -1,0 +1,267 @@
+"""A machine fitted to a table of runs of a model.
+
+* The table: settings by the words of a search, and the seconds that a step took.
+* The constants of a machine under which the price of these settings is what was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
+from schedlang.diagnostics.source import bytes_of
+from schedlang.ir.limits import COUNTS, NAMES
+from schedlang.passes.planner.fit import PRIOR, Array, Fit, most_likely
+from schedlang.passes.planner.price import RECIPE, price
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
+from schedlang.passes.simulate.machine import Cluster
+from schedlang.pipeline.schedules import OrderError
+
+Profiles = Callable[[Placement], Chain | Refusal]
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+TOOK = "step_s"
+LISTS = ("cuts", "axes")
+COLUMNS = (*NAMES, *LISTS, TOOK)
+FEWEST = 3  # runs: of fewer none can be left out to see how well the others tell it
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run: its setting, the seconds of a step, and the row of the table that says so."""
+
+    setting: Setting
+    seconds: float
+    row: int
+
+
+def read_runs(path: Path) -> list[Timed]:
+    """Read the runs of a table, in CSV or a list of objects in JSON.
+
+    A row has `step_s`, and what words of a search differ from one rank with one microbatch of one
+    row; `cuts`, `axes` and `again` may be lists, with spaces between.  Rows without a time are left
+    out.  Raises Refusal S938 for a file, a column or a value that cannot be read.
+    """
+    try:
+        text = bytes_of(path).decode("utf-8-sig")
+        table = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+        rows = json.loads(text) if path.suffix == ".json" else list(table)
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise _wrong(path, str(error).splitlines()[0]) from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise _wrong(path, "runs are a list of objects, one each")
+    found = [one for at, row in enumerate(rows, 1) if (one := _run(path, at, row)) is not None]
+    if len(found) < FEWEST:
+        count = f"{len(found)} run{'s' * (len(found) != 1)} with `{TOOK}`"
+        raise _wrong(path, f"{count}: at least {FEWEST} are needed")
+    return found
+
+
+def _run(path: Path, at: int, row: Mapping[Any, Any]) -> Timed | None:
+    """The run of a row; None where it was not timed."""
+    for name in row:
+        if name not in COLUMNS:
+            helps, facts = guess(str(name), COLUMNS, "columns are"), unknown(str(name), COLUMNS)
+            raise _wrong(path, f"row {at}: there is no column `{name}`", helps, facts)
+    given = {name: _value(path, at, name, value) for name, value in row.items() if _said(value)}
+    took = given.pop(TOOK, None)
+    if took is None:
+        return None
+    again = given.pop("again", "none")
+    at_once = {name: given.pop(name) for name in PLACED if name in given}
+    setting = Setting(Placement(**at_once), **{"zero": 0, **given})
+    stages = setting.pp * setting.chunks
+    if isinstance(again, str):
+        again = (ALL,) * stages if again == "all" else ()
+    return Timed(replace(setting, again=again), took, at)
+
+
+PLACED = ("rows", "tp", "sequence", "cp", "ep")
+ALL = 2**31  # units computed again: as many as there are
+
+
+def _said(value: object) -> bool:
+    return value is not None and str(value).strip() != ""
+
+
+def _value(path: Path, at: int, name: str, value: object) -> Any:
+    """A field as the setting has it."""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value).strip()
+    needs, read = _reading(name)
+    try:
+        return read(text)
+    except ValueError:
+        raise _wrong(path, f"row {at}: `{name}` is {text[:40]!r}", f"{name} {needs}") from None
+
+
+def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
+    """The form of a column in words, and its reader: ValueError for what it cannot be."""
+    if name == TOOK:
+        return "is seconds, above 0", lambda text: _positive(float(text))
+    if name == "zero":
+        return "is 0, 1, 2 or 3", lambda text: ("0", "1", "2", "3").index(text)
+    if name in COUNTS:
+        return "is a whole number above 0", lambda text: int(_positive(int(text)))
+    if name == "sequence":
+        return "is true or false", lambda text: bool(("false", "true").index(text.lower()))
+    if name == "again":
+        return "is none, all, or units of each stage: `2 2 1 0`", _again
+    if name == "cuts":
+        units = "are units of each stage: `7 8 8 7`"
+        return units, lambda text: tuple(int(_positive(int(one))) for one in text.split())
+    if name == "axes":
+        return "are dp, pp, cp and tp, the slowest first: `pp dp cp tp`", _axes
+    return "is the name of an order", str
+
+
+def _positive(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
+
+
+def _again(text: str) -> str | tuple[int, ...]:
+    return text if text in ("none", "all") else tuple(map(int, text.split()))
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    if sorted(text.split()) != ["cp", "dp", "pp", "tp"]:
+        raise ValueError
+    return tuple(text.split())
+
+
+def _wrong(path: Path, why: str, help_: str = "", facts: Facts = ()) -> Refusal:
+    title = f"no machine can be fitted to `{path}`"
+    return Refusal.of("S938", title, notes=(why,), helps=(help_,) if help_ else (), facts=facts)
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def chains_of(
+    path: Path, runs: Sequence[Timed], profiles: Profiles, base: Cluster, recipe: Recipe = RECIPE
+) -> list[Chain]:
+    """The chain of each run; raises Refusal S938 for a setting that the model cannot have."""
+    found = []
+    for one in runs:
+        chain, stages = profiles(one.setting.placement), one.setting.pp * one.setting.chunks
+        if isinstance(chain, Refusal):
+            first = chain.diagnostics[0]
+            why = f"row {one.row}: {first.code}: {first.title}"
+            raise _wrong(path, why, "; ".join(first.helps))
+        try:
+            if one.setting.dp % one.setting.placement.ep:
+                raise ValueError("`ep` does not divide `dp`")
+            for axis in ("tp", "cp", "ep"):
+                size = getattr(one.setting.placement, axis)
+                if size > 1 and axis not in _sending(chain):
+                    raise ValueError(f"nothing of this model is split over `{axis}` = {size}")
+            if one.setting.again and len(one.setting.again) != stages:
+                raise ValueError(f"`again` is to be {stages} numbers")
+            price(chain, one.setting, base, recipe)
+        except OrderError as error:
+            raise _wrong(path, f"row {one.row}: {error.reason}", error.legal) from None
+        except ValueError as error:
+            raise _wrong(path, f"row {one.row}: {error}") from None
+        found.append(chain)
+    return found
+
+
+def _sending(chain: Chain) -> set[str]:
+    """Axes along which units send: what is split over one does."""
+    works = [work for run in chain.runs for work in (run.unit.forward, run.unit.backward)]
+    return {sent.axis for work in works for sent in work.sent}
+
+
+SHARES: Final[Mapping[str, str]] = {  # of what a data sheet promises
+    "product": "speed",
+    "attention": "speed",
+    "streaming": "stream",
+    "linked": "link",
+    "routed": "network",
+}
+CONSTANTS = (*SHARES, "overlap", "start", "ramp", "hop", "far")
+TELLS = 0.75 * PRIOR  # a table tells a constant if it takes a quarter of what is not known of it
+
+
+@dataclass(frozen=True)
+class FittedRuns:
+    """A machine, and how well it tells the runs that it was fitted to.
+
+    how    of each constant that was fitted: how far off it may be; of the others, why not
+    told   seconds of each run; `alone` where that run is left out of the fit
+    """
+
+    cluster: Cluster
+    how: Mapping[str, str]
+    kept: tuple[str, ...]
+    runs: Sequence[Timed]
+    told: Sequence[float]
+    alone: Sequence[float]
+
+    def error(self, told: Sequence[float]) -> float:
+        """Mean relative error of seconds that are told."""
+        took = [one.seconds for one in self.runs]
+        return float(np.mean([abs(a / b - 1) for a, b in zip(told, took, strict=True)]))
+
+
+def fitted_to_runs(
+    runs: Sequence[Timed], chains: Sequence[Chain], base: Cluster, recipe: Recipe = RECIPE
+) -> FittedRuns:
+    """Fit the constants of a machine to runs; what they do not tell stays as `base` has it.
+
+    `chains` are those of the runs.
+    """
+    took = np.array([one.seconds for one in runs])
+
+    def fit(names: Sequence[str]) -> Fit:
+        def model(logs: Array) -> Array:
+            machine = _with(base, names, logs)
+            pairs = zip(chains, runs, strict=True)
+            told = [price(chain, one.setting, machine, recipe).seconds for chain, one in pairs]
+            shares: Array = np.array(told) / took
+            return shares
+
+        return most_likely(model, np.log([getattr(base, name) for name in names]))
+
+    names = [name for name in CONSTANTS if 0 < getattr(base, name) < math.inf]
+    found = fit(names)
+    wide = dict(zip(names, np.expm1(found.wide).tolist(), strict=True))  # with all of them open
+    while len(names) > 1 and found.wide.max() > TELLS:
+        names.pop(int(found.wide.argmax()))
+        found = fit(names)
+    kept = tuple(name for name in CONSTANTS if name not in names)
+    how = dict.fromkeys(kept, "not told by the runs: as it was")
+    how |= {name: f"fitted to {len(runs)} runs, within {wide[name]:.0%}" for name in names}
+    made = _settled(_with(replace(base, name=f"{base.name}_fitted"), names, found.logs))
+    told = [(np.exp(off) * took).tolist() for off in (found.off, found.alone)]
+    return FittedRuns(made, how, kept, runs, *told)
+
+
+def _with(base: Cluster, names: Sequence[str], logs: Array) -> Cluster:
+    values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+    if "overlap" in values:
+        values["overlap"] = min(1.0, values["overlap"])
+    made: Cluster = replace(base, **values)
+    return made
+
+
+def _settled(one: Cluster) -> Cluster:
+    """The same machine; where a share would be above 1 the data sheet's figure is raised."""
+    for rate in dict.fromkeys(SHARES.values()):
+        shares = {name: getattr(one, name) for name, of in SHARES.items() if of == rate}
+        most = max(1.0, *shares.values())
+        changed = {name: share / most for name, share in shares.items()}
+        one = replace(one, **{rate: getattr(one, rate) * most}, **changed)
+    return one
