@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial, rows_text
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import PLANNERS, cut, laid, names
-from schedlang.passes.planner.operators.placements import Asked, Placed
+from schedlang.passes.planner.operators.named import PLANNERS, best, laid, modes, names
+from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
@@ -131,10 +131,10 @@ def test_parameters_lie_in_slices_where_memory_binds() -> None:
     assert whole.bytes > first.bytes > third.bytes
     assert whole.seconds == first.seconds < third.seconds
     asked = Asked(2, Slow(), mode="rows", zero=3, kept=False)
-    over = laid(graph, asked)
+    over = laid(graph, [asked])
     assert over is not None  # a second axis that splits nothing holds the slices of the first
-    beside = replace(asked, mode="tensors", pins=dict.fromkeys(over.placed.parameters, -1))
-    again = laid(cut(graph, over), beside)
+    whole_ones = dict.fromkeys(over.joint.parameters, -1)
+    again = laid(graph, [replace(asked, mode="tensors", pins=whole_ones)], done=over.only())
     assert again is not None and again.solution.bytes == over.solution.bytes
 
 
@@ -251,25 +251,33 @@ IDS = {"ids": torch.zeros(2, 4, dtype=torch.long)}
 SMALL = [(Pair(), X), (Pair(False), X), (Looked(), IDS), (Gated(), X)]
 
 
-def cheapest(placed: Placed, limit: float) -> float:
+def cheapest(placed: Placed | Joint, limit: float) -> float:
     """The least seconds of all choices of nodes and parameters that fit; values by their best."""
     problem, nodes = placed.problem, len(placed.graph.nodes)
     own = nodes + len(placed.parameters)
-    best = math.inf
-    for choice in itertools.product(*(range(len(one)) for one in problem.seconds[:own])):
-        seconds = sum(float(problem.seconds[v][k]) for v, k in enumerate(choice))
-        if sum(float(problem.bytes[v][k]) for v, k in enumerate(choice)) > limit:
-            continue
+    seconds, size = np.zeros(1), np.zeros(1)
+
+    def along(table: np.ndarray, *variables: int) -> np.ndarray:
+        """A table with one dim for each variable, and one for what is at its best."""
+        shape = [1] * (own + 1)
+        for variable, length in zip(variables, table.shape):
+            shape[min(variable, own)] = length
+        return table.reshape(shape)
+
+    for v in range(own):
+        seconds = seconds + along(problem.seconds[v], v)
+        size = size + along(problem.bytes[v], v)
+    for (i, j), costs in problem.pairs.items():
+        seconds = seconds + along(costs, i, j) if j < own else seconds
+    for value in range(own, len(problem.seconds)):
+        told = along(problem.seconds[value], value)
         for (i, j), costs in problem.pairs.items():
-            seconds += float(costs[choice[i], choice[j]]) if j < own else 0.0
-        for value in range(own, len(problem.seconds)):
-            told = problem.seconds[value]
-            for (i, j), costs in problem.pairs.items():
-                told = told + (costs[choice[i]] if j == value else 0.0)
-                told = told + (costs[:, choice[j]] if i == value else 0.0)
-            seconds += float(told.min())
-        best = min(best, seconds)
-    return best
+            told = told + along(costs, i, j) if j == value else told
+        seconds = seconds + told.min(axis=-1, keepdims=True)
+    return float(np.where(size <= limit, seconds, np.inf).min())
+
+
+MOST = 3 << 20  # choices that are tried
 
 
 @pytest.mark.parametrize("sent, fixed", [(1e-3, 0.0), (1.0, 5.0), (30.0, 0.0)])
@@ -309,24 +317,34 @@ def test_planners_of_the_literature_are_settings() -> None:
     asked = Asked(2, Slow())
     both = (PLANNERS[name] for name in ("Alpa", "Mesh-TensorFlow"))
     mine, named = (one.search(graph, [asked], math.inf) for one in both)
-    assert mine and named and mine[0].seconds <= named[0].seconds
-    tried = [laid(graph, replace(asked, name=n)) for n in names(graph) if n not in graph.rows]
-    tried.append(laid(graph, replace(asked, mode="rows")))
-    assert named[0].seconds == min(one.seconds for one in tried if one)
+    assert mine and named and mine.seconds <= named.seconds
+    tried = [laid(graph, [replace(asked, name=n)]) for n in names(graph) if n not in graph.rows]
+    tried.append(laid(graph, [replace(asked, mode="rows")]))
+    assert named.seconds == min(one.seconds for one in tried if one)
     two = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
-    assert two and two[0].seconds == mine[0].seconds > two[1].seconds
+    assert two and two.joint.parts[0].options == mine.only()[0].options
 
 
+@pytest.mark.parametrize("sent, fixed", [(1e-3, 0.0), (1.0, 5.0)])
 @pytest.mark.parametrize("model, batch", SMALL, ids=["pair", "unbiased", "looked", "gated"])
-def test_two_axes_equal_every_choice_of_the_second(
-    model: nn.Module, batch: dict[str, Tensor]
+def test_two_axes_equal_every_choice_and_one_after_the_other_is_not_better(
+    model: nn.Module, batch: dict[str, Tensor], sent: float, fixed: float
 ) -> None:
-    """After the first axis the second is the best for what is left."""
+    """At once, and the second for what the first has left; with a limit of bytes and without."""
     graph = graph_of(trial_of(model, batch))
-    asked = Asked(2, Slow(1.0))
-    found = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
-    assert found is not None
-    left = cut(graph, found[0])
-    menu = [replace(asked, mode="rows", zero=stage) for stage in (0, 1, 3)]
-    least = min(cheapest(Placed(left, one), math.inf) for one in (asked, *menu))
-    assert math.isclose(found[1].seconds, least)
+    axes = [Asked(2, Slow(sent, fixed)), Asked(2, Slow(2 * sent, fixed), stride=2)]
+    both, tofu = best(graph, axes), PLANNERS["Tofu"].search(graph, axes, math.inf)
+    assert both is not None and tofu is not None and both.seconds <= tofu.seconds
+    for several in modes(axes):
+        joint = Joint(tuple(Placed(graph, one) for one in several))
+        nodes = len(graph.nodes) + len(joint.parameters)
+        if math.prod(map(len, joint.problem.seconds[:nodes])) > MOST:
+            continue
+        for limit in (math.inf, both.solution.bytes * 0.8):
+            found, known = solve(joint.problem, limit), cheapest(joint, limit)
+            assert math.isclose(found.seconds if found else math.inf, known)
+    first = tofu.joint.parts[:1]
+    rows = first[0].asked.mode == "rows"
+    seconds = [one for one in modes(axes[1:]) if not (rows and one[0].mode == "rows")]
+    least = min(cheapest(Joint((*first, Placed(graph, *one))), math.inf) for one in seconds)
+    assert math.isclose(tofu.seconds, least)

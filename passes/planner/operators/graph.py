@@ -60,8 +60,6 @@ class Graph:
 
     values  by name: a parameter's or an input's own, else that of the node with the result's number
     scale   rows of the whole batch for each one that was recorded
-    slices  parameters that ZeRO has cut over another axis: the share of themselves and their
-            gradients that a rank holds, and that of the optimizer's state
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -69,7 +67,6 @@ class Graph:
     values: dict[str, Value] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
-    slices: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def classes(self) -> Mapping[Dim, Dim]:

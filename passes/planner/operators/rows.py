@@ -1,4 +1,4 @@
-"""Layouts of a model's operators, found for each axis of a mesh, as rows of the language.
+"""Layouts of a model's operators, found for all axes of a mesh at once, as rows of the language.
 
 What the solver chooses is tried on the model as any other rows are; an option that the language
 refuses is banned, and the next best is looked for.  So the graph may believe in more than is legal,
@@ -19,8 +19,16 @@ from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import STAGES, Laid, cut
-from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Option, Placed
+from schedlang.passes.planner.operators.named import Laid, laid, modes
+from schedlang.passes.planner.operators.placements import (
+    ENTERED,
+    SUM,
+    WHOLE,
+    Asked,
+    Joint,
+    Option,
+    Placed,
+)
 from schedlang.passes.planner.operators.solve import Solution, solve
 
 if TYPE_CHECKING:
@@ -32,9 +40,11 @@ TRIES = 8  # options that are banned before it is given up
 
 @dataclass(frozen=True)
 class Chosen:
-    """One axis: what was asked, the solution, and its rows as the language takes them.
+    """One axis: what was asked, its part of the solution, and its rows as the language takes them.
 
-    banned  options that were refused, with the words of the refusal
+    The solution's seconds and bytes are those of all axes.
+
+    refused  the words in which options were refused, which are banned
     """
 
     axis: str
@@ -45,12 +55,19 @@ class Chosen:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step over this axis alone."""
+        """Seconds of a step."""
         return self.solution.seconds
 
-    def option(self, node: int) -> Option:
-        """The option of a node."""
-        return self.placed.options[node][self.solution.choice[node]]
+
+@dataclass(frozen=True)
+class Given:
+    """The rows that somebody wrote, which stay as they are: by the axes along which they split."""
+
+    rows: tuple[tuple[str, Row], ...] = ()
+
+    def beside(self, axis: str) -> list[Row]:
+        """The rows along one axis, and those along none."""
+        return [row for own, row in self.rows if own in (axis, "")]
 
 
 def chosen(
@@ -60,35 +77,132 @@ def chosen(
 
     With activations split along the sequence, and without: the quicker of both that are legal.
     """
-    menu = [asked]
-    if asked.mode == "tensors" and asked.tokens and asked.name is None:
-        menu.append(replace(asked, tokens=False))
-    found = [_legal(trial, graph, axis, one, limit) for one in menu]
-    return min((one for one in found if one), key=lambda one: one.seconds, default=None)
+    found = _quickest(trial, graph, (axis,), [(asked,)], limit, Given())
+    return found[0] if found else None
 
 
-def _legal(trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float) -> Chosen | None:
+def layouts(
+    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf, given: Given = Given()
+) -> tuple[Chosen, ...] | None:
+    """A legal layout over all axes at once, beside the rows that are given.
+
+    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
+    that fits; rows are split over one axis at most, and stand last.  None where nothing fits in
+    `limit` bytes.
+    """
+    graph = graph_of(trial)
+    return _quickest(trial, graph, tuple(axes), list(modes(tuple(axes.values()))), limit, given)
+
+
+def _quickest(
+    trial: Trial,
+    graph: Graph,
+    axes: tuple[str, ...],
+    menu: Sequence[tuple[Asked, ...]],
+    limit: float,
+    given: Given,
+) -> tuple[Chosen, ...] | None:
+    """The quickest of a menu that is legal: the most promising are tried first."""
+    wide = list(menu)
+    for several in menu:
+        if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
+            wide.append(tuple(replace(one, tokens=False) for one in several))
+    bounds = [laid(graph, several, limit) for several in wide]
+    order = sorted((one.seconds, k) for k, one in enumerate(bounds) if one)
+    best: tuple[Chosen, ...] | None = None
+    for bound, k in order:
+        if best is not None and bound >= best[0].seconds:
+            break
+        found = _legal(trial, bounds[k], axes, wide[k], limit, given)
+        if found is not None and (best is None or found[0].seconds < best[0].seconds):
+            best = found
+    return best
+
+
+def _legal(
+    trial: Trial,
+    first: Laid | None,
+    axes: tuple[str, ...],
+    asked: tuple[Asked, ...],
+    limit: float,
+    given: Given,
+) -> tuple[Chosen, ...] | None:
     """The best of what the language takes: what it refuses is banned, and the next best tried."""
     refused: list[str] = []
-    finder = Finder(trial, axis, asked.ranks, [], [])
+    found, banned = first, frozenset[tuple[str, tuple[Option, ...]]]()
     for _ in range(TRIES):
-        placed = Placed(graph, asked)
-        solution = solve(placed.problem, limit)
-        if solution is None:
+        if found is None:
             return None
-        rows = list(_rows(placed, solution, axis))
-        pads = pads_of(finder, [row.names[0] for _, row in rows if row.style == "vocab"])
-        rows = [*((-1, pad) for pad in pads), *rows]
-        made = finder.mended([row for _, row in rows])
-        if isinstance(made, list):
-            return Chosen(axis, placed, solution, tuple(made), tuple(refused))
-        refused.append(made)
-        blamed = _blamed(rows, finder.blamed)
-        bans = {(graph.nodes[at].site, placed.options[at][solution.choice[at]]) for at in blamed}
-        asked = replace(asked, banned=asked.banned | bans)
+        made = _tried(trial, found, axes, given)
+        if isinstance(made, dict):
+            told = tuple(refused)
+            parts = [
+                Chosen(
+                    axis,
+                    part,
+                    replace(found.solution, choice=found.joint.alone(found.solution.choice, k)),
+                    made[axis],
+                    told,
+                )
+                for k, (axis, part) in enumerate(zip(axes, found.joint.parts))
+            ]
+            return tuple(parts)
+        said, axis, blamed, alone = made
+        refused.append(said)
         if not blamed:
             return None
+        joint, choice = found.joint, found.solution.choice
+        sites = [joint.graph.nodes[at].site for at in blamed]
+        mine = [joint.options[at][choice[at]] for at in blamed]
+        if alone:
+            bans = {(site, one[axis]) for site, one in zip(sites, mine)}
+            own = replace(asked[axis], banned=asked[axis].banned | bans)
+            asked = (*asked[:axis], own, *asked[axis + 1 :])
+        else:
+            banned |= set(zip(sites, mine))
+        again = Joint(tuple(Placed(joint.graph, one) for one in asked), banned)
+        solution = solve(again.problem, limit)
+        found = None if solution is None else Laid(again, solution)
     return None
+
+
+Refused = tuple[str, int, Sequence[int], bool]
+
+
+def _tried(
+    trial: Trial, found: Laid, axes: tuple[str, ...], given: Given
+) -> dict[str, tuple[Row, ...]] | Refused:
+    """The rows of each axis as the language takes them, or why it does not.
+
+    The axis whose rows are refused, the nodes to blame, and whether these rows are refused alone.
+    """
+    sizes = {axis: part.asked.ranks for axis, part in zip(axes, found.joint.parts)}
+    made: dict[str, tuple[Row, ...]] = {}
+    above: list[Row] = []
+    for k in sorted(range(len(axes)), key=lambda k: found.joint.parts[k].asked.mode == "rows"):
+        axis, part = axes[k], found.joint.parts[k]
+        mine = replace(found.solution, choice=found.joint.alone(found.solution.choice, k))
+        own = given.beside(axis)
+        stand = {name for row in own for name in row.names}
+        zero = any(row.verb == "zero" for row in own)
+        rows = [
+            (at, row)
+            for at, row in _rows(part, mine, axis)
+            if not stand & {*row.names} and not (zero and row.verb == "zero")
+        ]
+        beside = {other: sizes[other] for other in (*made, axis)}
+        finder = Finder(trial.on(beside), axis, sizes[axis], [*above, *own], [])
+        words = [row.names[0] for _, row in rows if row.style == "vocab"]
+        rows = [*((-1, pad) for pad in pads_of(finder, words)), *rows]
+        told = finder.mended([row for _, row in rows])
+        if isinstance(told, str):
+            blamed = _blamed(rows, finder.blamed)
+            bare = Finder(trial, axis, sizes[axis], own, [])
+            alone = not above or isinstance(bare.mended([row for _, row in rows]), str)
+            return told, k, blamed, alone
+        made[axis] = tuple(told)
+        above += [*own, *told]
+    return made
 
 
 def _blamed(rows: Sequence[tuple[int, Row]], place: int) -> Sequence[int]:
@@ -185,34 +299,20 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
     return S("seq") if token and dim == 1 else S(dim)
 
 
-def layouts(
-    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf
-) -> tuple[Chosen, ...] | None:
-    """A legal layout over each axis in turn, each for what the ones before have left of the model.
-
-    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
-    that fits; rows are split over one axis at most.  None where nothing fits in `limit` bytes.
-    """
-    graph, found = graph_of(trial), list[Chosen]()
-    for k, (axis, asked) in enumerate(axes.items()):
-        rest = limit * math.prod(one.ranks for one in list(axes.values())[k + 1 :])
-        menu = [replace(asked, mode="tensors")]
-        if all(one.placed.asked.mode == "tensors" for one in found):
-            menu += [replace(asked, mode="rows", zero=stage) for stage in STAGES]
-        tried = [chosen(trial, graph, axis, one, rest) for one in menu]
-        best = min((one for one in tried if one), key=lambda one: one.seconds, default=None)
-        if best is None:
-            return None
-        found.append(best)
-        graph = cut(graph, Laid(best.placed, best.solution))
-    return tuple(found)
+def steps_text(found: Sequence[Chosen], trial: Trial) -> str:
+    """The rows of every axis, in a step of its own; those of rows are the last."""
+    parts = []
+    for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
+        body = "\n".join(str(row) for row in one.rows if not row.names)
+        rows = rows_text([row for row in one.rows if row.names], trial.all)
+        if rows or body:
+            parts.append(
+                f'step "{one.axis}" {{\n' + "\n".join(filter(None, (rows, body))) + "\n}\n"
+            )
+    return "\n".join(parts)
 
 
 def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:
-    """The text of a schedule: the rows of every axis, in a step of its own."""
-    parts = [f"schedule 1 for {name}\n", f"{mesh_text(mesh)}\n"]
-    for one in found:
-        body = "\n".join(str(row) for row in one.rows if not row.names)
-        rows = rows_text([row for row in one.rows if row.names], trial.all)
-        parts.append(f'step "{one.axis}" {{\n' + "\n".join(filter(None, (rows, body))) + "\n}\n")
-    return printer.fmt(Source("planned", "\n".join(parts)))
+    """The text of a schedule of these rows alone."""
+    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{steps_text(found, trial)}"
+    return printer.fmt(Source("planned", made))
