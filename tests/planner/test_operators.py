@@ -16,7 +16,7 @@ from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial, rows_text
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import PLANNERS, best, laid, modes, names
+from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
 from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
@@ -129,7 +129,7 @@ def test_parameters_lie_in_slices_where_memory_binds() -> None:
     whole, first, third = (stages[stage] for stage in (0, 1, 3))
     assert whole and first and third
     assert whole.bytes > first.bytes > third.bytes
-    assert whole.seconds == first.seconds < third.seconds
+    assert whole.seconds > first.seconds < third.seconds  # each updates its slice
     asked = Asked(2, Slow(), mode="rows", zero=3, kept=False)
     over = laid(graph, [asked])
     assert over is not None  # a second axis that splits nothing holds the slices of the first
@@ -154,9 +154,9 @@ def square(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def test_convolutions_are_split_along_places(threads: Threads) -> None:
     """Edges of large pictures are cheaper to send than channels."""
     torch.manual_seed(0)
-    model, batch = Pictures(), {"x": torch.randn(4, 2, 16, 16)}
+    model, batch = Pictures(), {"x": torch.randn(4, 2, 32, 32)}
     trial = trial_of(model, batch, square)
-    one = chosen(trial, graph_of(trial), "sp", Asked(2, Slow()))
+    one = chosen(trial, graph_of(trial), "sp", Asked(2, Slow(1.0)))
     assert one is not None
     assert calls(one) == {
         "a": "shard(input=S(2), output=S(2), over=sp)",
@@ -335,7 +335,7 @@ def test_two_axes_equal_every_choice_and_one_after_the_other_is_not_better(
     axes = [Asked(2, Slow(sent, fixed)), Asked(2, Slow(2 * sent, fixed), stride=2)]
     both, tofu = best(graph, axes), PLANNERS["Tofu"].search(graph, axes, math.inf)
     assert both is not None and tofu is not None and both.seconds <= tofu.seconds
-    for several in modes(axes):
+    for several in modes([menu(one) for one in axes]):
         joint = Joint(tuple(Placed(graph, one) for one in several))
         nodes = len(graph.nodes) + len(joint.parameters)
         if math.prod(map(len, joint.problem.seconds[:nodes])) > MOST:
@@ -345,6 +345,6 @@ def test_two_axes_equal_every_choice_and_one_after_the_other_is_not_better(
             assert math.isclose(found.seconds if found else math.inf, known)
     first = tofu.joint.parts[:1]
     rows = first[0].asked.mode == "rows"
-    seconds = [one for one in modes(axes[1:]) if not (rows and one[0].mode == "rows")]
-    least = min(cheapest(Joint((*first, Placed(graph, *one))), math.inf) for one in seconds)
+    left = menu(axes[1])[: 1 if rows else None]
+    least = min(cheapest(Joint((*first, Placed(graph, one))), math.inf) for one in left)
     assert math.isclose(tofu.seconds, least)

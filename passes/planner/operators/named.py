@@ -46,12 +46,14 @@ class Named:
     search: Callable[[Graph, Sequence[Asked], float], Laid | None]
 
 
-def modes(axes: Sequence[Asked]) -> Iterator[tuple[Asked, ...]]:
-    """What axes may split: each tensors, or one of them rows under a stage of ZeRO."""
-    menus = []
-    for asked in axes:
-        rows = [replace(asked, mode="rows", zero=stage) for stage in STAGES]
-        menus.append([replace(asked, mode="tensors"), *rows])
+def menu(asked: Asked) -> list[Asked]:
+    """What one axis may split: tensors, or rows under a stage of ZeRO."""
+    rows = [replace(asked, mode="rows", zero=stage) for stage in STAGES]
+    return [replace(asked, mode="tensors"), *rows]
+
+
+def modes(menus: Sequence[Sequence[Asked]]) -> Iterator[tuple[Asked, ...]]:
+    """What axes may split together: one of them rows at most."""
     for several in itertools.product(*menus):
         if sum(one.mode == "rows" for one in several) < 2:
             yield several
@@ -66,8 +68,8 @@ def best(
     so many bytes.
     """
     rows = any(part.asked.mode == "rows" for part in done)
-    menu = (one for one in modes(axes) if not (rows and any(a.mode == "rows" for a in one)))
-    found = (laid(graph, one, limit, done) for one in menu)
+    every = modes([menu(asked)[: 1 if rows else None] for asked in axes])
+    found = (laid(graph, one, limit, done) for one in every)
     return min((one for one in found if one), key=lambda one: one.seconds, default=None)
 
 
@@ -94,9 +96,9 @@ def tofu(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid |
 def mesh_tensorflow(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid | None:
     """One name of dims for the axis, split wherever it occurs: the best of all names."""
     (asked,) = axes
-    menu = [replace(asked, name=name) for name in names(graph) if name not in graph.rows]
-    menu.append(replace(asked, mode="rows"))
-    found = (laid(graph, [one], limit) for one in menu)
+    every = [replace(asked, name=name) for name in names(graph) if name not in graph.rows]
+    every.append(replace(asked, mode="rows"))
+    found = (laid(graph, [one], limit) for one in every)
     return min((one for one in found if one), key=lambda one: one.seconds, default=None)
 
 

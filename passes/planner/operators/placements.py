@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
 ENTERED = -3  # whole, and its gradient a part
 ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, lies in slices
 ANY = -6  # whatever it is: what runs on some of the rows needs no rule
+HALF = 2  # bytes of the numbers that operations are counted in
 Mode = Literal["tensors", "rows"]
 
 
@@ -268,9 +269,12 @@ class Placed:
         size, grad = self.graph.bytes(name) * share, self.graph.values[name].grad
         if a == ZERO3 and c in (WHOLE, ENTERED):
             return 2 * self._send("all_gather", size) + grad * self._send("reduce_scatter", size)
-        if a in (WHOLE, ZERO1) and c == ENTERED:
+        if a == WHOLE and c == ENTERED:
             return self._send("all_reduce", size) if grad else 0.0
-        return 0.0 if a == ZERO1 and c == WHOLE else math.inf
+        if a == ZERO1 and c in (WHOLE, ENTERED):
+            sums = grad and c == ENTERED
+            return sum(self._send(op, size) for op in ("reduce_scatter", "all_gather") if sums)
+        return math.inf
 
     @property
     def problem(self) -> Problem:
@@ -358,8 +362,9 @@ class Joint:
             part.options[at].index(self.options[at][choice[at]][axis])
             for at in range(len(self.graph.nodes))
         ]
-        own = zip((*self.parameters.items(), *self.shared.items()), rest)
-        menus: Mapping[str, Sequence[object]] = {**part.parameters, **part.shared}
+        every: tuple[Any, ...] = (*self.parameters.items(), *self.shared.items())
+        own = zip(every, rest)
+        menus: dict[str, Any] = {**part.parameters, **part.shared}
         return (*found, *(menus[name].index(menu[k][axis]) for (name, menu), k in own))
 
     # -- costs -------------------------------------------------------------------------------------
@@ -378,7 +383,8 @@ class Joint:
         share = math.prod(shares)
         rows = graph.scale if any(name in graph.batched for name in made) else 1.0
         moved = sum(map(graph.bytes, [*given.values(), *made])) * share
-        kind, flops = step.kind, step.flops * rows * share
+        wide = max((graph.values[name].width for name in made), default=HALF) / HALF
+        kind, flops = step.kind, step.flops * rows * share * wide
         operator = self.parts[0].asked.costs.operator
         seconds = operator(kind, flops, moved)
         if any(graph.values[name].grad for name in made):
@@ -401,6 +407,18 @@ class Joint:
                 shares[k] = after[k]
             best = min(best, took)
         return best
+
+    def update(self, name: str, layouts: Sequence[int]) -> float:
+        """Seconds of the optimizer: state is read and written, gradients read, parameters written.
+
+        All parameters of a rank are one operator, whose start no layout changes.
+        """
+        one, recipe = self.graph.values[name], self.parts[0].asked.recipe
+        each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
+        ranks = (p.asked.ranks for p, d in zip(self.parts, layouts) if d != WHOLE)
+        operator = self.parts[0].asked.costs.operator
+        moved = each * math.prod(one.shape) / math.prod(ranks) * one.grad
+        return operator("other", 0.0, moved) - operator("other", 0.0, 0.0)
 
     def held(self, name: str, layouts: Sequence[int]) -> float:
         """Bytes of a parameter, its gradient and its optimizer's state on one rank."""
@@ -437,8 +455,9 @@ class Joint:
             for at, node in enumerate(graph.nodes)
         ]
         for name, menu in self.parameters.items():
-            seconds.append(np.zeros(len(menu)))
-            sizes.append(np.array([graph.counts[name] * self.held(name, one) for one in menu]))
+            often = graph.counts[name]
+            seconds.append(np.array([often * self.update(name, one) for one in menu]))
+            sizes.append(np.array([often * self.held(name, one) for one in menu]))
         ranked = sorted(graph.edges, key=lambda edge: edge.boundary)
         first = {edge.value: edge for edge in ranked}  # one that may cross, if there is any
         for name, pairs in self.shared.items():

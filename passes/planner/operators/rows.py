@@ -18,6 +18,7 @@ from schedlang.language import printer
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
+from schedlang.passes.planner.operators.given import Given
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import Laid, laid, modes
 from schedlang.passes.planner.operators.placements import (
@@ -59,17 +60,6 @@ class Chosen:
         return self.solution.seconds
 
 
-@dataclass(frozen=True)
-class Given:
-    """The rows that somebody wrote, which stay as they are: by the axes along which they split."""
-
-    rows: tuple[tuple[str, Row], ...] = ()
-
-    def beside(self, axis: str) -> list[Row]:
-        """The rows along one axis, and those along none."""
-        return [row for own, row in self.rows if own in (axis, "")]
-
-
 def chosen(
     trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float = math.inf
 ) -> Chosen | None:
@@ -82,7 +72,7 @@ def chosen(
 
 
 def layouts(
-    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf, given: Given = Given()
+    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf, given: Given | None = None
 ) -> tuple[Chosen, ...] | None:
     """A legal layout over all axes at once, beside the rows that are given.
 
@@ -90,8 +80,9 @@ def layouts(
     that fits; rows are split over one axis at most, and stand last.  None where nothing fits in
     `limit` bytes.
     """
-    graph = graph_of(trial)
-    return _quickest(trial, graph, tuple(axes), list(modes(tuple(axes.values()))), limit, given)
+    given = given or Given()
+    every = modes([given.asked(axis, asked) for axis, asked in axes.items()])
+    return _quickest(trial, graph_of(trial), tuple(axes), list(every), limit, given)
 
 
 def _quickest(
@@ -200,6 +191,8 @@ def _tried(
             bare = Finder(trial, axis, sizes[axis], own, [])
             alone = not above or isinstance(bare.mended([row for _, row in rows]), str)
             return told, k, blamed, alone
+        if not (told or own):  # its ranks would all do the same work
+            return f"nothing is split over `{axis}`", k, (), True
         made[axis] = tuple(told)
         above += [*own, *told]
     return made
@@ -300,16 +293,16 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
 
 
 def steps_text(found: Sequence[Chosen], trial: Trial) -> str:
-    """The rows of every axis, in a step of its own; those of rows are the last."""
-    parts = []
+    """The rows of every axis, in a step of its own; those of rows are the last, and proven."""
+    steps: list[list[str]] = []
     for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
-        body = "\n".join(str(row) for row in one.rows if not row.names)
-        rows = rows_text([row for row in one.rows if row.names], trial.all)
-        if rows or body:
-            parts.append(
-                f'step "{one.axis}" {{\n' + "\n".join(filter(None, (rows, body))) + "\n}\n"
-            )
-    return "\n".join(parts)
+        if one.rows:
+            named = [row for row in one.rows if row.names]
+            whole = [str(row) for row in one.rows if not row.names]
+            steps.append([f'step "over {one.axis}" {{', rows_text(named, trial.all), *whole])
+    steps = steps or [['step "whole" {']]
+    steps[-1].append("verify(train, steps=2)")
+    return "\n".join("\n".join([*lines, "}\n"]) for lines in steps)
 
 
 def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:

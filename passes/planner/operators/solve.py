@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +95,7 @@ def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
 
     Arc consistency (Mackworth 1977).
     """
-    here = [np.isfinite(one) for one in problem.seconds]
+    here: list[NDArray[Any]] = [np.isfinite(one) for one in problem.seconds]
     count = -1
     while count != (count := sum(int(one.sum()) for one in here)):
         for (i, j), costs in problem.pairs.items():
