@@ -110,7 +110,8 @@ class Placed:
             made = (self.graph.result(at, k) for k in range(len(step.outputs)))
             if any(name in self.graph.batched for name in made):
                 return [Option((ANY,) * len(step.inputs), (ANY,) * len(step.outputs))]
-        return [whole, *found] if asked.mode == "tensors" else found or [whole]
+        stays = [] if (site, whole) in asked.banned else [whole]
+        return [*stays, *found] if asked.mode == "tensors" else found or [whole]
 
     def _fits(self, at: int, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """Return whether a way is one of those asked for, and its dims can be dealt."""
@@ -239,6 +240,8 @@ class Placed:
             return 0.0
         size, way = self.graph.bytes(edge.value) * share, (min(a, 0), min(c, 0))
         rooted = edge.value not in self.graph.batched
+        if rooted and self.asked.mode == "rows" and way == (WHOLE, 0):
+            return self._send("all_reduce", size / one.shape[c])  # each rank makes its own rows
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):
             return math.inf
         ops = CROSSINGS.get(way)

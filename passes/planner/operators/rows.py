@@ -138,6 +138,10 @@ def _legal(
                 for k, (axis, part) in enumerate(zip(axes, found.joint.parts))
             ]
             return tuple(parts)
+        if isinstance(made, int):  # its ranks would all do the same work
+            found = _busy(found.joint, made, limit)
+            asked = asked if found is None else tuple(one.asked for one in found.joint.parts)
+            continue
         said, axis, blamed, alone = made
         refused.append(said)
         if not blamed:
@@ -157,13 +161,29 @@ def _legal(
     return None
 
 
+def _busy(joint: Joint, axis: int, limit: float) -> Laid | None:
+    """The best layout in which an axis splits one module at least: of all modules, the best."""
+    best: Laid | None = None
+    for at, node in enumerate(joint.graph.nodes):
+        options = joint.parts[axis].options[at]
+        if node.step.module and len(options) > 1:
+            asked = [part.asked for part in joint.parts]
+            bans = asked[axis].banned | {(node.site, one) for one in options if not one.split}
+            asked[axis] = replace(asked[axis], banned=bans)
+            made = Joint(tuple(Placed(joint.graph, one) for one in asked), joint.banned)
+            solution = solve(made.problem, limit)
+            if solution is not None and (best is None or solution.seconds < best.seconds):
+                best = Laid(made, solution)
+    return best
+
+
 Refused = tuple[str, int, Sequence[int], bool]
 
 
 def _tried(
     trial: Trial, found: Laid, axes: tuple[str, ...], given: Given
-) -> dict[str, tuple[Row, ...]] | Refused:
-    """The rows of each axis as the language takes them, or why it does not.
+) -> dict[str, tuple[Row, ...]] | Refused | int:
+    """The rows of each axis as the language takes them, or why it does not; or an idle axis.
 
     The axis whose rows are refused, the nodes to blame, and whether these rows are refused alone.
     """
@@ -191,8 +211,8 @@ def _tried(
             bare = Finder(trial, axis, sizes[axis], own, [])
             alone = not above or isinstance(bare.mended([row for _, row in rows]), str)
             return told, k, blamed, alone
-        if not (told or own):  # its ranks would all do the same work
-            return f"nothing is split over `{axis}`", k, (), True
+        if not (told or own):
+            return k
         made[axis] = tuple(told)
         above += [*own, *told]
     return made
