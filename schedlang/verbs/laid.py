@@ -76,7 +76,8 @@ def layouts(
     trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
     given = given_of(begun.plan, trial.all) if begun else Given()
     meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
-    made = [_laid(job, trial, mesh, given, begun) for mesh in meshes]
+    said: list[str] = []
+    made = [_laid(job, trial, mesh, given, begun, said) for mesh in meshes]
     best = min((one for one in made if one), key=_seconds, default=None)
     other = _proposed(job, meshes) if begun is None else None
     if best is not None and out is not None:
@@ -84,7 +85,7 @@ def layouts(
     if as_json:
         show_json(_plain(job, best, other))
     else:
-        print(fitted("\n".join(_told(name, job, best, other)), columns()))
+        print(fitted("\n".join(_told(name, job, best, other, said)), columns()))
         if best is not None and out is None:
             print(f"\n{best.text}", end="")
         elif best is not None:
@@ -103,7 +104,12 @@ def _meshes(ranks: int) -> Iterator[dict[str, int]]:
 
 
 def _laid(
-    job: Job, trial: Trial, mesh: Mapping[str, int], given: Given, begun: Begun | None
+    job: Job,
+    trial: Trial,
+    mesh: Mapping[str, int],
+    given: Given,
+    begun: Begun | None,
+    said: list[str],
 ) -> Laid | None:
     """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly."""
     from schedlang.diagnostics.source import Source
@@ -124,7 +130,7 @@ def _laid(
         if size > 1
     }
     for _ in range(TRIES):
-        found = layouts(trial, axes, limit, given)
+        found = layouts(trial, axes, limit, given, said)
         if found is None:
             return None
         if begun is None:
@@ -170,13 +176,16 @@ def _proposed(job: Job, meshes: list[dict[str, int]]) -> Tried | None:
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def _told(name: str, job: Job, best: Laid | None, other: Tried | None) -> Iterator[str]:
+def _told(
+    name: str, job: Job, best: Laid | None, other: Tried | None, said: list[str]
+) -> Iterator[str]:
     from schedlang.diagnostics.tables import seconds, size
 
     ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     yield f"{Path(name).name} · {ranks}"
     if best is None:
-        yield "nothing fits"
+        yield "nothing that is legal fits"
+        yield from (f"refused   {why}" for why in dict.fromkeys(said))
         return
     yield "layouts   " + ", ".join(
         f"{one.axis} = {best.mesh[one.axis]} {_how(one)}" for one in best.found

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial, rows_text
+from schedlang.passes.planner.operators.given import given_of
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
-from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import ENTERED, WHOLE, Asked, Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
@@ -117,6 +118,65 @@ def test_rows_of_a_user_are_completed() -> None:
         "model.layers.*.mlp.up_proj": "shard(col, over=tp)",
         "model.layers.*.mlp.down_proj": "shard(row, over=tp)",
     }
+
+
+LAYER = "model.layers.*"
+WRITTEN = (
+    (f"{LAYER}.mlp.up_proj  shard(col, over=tp)", {"gate_proj": "col", "down_proj": "row"}),
+    (f"{LAYER}.mlp.up_proj  shard(col, output=R, over=tp)", {}),
+)
+
+
+@pytest.mark.parametrize("written, more", WRITTEN)
+def test_what_a_schedule_says_is_a_fixed_point(
+    threads: Threads, written: str, more: dict[str, str]
+) -> None:
+    """Rows stay as they are, what they ask for follows, and nothing else where it does not pay."""
+    model = models.llama(layers=2)
+    trial = trial_of(model, models.tokens(8))
+    given = given_of(planned(model, written, "tp=2"), trial.all)
+    made = layouts(trial, {"tp": Asked(2, Slow(fixed=1e6))}, given=given)
+    assert made is not None
+    found = {name.rpartition(".")[2]: one for name, one in calls(made[0]).items()}
+    assert found == {name: f"shard({style}, over=tp)" for name, style in more.items()}
+    rows = f"{written}\n{schedule(trial, made[0])}"
+    proven(threads, planned(model, rows, "tp=2"), [models.tokens(6)])
+
+
+def test_half_of_a_plan_is_completed_to_the_whole() -> None:
+    """Rows that say how activations lie as well; of all rows nothing is left to add."""
+    model, costs = models.llama(layers=2), Slow(8.0)
+    trial, one = found(model, models.tokens(8), costs=costs)
+    for keeps in ("mlp", "nothing"):
+        half = [row for row in one.rows if keeps not in row.names[0]]
+        given = given_of(planned(model, rows_text(half, trial.all), "tp=2"), trial.all)
+        made = layouts(trial, {"tp": Asked(2, costs)}, given=given)
+        assert made and set(made[0].rows) == set(one.rows) - set(half)
+        assert made[0].seconds == one.seconds
+
+
+def test_a_weight_of_two_modules_is_whole_in_both_or_in_none() -> None:
+    """No module alone computes from a part of the tokens: one gradient would be a part of a sum."""
+    model = models.gpt2(layers=2)
+    rows = calls(found(model, models.tokens(8), costs=Slow(1.0))[1])
+    assert "input" not in rows.get("lm_head", "") and "input" not in rows.get("transformer.wte", "")
+    graph = graph_of(trial_of(model, models.tokens(8)))
+    placed = Placed(graph, Asked(2, Slow(1.0)))
+    edges = [edge for edge in graph.edges if edge.value == "transformer.wte.weight"]
+    assert [placed.crossing(edge, WHOLE, ENTERED) for edge in edges] == [math.inf] * 2
+
+
+def test_an_axis_that_would_be_idle_splits_what_costs_least() -> None:
+    """Of all modules the one that is the best to split, since a mesh has its ranks."""
+    trial, one = found(Pair(), X, costs=Slow(fixed=1e9))
+    graph, tried = one.placed.graph, []
+    options = Placed(graph, Asked(2, Slow())).options
+    for at, node in enumerate(graph.nodes):
+        if node.step.module:
+            whole = [option for option in options[at] if not option.split]
+            bans = frozenset((node.site, option) for option in whole)
+            tried.append(laid(graph, [Asked(2, Slow(fixed=1e9), banned=bans)]))
+    assert one.rows and one.seconds == min(each.seconds for each in tried if each)
 
 
 def test_parameters_lie_in_slices_where_memory_binds() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def given_of(plan: Plan, blocks: Blocks) -> Given:
             continue
         axis = axes[0] if axes else next(iter(plan.mesh.sizes))
         called = lift.call_of(action.primitive)
-        for name in dict.fromkeys(map(blocks.common, action.sites)):
+        for name in _names(blocks, action.sites):
             rows[axis, Row((name,) if name else (), called)] = None
             ends = (_dim(getattr(action.primitive, end, None)) for end in ("input", "output"))
             entered, left = ends
@@ -75,6 +75,15 @@ def given_of(plan: Plan, blocks: Blocks) -> Given:
             owner, _, own = name.rpartition(".")
             pins[split.axis][".".join(filter(None, (blocks.common(owner), own)))] = split.dim
     return Given(tuple(rows), pins, told)
+
+
+def _names(blocks: Blocks, sites: Collection[str]) -> list[str]:
+    """Common names of modules; of those that not all blocks have, their own."""
+    found = dict.fromkeys(
+        common if {*blocks.named.get(common, (fqn,))} <= {*sites} else fqn
+        for common, fqn in ((blocks.common(fqn), fqn) for fqn in sites)
+    )
+    return list(found)
 
 
 def _dim(said: Any) -> int | None:

@@ -109,6 +109,15 @@ class Graph:
         return ":".join(map(str, (*self.nodes[node].key, place)))
 
     @cached_property
+    def tied(self) -> frozenset[str]:
+        """The parameters that several modules read."""
+        found: dict[str, set[str]] = {}
+        for edge in self.edges:
+            if self.values[edge.value].kind == "parameter":
+                found.setdefault(edge.value, set()).add(self.nodes[edge.target].site)
+        return frozenset(name for name, sites in found.items() if len(sites) > 1)
+
+    @cached_property
     def rows(self) -> frozenset[Dim]:
         """The names of dims that hold rows of the batch."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and v.shape]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from schedlang.passes.simulate.machine import Cluster
 WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
 ENTERED = -3  # whole, and its gradient a part
 ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, lies in slices
+NONE = (None, None)  # what no row tells of a module
 ANY = -6  # whatever it is: what runs on some of the rows needs no rule
 HALF = 2  # bytes of the numbers that operations are counted in
 Mode = Literal["tensors", "rows"]
@@ -101,9 +102,9 @@ class Placed:
         ]
         site = self.graph.nodes[at].site
         found = [one for one in found if (site, one) not in asked.banned]
-        entered = asked.told.get(site, (None, None))[0] if step.module else None
-        if entered is not None:
-            return [one for one in [whole, *found] if max(one.inputs[0], WHOLE) == entered]
+        entered, left = asked.told.get(site, (None, None))
+        if step.module and entered is not None and 0 <= entered == left:
+            return [one for one in found if one.inputs[0] == entered]
         if asked.name is not None:
             return found or [whole]
         if asked.mode == "rows" and not found:
@@ -250,12 +251,19 @@ class Placed:
         back = ops[1] if one.grad else ""
         return sum(self._send(op, size) for op in (ops[0], back) if op)
 
-    def wanted(self, edge: Edge, c: int) -> bool:
-        """Return whether a value may be handed on as `c`, where a row says how it is."""
-        if edge.source[0] < 0:
-            return True
-        told = self.asked.told.get(self.graph.nodes[edge.source[0]].site, (None, None))[1]
-        return told is None or (WHOLE if c == ENTERED else c) == told
+    def wanted(self, edge: Edge, a: int, c: int) -> bool:
+        """Return whether a value may go from `a` to `c`, where rows say how it leaves and enters.
+
+        Modules gather what they are given by themselves, and split it.
+        """
+        nodes, told = self.graph.nodes, self.asked.told
+        left = told.get(nodes[edge.source[0]].site, NONE)[1] if edge.source[0] >= 0 else None
+        entered = told.get(nodes[edge.target].site, NONE)[0] if edge.place == 0 else None
+        a, c = (WHOLE if one == ENTERED else one for one in (a, c))
+        if left == WHOLE:
+            return c == WHOLE and entered in (None, a, c)
+        handed = edge.place >= 0 and edge.value in self.shared  # it has left already
+        return (handed or left in (None, a, c)) and entered in (None, a, c)
 
     def _said(self, edge: Edge, a: int, c: int) -> bool:
         """Return whether the language says such a crossing: of tokens, or at the module's end."""
@@ -273,6 +281,8 @@ class Placed:
         if a == ZERO3 and c in (WHOLE, ENTERED):
             return 2 * self._send("all_gather", size) + grad * self._send("reduce_scatter", size)
         if a == WHOLE and c == ENTERED:
+            if name in self.graph.tied and self.asked.mode == "tensors":
+                return math.inf  # another module's gradient is no part of a sum
             return self._send("all_reduce", size) if grad else 0.0
         if a == ZERO1 and c in (WHOLE, ENTERED):
             sums = grad and c == ENTERED
@@ -398,7 +408,7 @@ class Joint:
     def crossing(self, edge: Edge, a: Sequence[int], c: Sequence[int]) -> float:
         """Seconds, forward and backward, in which a value changes its layout on all axes."""
         before, after = self._shares(a), self._shares(c)
-        if not all(part.wanted(edge, one) for part, one in zip(self.parts, c)):
+        if not all(part.wanted(edge, *both) for part, *both in zip(self.parts, a, c)):
             return math.inf
         move = [k for k in range(len(self.parts)) if a[k] != c[k]]
         best = math.inf if move else 0.0
@@ -465,7 +475,8 @@ class Joint:
         first = {edge.value: edge for edge in ranked}  # one that may cross, if there is any
         for name, pairs in self.shared.items():
             ways = (tuple(zip(*one)) for one in pairs)
-            took = [0.0 if a == b else self.crossing(first[name], a, b) for a, b in ways]
+            own = replace(first[name], place=-1)  # it enters no module yet
+            took = [self.crossing(own, a, b) for a, b in ways]
             seconds.append(graph.counts[name] * np.array(took))
             sizes.append(np.zeros(len(pairs)))
         costs: dict[tuple[int, int], Costs] = {}

@@ -72,9 +72,15 @@ def chosen(
 
 
 def layouts(
-    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf, given: Given | None = None
+    trial: Trial,
+    axes: Mapping[str, Asked],
+    limit: float = math.inf,
+    given: Given | None = None,
+    said: list[str] | None = None,
 ) -> tuple[Chosen, ...] | None:
     """A legal layout over all axes at once, beside the rows that are given.
+
+    What is refused on the way is `said`.
 
     Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
     that fits; rows are split over one axis at most, and stand last.  None where nothing fits in
@@ -82,7 +88,7 @@ def layouts(
     """
     given = given or Given()
     every = modes([given.asked(axis, asked) for axis, asked in axes.items()])
-    return _quickest(trial, graph_of(trial), tuple(axes), list(every), limit, given)
+    return _quickest(trial, graph_of(trial), tuple(axes), list(every), limit, given, said)
 
 
 def _quickest(
@@ -92,6 +98,7 @@ def _quickest(
     menu: Sequence[tuple[Asked, ...]],
     limit: float,
     given: Given,
+    said: list[str] | None = None,
 ) -> tuple[Chosen, ...] | None:
     """The quickest of a menu that is legal: the most promising are tried first."""
     wide = list(menu)
@@ -104,7 +111,10 @@ def _quickest(
     for bound, k in order:
         if best is not None and bound >= best[0].seconds:
             break
-        found = _legal(trial, bounds[k], axes, wide[k], limit, given)
+        refused: list[str] = []
+        found = _legal(trial, bounds[k], axes, wide[k], limit, given, refused)
+        if said is not None:
+            said += refused
         if found is not None and (best is None or found[0].seconds < best[0].seconds):
             best = found
     return best
@@ -117,9 +127,9 @@ def _legal(
     asked: tuple[Asked, ...],
     limit: float,
     given: Given,
+    refused: list[str],
 ) -> tuple[Chosen, ...] | None:
     """The best of what the language takes: what it refuses is banned, and the next best tried."""
-    refused: list[str] = []
     found, banned = first, frozenset[tuple[str, tuple[Option, ...]]]()
     for _ in range(TRIES):
         if found is None:
@@ -142,8 +152,8 @@ def _legal(
             found = _busy(found.joint, made, limit)
             asked = asked if found is None else tuple(one.asked for one in found.joint.parts)
             continue
-        said, axis, blamed, alone = made
-        refused.append(said)
+        why, axis, blamed, alone = made
+        refused.append(why)
         if not blamed:
             return None
         joint, choice = found.joint, found.solution.choice

@@ -79,6 +79,8 @@ def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -
 
     Proven the best unless more than `branches` were needed, which the solution tells.
     """
+    if not all(map(len, problem.seconds)):
+        return None
     small, kept = _possible(problem)
     if not all(map(len, kept)):
         return None
