@@ -124,6 +124,10 @@ LAYER = "model.layers.*"
 WRITTEN = (
     (f"{LAYER}.mlp.up_proj  shard(col, over=tp)", {"gate_proj": "col", "down_proj": "row"}),
     (f"{LAYER}.mlp.up_proj  shard(col, output=R, over=tp)", {}),
+    (
+        f"{LAYER}.self_attn.q_proj  shard(col, over=tp)",
+        {"k_proj": "col", "v_proj": "col", "o_proj": "row"},
+    ),
 )
 
 

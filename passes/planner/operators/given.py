@@ -68,7 +68,7 @@ def given_of(plan: Plan, blocks: Blocks) -> Given:
             rows[axis, Row((name,) if name else (), called)] = None
             ends = (_dim(getattr(action.primitive, end, None)) for end in ("input", "output"))
             entered, left = ends
-            if (entered, left) != (None, None):
+            if axes:
                 told[axis][name] = entered, left
     for name in plan.model.unique:
         for split in plan.held(name).splits:

@@ -257,13 +257,18 @@ class Placed:
         Modules gather what they are given by themselves, and split it.
         """
         nodes, told = self.graph.nodes, self.asked.told
-        left = told.get(nodes[edge.source[0]].site, NONE)[1] if edge.source[0] >= 0 else None
+        row = told.get(nodes[edge.source[0]].site) if edge.source[0] >= 0 else None
         entered = told.get(nodes[edge.target].site, NONE)[0] if edge.place == 0 else None
         a, c = (WHOLE if one == ENTERED else one for one in (a, c))
-        if left == WHOLE:
-            return c == WHOLE and entered in (None, a, c)
+        if entered not in (None, a, c):
+            return False
+        if row is None or row[1] == WHOLE:
+            return row is None or c == WHOLE
+        if row[1] is None:  # it leaves as the module gives it
+            token = a >= 0 and self.graph.name(edge.value, a) in self.graph.tokens
+            return a in (c, WHOLE) or token or (a, c) == (SUM, WHOLE)
         handed = edge.place >= 0 and edge.value in self.shared  # it has left already
-        return (handed or left in (None, a, c)) and entered in (None, a, c)
+        return handed or row[1] in (a, c)
 
     def _said(self, edge: Edge, a: int, c: int) -> bool:
         """Return whether the language says such a crossing: of tokens, or at the module's end."""
