@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from schedlang.diagnostics.source import Source
     from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.plan import Plan
-    from schedlang.language.nodes import File
     from schedlang.passes.autoshard.tune import Job, Tried
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given
@@ -35,7 +34,6 @@ class Begun:
     """A schedule whose rows stay, and its plan."""
 
     source: Source
-    tree: File
     plan: Plan
 
 
@@ -116,9 +114,8 @@ def _laid(
     from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.planner.operators.given import inserted
     from schedlang.passes.planner.operators.placements import Asked
-    from schedlang.passes.planner.operators.rows import layouts, steps_text, text
+    from schedlang.passes.planner.operators.rows import inserted, layouts, text
     from schedlang.passes.planner.profile import recipe_of
 
     recipe, limit = recipe_of(job.facts), float(job.cluster.memory)
@@ -136,7 +133,7 @@ def _laid(
         if begun is None:
             made = text(job.facts.class_name, mesh, found, trial)
         else:
-            made = inserted(begun.source, begun.tree, steps_text(found, trial))
+            made = inserted(begun.source, found, trial)
         plan = expand(parse(Source("layouts.sched", made)), job.facts).plan
         assert plan is not None
         tried = priced(job, plan, {})

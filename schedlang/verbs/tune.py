@@ -151,7 +151,7 @@ def _lay(
     if tree is not None:
         plan = expand(tree, ModelFacts(found.model(meta=True)), given).plan
         assert plan is not None
-        begun = laid.Begun(source, tree, plan)
+        begun = laid.Begun(source, plan)
         ranks = plan.mesh.world
     laid.layouts(found, model or "model.py", cluster, ranks, begun, search.out, as_json)
 

@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.source import Source
 from schedlang.ir.placement import R, S
 from schedlang.ir.primitive import Facet
-from schedlang.language import lift, printer
+from schedlang.language import lift
 from schedlang.language import nodes as n
 from schedlang.passes.complete.proposal import Row
 from schedlang.passes.planner.operators.named import menu
@@ -92,21 +91,3 @@ def _dim(said: Any) -> int | None:
         return WHOLE
     dim = said.dim if isinstance(said, S) else None
     return 1 if dim == "seq" else dim if isinstance(dim, int) and dim >= 0 else None
-
-
-def inserted(source: Source, tree: n.File, steps: str) -> str:
-    """The text of a schedule with more steps, below the last in which a row shards something."""
-    found = [one for one in tree.items if isinstance(one, n.Step)]
-    shards = [one for one in found if any(_shards(node) for node in n.walk(one))]
-    lines = source.text.splitlines(keepends=True)
-    if shards:
-        at = shards[-1].span.end_line
-    elif found:
-        at = found[0].span.line - 1
-    else:
-        at = len(lines)
-    return printer.fmt(Source(source.name, "".join([*lines[:at], f"\n{steps}\n", *lines[at:]])))
-
-
-def _shards(node: n.Node) -> bool:
-    return isinstance(node, n.Call) and node.name.text in ("shard", "pad")

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.placement import R, S
+from schedlang.language import nodes as n
 from schedlang.language import printer
+from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
@@ -322,20 +324,42 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
     return S("seq") if token and dim == 1 else S(dim)
 
 
-def steps_text(found: Sequence[Chosen], trial: Trial) -> str:
+def _lines(one: Chosen, trial: Trial) -> list[str]:
+    """The rows of an axis: those at modules, then those of the whole model."""
+    named = [row for row in one.rows if row.names]
+    whole = [str(row) for row in one.rows if not row.names]
+    return [*filter(None, [rows_text(named, trial.all)]), *whole]
+
+
+def _steps(found: Sequence[Chosen], trial: Trial) -> str:
     """The rows of every axis, in a step of its own; those of rows are the last, and proven."""
     steps: list[list[str]] = []
     for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
         if one.rows:
-            named = [row for row in one.rows if row.names]
-            whole = [str(row) for row in one.rows if not row.names]
-            steps.append([f'step "over {one.axis}" {{', rows_text(named, trial.all), *whole])
+            steps.append([f'step "over {one.axis}" {{', *_lines(one, trial)])
     steps = steps or [['step "whole" {']]
     steps[-1].append("verify(train, steps=2)")
     return "\n".join("\n".join([*lines, "}\n"]) for lines in steps)
 
 
+def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> str:
+    """The text of a schedule with more rows: all steps prove them, for they begin the first one.
+
+    Rows that split the batch are a step of their own, the last.
+    """
+    whole = Source(source.name, printer.fmt(source))
+    steps = [one for one in parse(whole).items if isinstance(one, n.Step)]
+    split = [one for one in found if one.placed.asked.mode == "rows" and one.rows]
+    first = [line for one in found if one not in split for line in _lines(one, trial)]
+    if not steps:
+        return printer.fmt(Source(source.name, f"{whole.text}\n{_steps(found, trial)}"))
+    lines = whole.text.splitlines()
+    at = steps[0].span.line
+    last = [_steps(split, trial)] if split else []
+    return printer.fmt(Source(source.name, "\n".join([*lines[:at], *first, *lines[at:], *last])))
+
+
 def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:
     """The text of a schedule of these rows alone."""
-    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{steps_text(found, trial)}"
+    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{_steps(found, trial)}"
     return printer.fmt(Source("planned", made))
