@@ -1,4 +1,4 @@
-"""What a schedule says already: fixed points of the solver, and rows that stand beside its own."""
+"""Rows of a schedule as fixed points of the solver, which stand beside its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Given:
         return [row for own, row in self.rows if own == axis]
 
     def asked(self, axis: str, asked: Asked) -> list[Asked]:
-        """What is asked of an axis: all that its rows leave open."""
+        """The questions about an axis: all that its rows leave open."""
         rows = self.beside(axis)
         stages = [row.argument("stage") for row in rows if row.verb == "zero"]
         pins, told = self.pins.get(axis, {}), self.told.get(axis, {})

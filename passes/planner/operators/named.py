@@ -32,7 +32,7 @@ class Laid:
         return self.solution.seconds
 
     def only(self) -> tuple[Placed, ...]:
-        """Its axes, with all decided."""
+        """The axes, with all decided."""
         choice = self.solution.choice
         every = enumerate(self.joint.parts)
         return tuple(part.only(self.joint.alone(choice, k)) for k, part in every)
@@ -47,13 +47,13 @@ class Named:
 
 
 def menu(asked: Asked) -> list[Asked]:
-    """What one axis may split: tensors, or rows under a stage of ZeRO."""
+    """The menu of one axis: it splits tensors, or rows under a stage of ZeRO."""
     rows = [replace(asked, mode="rows", zero=stage) for stage in STAGES]
     return [replace(asked, mode="tensors"), *rows]
 
 
 def modes(menus: Sequence[Sequence[Asked]]) -> Iterator[tuple[Asked, ...]]:
-    """What axes may split together: one of them rows at most."""
+    """The menu of several axes: one of them splits rows at most."""
     for several in itertools.product(*menus):
         if sum(one.mode == "rows" for one in several) < 2:
             yield several

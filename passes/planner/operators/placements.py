@@ -494,7 +494,7 @@ class Joint:
     def _table(
         self, edge: Edge, given: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
     ) -> Costs:
-        """What an edge costs from each layout to each, looked at once for each that differs."""
+        """Costs of an edge from each layout to each, looked at once for each that differs."""
         rows, columns = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))
         told = np.array([[self.crossing(edge, a, c) for c in columns] for a in rows])
         at = [rows.index(a) for a in given], [columns.index(c) for c in wanted]
