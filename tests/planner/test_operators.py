@@ -18,7 +18,7 @@ from schedlang.passes.complete.proposal import Trial, rows_text
 from schedlang.passes.planner.operators.given import given_of
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
-from schedlang.passes.planner.operators.placements import ENTERED, WHOLE, Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
@@ -360,6 +360,21 @@ def test_equals_every_choice_on_recorded_graphs(
         limit = free.bytes * 0.8
         tight, known = solve(placed.problem, limit), cheapest(placed, limit)
         assert math.isclose(tight.seconds if tight else math.inf, known)
+
+
+def test_an_axis_sends_what_the_others_leave_of_a_value() -> None:
+    """Half as much where another axis splits it; where both move, the smaller is sent first."""
+    graph = graph_of(trial_of(Pair(), X))
+    sent, ranks = Slow(1.0), 2
+    several = Asked(ranks, sent, mode="rows"), Asked(ranks, sent)
+    joint = Joint(tuple(Placed(graph, one) for one in several))
+    edge = next(e for e in graph.edges if e.source[0] >= 0 and graph.nodes[e.source[0]].step.module)
+    summed = joint.parts[1].crossing(edge, SUM, WHOLE)
+    assert summed > 0 and joint.crossing(edge, (WHOLE, SUM), (WHOLE, WHOLE)) == summed
+    assert joint.crossing(edge, (0, SUM), (0, WHOLE)) == summed / ranks
+    both = Joint(tuple(Placed(graph, Asked(ranks, sent)) for _ in several))
+    whole = both.parts[0].crossing(edge, 2, WHOLE)
+    assert both.crossing(edge, (2, 2), (WHOLE, WHOLE)) == whole / ranks + whole
 
 
 def test_a_layer_costs_once_however_often_it_is_repeated() -> None:
