@@ -250,5 +250,5 @@ def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iter
     if not rows:
         return
     every = (*_shapes(plan, blocks), *rows)
-    made = planned(every, blocks.of(plan.model), axis, plan.mesh.size(axis), "completed")
+    made = planned(every, blocks.of(plan.model), {axis: plan.mesh.size(axis)}, "completed")
     yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

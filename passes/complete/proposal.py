@@ -9,6 +9,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -216,9 +217,9 @@ NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more i
 
 
 def planned(
-    rows: Sequence[Row], blocks: Blocks, axis: str, ranks: int, step: str = "trial"
+    rows: Sequence[Row], blocks: Blocks, mesh: Mapping[str, int], step: str = "trial"
 ) -> Plan:
-    """The plan of rows on a mesh of one axis, at all modules of their names.
+    """The plan of rows on a mesh, at all modules of their names.
 
     Each stands at a line of its own of what a refusal shows.  Raises Refusal where one is refused.
     """
@@ -228,11 +229,16 @@ def planned(
         made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
         sites = [fqn for name in row.names for fqn in blocks.sites(name)]
         calls.append((made, tuple(dict.fromkeys(sites))))  # together: one row cuts several lists
-    return of_calls(calls, blocks.facts, Mesh(((axis, ranks),)), step)
+    return of_calls(calls, blocks.facts, Mesh(tuple(mesh.items())), step)
 
 
 class Trial:
-    """One model and one batch on which rows are tried; nothing of the model itself is changed."""
+    """One model and one batch on which rows are tried; nothing of the model itself is changed.
+
+    `beside` are axes of the mesh along which rows that stand already split.
+    """
+
+    beside: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -319,6 +325,12 @@ class Trial:
 
     # -- trials ------------------------------------------------------------------------------------
 
+    def on(self, beside: Mapping[str, int]) -> Trial:
+        """The same on a mesh of more axes."""
+        found = copy(self)
+        found.beside = beside
+        return found
+
     def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
         """Return the refusal of rows, and the number of the row to blame (-1: none); None: they are
         legal."""
@@ -332,14 +344,14 @@ class Trial:
         return None
 
     def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
-        """The plan of rows on a mesh of one axis; raises Refusal where one is refused."""
-        return planned(rows, self.blocks, axis, ranks)
+        """The plan of rows on a mesh; raises Refusal where one is refused."""
+        return planned(rows, self.blocks, {**self.beside, axis: ranks})
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
         """Return the refusal of cutting the model into stages by a row; None if it can be cut."""
         for blocks in (self.shorter(stages), self.all):
             try:
-                plan = planned([row], blocks, axis, stages)
+                plan = planned([row], blocks, {axis: stages})
                 if stages > 1:
                     sample = self.sample
                     stages_of(plan, propagate(plan, sample, self.loss), sample, self.loss)
@@ -355,7 +367,7 @@ class Trial:
         """Return the refusal of running on some of the tokens; None if it runs, or has no
         values."""
         try:
-            plan = planned(rows, self.all, axis, ranks)
+            plan = planned(rows, self.all, {axis: ranks})
             traced = propagate(plan, self.sample, self.loss)
             tokens_of(plan, traced, self.sample, self.loss, self.weight)
         except Refusal as refusal:

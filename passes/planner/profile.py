@@ -105,10 +105,7 @@ class Profiles:
     @property
     def recipe(self) -> Recipe:
         """Bytes of numbers: in 16 bits beside masters in 32, or all as they are stored."""
-        if self.dtype:
-            return Recipe()
-        wide = max((fact.itemsize for fact in self.facts.unique.values()), default=4)
-        return Recipe(wide, wide, 2 * wide, 0)
+        return Recipe() if self.dtype else recipe_of(self.facts)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
         """The rows that split tensors, by what for; raises Refusal where nothing can be split.
@@ -210,6 +207,12 @@ class Profiles:
         units = [made[name] for name in played.values()]
         runs = tuple(Run(unit, len(list(same))) for unit, same in groupby(units))
         return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
+
+
+def recipe_of(facts: ModelFacts) -> Recipe:
+    """Bytes of numbers that are all as they are stored."""
+    wide = max((fact.itemsize for fact in facts.unique.values()), default=4)
+    return Recipe(wide, wide, 2 * wide, 0)
 
 
 def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], blocks: Blocks) -> Unit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
     from schedlang.language.nodes import File
     from schedlang.passes.autoshard.tune import Tried
+    from schedlang.passes.elaborate.state import Settings
     from schedlang.passes.simulate.machine import Cluster
 
 PYTHON = ".py"
@@ -64,6 +65,10 @@ class Wanted:
         typer.Option("--try", metavar="NAME=V,V,..", help="Values of a knob; may be repeated."),
     ] = None
     top: Annotated[int, typer.Option("--top", help="Number of rows of the table.")] = 10
+    layouts: Annotated[
+        bool,
+        typer.Option("--layouts", help="Split every operator by itself; a schedule's rows stay."),
+    ] = False
 
 
 @verb
@@ -96,6 +101,9 @@ def tune(
 
     load_all()
     given = settings(knob, None)
+    if wanted.layouts:
+        _lay(file, model, machine, search, given, as_json)
+        return
     if file.suffix == PYTHON:
         if given.knobs or _values(wanted):
             bad_option(
@@ -114,6 +122,38 @@ def tune(
             "give the model file alone, or let the schedule say `search pin tp = 4`",
         )
     _rank(file, tree, machine, wanted, model, knob or (), as_json)
+
+
+def _lay(
+    file: Path,
+    model: str | None,
+    machine: Machine,
+    search: Search,
+    given: Settings,
+    as_json: bool,
+) -> None:
+    """Complete a schedule, or begin with none: every operator is laid out."""
+    from schedlang.ir.model import ModelFacts
+    from schedlang.ir.modelfile import load_model_file
+    from schedlang.language.syntax import parse, read
+    from schedlang.passes.elaborate.expand import expand
+    from schedlang.verbs import laid
+
+    if replace(search, out=None).given:
+        bad_option("`--layouts` takes none of the options of a search", "`--gpus`, `--on`, `-o`")
+    if file.suffix == PYTHON:
+        begun, tree, model = None, None, str(file)
+    else:
+        source = read(file)
+        tree = parse(source)
+    cluster, ranks = _cluster(machine, tree)
+    found = load_model_file(model, file)
+    if tree is not None:
+        plan = expand(tree, ModelFacts(found.model(meta=True)), given).plan
+        assert plan is not None
+        begun = laid.Begun(source, plan)
+        ranks = plan.mesh.world
+    laid.layouts(found, model or "model.py", cluster, ranks, begun, search.out, as_json)
 
 
 def _search(

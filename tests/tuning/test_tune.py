@@ -321,3 +321,38 @@ def test_what_is_missing_is_said(file: Path, words: tuple[str, ...], said: str) 
     ran = CliRunner().invoke(app, ["tune", str(file), *words])
     assert ran.exit_code == 2
     assert said in ran.output
+
+
+BEGUN = """schedule 1 for Net
+
+mesh(dp=1, tp=2) on a100x2
+
+step "all" {
+  blocks.*.up  shard(col, over=tp)
+  verify(train, steps=2)
+}
+"""
+
+
+def test_every_operator_is_laid_out_and_rows_of_a_schedule_stay(tmp_path: Path) -> None:
+    """A row is completed where it stands; a model alone gets a schedule that `check` takes."""
+    model, file, out = (tmp_path / name for name in ("model.py", "begun.sched", "done.sched"))
+    model.write_text(MODEL)
+    file.write_text(BEGUN)
+    asked = ["tune", str(file), "--layouts", "--model", str(model)]
+    done = CliRunner().invoke(app, [*asked, "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    row = "  blocks.*.down  shard(row, over=tp)\n"
+    assert out.read_text().replace("blocks.*.up    ", "blocks.*.up  ") == BEGUN.replace(
+        "  blocks.*.up", f"{row}  blocks.*.up"
+    )
+    alone = ["tune", str(model), "--layouts", "--gpus", "2", "--on", "a100", "--json"]
+    told = json.loads(CliRunner().invoke(app, alone).stdout)
+    assert told["seconds"] > 0 and told["init"] > 0 and told["mesh"] == {"inner": 2}
+    out.write_text(told["schedule"])
+    assert CliRunner().invoke(app, ["check", str(out), "--model", str(model)]).exit_code == 0
+    file.write_text(BEGUN.replace("blocks.*.up  shard(col", "blocks.*.down  shard(row, input=R"))
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 1 and "nothing that is legal fits\nrefused " in refused.stdout
+    bad = CliRunner().invoke(app, [*asked, "--pin", "tp=2"])
+    assert bad.exit_code == 2 and "S109" in bad.output

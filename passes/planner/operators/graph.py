@@ -60,8 +60,6 @@ class Graph:
 
     values  by name: a parameter's or an input's own, else that of the node with the result's number
     scale   rows of the whole batch for each one that was recorded
-    slices  parameters that ZeRO has cut over another axis: the share of themselves and their
-            gradients that a rank holds, and that of the optimizer's state
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -69,7 +67,6 @@ class Graph:
     values: dict[str, Value] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
-    slices: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def classes(self) -> Mapping[Dim, Dim]:
@@ -110,6 +107,15 @@ class Graph:
     def result(self, node: int, place: int) -> str:
         """The name of one of a node's results."""
         return ":".join(map(str, (*self.nodes[node].key, place)))
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """The parameters that several modules read."""
+        found: dict[str, set[str]] = {}
+        for edge in self.edges:
+            if self.values[edge.value].kind == "parameter":
+                found.setdefault(edge.value, set()).add(self.nodes[edge.target].site)
+        return frozenset(name for name, sites in found.items() if len(sites) > 1)
 
     @cached_property
     def rows(self) -> frozenset[Dim]:

@@ -1,4 +1,4 @@
-"""Placements of a graph's operators over one axis, and what they cost: a problem to be solved.
+"""Placements of a graph's operators over axes, and what they cost: a problem to be solved.
 
 A value lies on the ranks as a dim that is split, whole, or as parts of a sum; where an operator
 that is split reads a whole value, each rank has only a part of its gradient (an entered value).
@@ -9,23 +9,26 @@ gradients of parameters that are whole.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from schedlang.passes.planner.operators.graph import Dim, Edge, Graph
-from schedlang.passes.planner.operators.solve import Problem
+from schedlang.passes.planner.operators.solve import Costs, Problem
 from schedlang.passes.planner.values import Recipe
 from schedlang.passes.simulate.machine import Cluster
 
 WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
 ENTERED = -3  # whole, and its gradient a part
 ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, lies in slices
+NONE = (None, None)  # what no row tells of a module
 ANY = -6  # whatever it is: what runs on some of the rows needs no rule
+HALF = 2  # bytes of the numbers that operations are counted in
 Mode = Literal["tensors", "rows"]
 
 
@@ -41,6 +44,7 @@ class Asked:
     zero    stage of ZeRO for what is whole, in the mode `rows`
     banned  options of modules, by their common names, that the language has refused
     kept    whether results stay for the backward, and count among the bytes
+    told    by modules that rows stand at: the dims that these say of the first input and the output
     """
 
     ranks: int
@@ -54,6 +58,7 @@ class Asked:
     zero: Literal[0, 1, 3] = 0
     banned: frozenset[tuple[str, Option]] = frozenset()
     kept: bool = True
+    told: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Option:
 
 @dataclass
 class Placed:
-    """A graph over one axis: variables with options, and the problem that they make.
+    """A graph over one axis: variables with options, and what it costs to change a layout.
 
     Variables are the nodes, then parameters, then values that several nodes read; options of these
     are pairs: how the value is given, and how else it is handed on, all at once.
@@ -97,13 +102,17 @@ class Placed:
         ]
         site = self.graph.nodes[at].site
         found = [one for one in found if (site, one) not in asked.banned]
+        entered, left = asked.told.get(site, (None, None))
+        if step.module and entered is not None and 0 <= entered == left:
+            return [one for one in found if one.inputs[0] == entered]
         if asked.name is not None:
             return found or [whole]
         if asked.mode == "rows" and not found:
             made = (self.graph.result(at, k) for k in range(len(step.outputs)))
             if any(name in self.graph.batched for name in made):
                 return [Option((ANY,) * len(step.inputs), (ANY,) * len(step.outputs))]
-        return [whole, *found] if asked.mode == "tensors" else found or [whole]
+        stays = [] if (site, whole) in asked.banned else [whole]
+        return [*stays, *found] if asked.mode == "tensors" else found or [whole]
 
     def _fits(self, at: int, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """Return whether a way is one of those asked for, and its dims can be dealt."""
@@ -168,42 +177,44 @@ class Placed:
         names = (*self.parameters, *self.shared)
         return {name: k for k, name in enumerate(names, len(self.graph.nodes))}
 
+    def only(self, choice: Sequence[int]) -> Placed:
+        """The same with all decided: another axis goes on from here."""
+        made = Placed(self.graph, self.asked)
+        options = zip(self.options, choice)
+        made.options = [[one[k]] for one, k in options]
+        rest = choice[len(self.graph.nodes) :]
+        whole = self.parameters.items()
+        made.parameters = {name: [menu[k]] for (name, menu), k in zip(whole, rest)}
+        pairs = zip(self.shared.items(), rest[len(self.parameters) :])
+        made.shared = {name: [menu[k]] for (name, menu), k in pairs}
+        return made
+
     # -- costs -------------------------------------------------------------------------------------
+
+    def share(self, layout: int) -> float:
+        """The part of a value that one rank has."""
+        return 1 / self.asked.ranks if layout >= 0 or layout == ANY else 1.0
 
     def _send(self, op: str, size: float) -> float:
         return self.asked.costs.collective(op, size, self.asked.ranks, self.asked.stride)
 
-    def operator(self, at: int, option: Option) -> float:
-        """Seconds of a node's own work, forward and backward, and what it sends inside."""
-        graph, step = self.graph, self.graph.nodes[at].step
-        given = graph.given(at)
-        made = [graph.result(at, k) for k in range(len(step.outputs))]
-        share = 1 / self.asked.ranks if option.split else 1.0
-        if not step.kept and step.kind == "other":
-            return 0.0  # views
-        rows = graph.scale if any(name in graph.batched for name in made) else 1.0
-        moved = sum(map(graph.bytes, [*given.values(), *made])) * share
-        kind, flops = step.kind, step.flops * rows * share
-        operator = self.asked.costs.operator
-        seconds = operator(kind, flops, moved)
-        if any(graph.values[name].grad for name in made):
-            seconds += operator(kind, 2 * flops, 2 * moved)
-        return seconds + self._inside(at, option)
+    def inside(self, at: int, option: Option, share: float) -> float:
+        """Seconds of what a split node sends by itself: rows to experts, edges of pictures.
 
-    def _inside(self, at: int, option: Option) -> float:
-        """Seconds of what a split node sends by itself: rows to experts, edges of pictures."""
+        `share` is what other axes leave of the node.
+        """
         graph, step = self.graph, self.graph.nodes[at].step
         x = graph.given(at).get(0)
         if x is None or not option.split:
             return 0.0
         if step.module == "experts" and option.inputs[0] == 0 and option.inputs[-1] == 0:
             often = max(1.0, step.flops / self._once(at))
-            sent = graph.bytes(x) * often / self.asked.ranks  # by each rank
+            sent = graph.bytes(x) * often / self.asked.ranks * share  # by each rank
             return 4 * self._send("all_to_all", sent)
         if step.module == "convolution" and option.inputs[0] > 1:
             kernel = graph.values[graph.given(at)[1]].shape[option.inputs[0]]
             edge = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * (kernel - 1)
-            return 2 * self._send("send", edge) if kernel > 1 else 0.0
+            return 2 * self._send("send", edge * share) if kernel > 1 else 0.0
         return 0.0
 
     def _once(self, at: int) -> float:
@@ -214,19 +225,24 @@ class Placed:
         each = sum(math.prod(one.shape[1:]) for one in own)
         return 2.0 * math.prod(x.shape[:-1]) * max(1, each)
 
-    def crossing(self, edge: Edge, a: int, c: int) -> float:
-        """Seconds, forward and backward, in which a value that lies as `a` comes to lie as `c`."""
+    def crossing(self, edge: Edge, a: int, c: int, share: float = 1.0) -> float:
+        """Seconds, forward and backward, in which a value that lies as `a` comes to lie as `c`.
+
+        `share` is what other axes leave of the value.
+        """
         one = self.graph.values[edge.value]
         if a == c or ANY in (a, c):
             return 0.0
         if one.kind == "parameter":
-            return self._parameter(edge.value, a, c)
+            return self._parameter(edge.value, a, c, share)
         if not one.grad and (self.asked.mode == "rows" or {a, c} <= {WHOLE, ENTERED}):
             return 0.0
         if edge.value in self.graph.fills and not one.grad:
             return 0.0
-        size, way = self.graph.bytes(edge.value), (min(a, 0), min(c, 0))
+        size, way = self.graph.bytes(edge.value) * share, (min(a, 0), min(c, 0))
         rooted = edge.value not in self.graph.batched
+        if rooted and self.asked.mode == "rows" and way == (WHOLE, 0):
+            return self._send("all_reduce", size / one.shape[c])  # each rank makes its own rows
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):
             return math.inf
         ops = CROSSINGS.get(way)
@@ -234,6 +250,25 @@ class Placed:
             return math.inf
         back = ops[1] if one.grad else ""
         return sum(self._send(op, size) for op in (ops[0], back) if op)
+
+    def wanted(self, edge: Edge, a: int, c: int) -> bool:
+        """Return whether a value may go from `a` to `c`, where rows say how it leaves and enters.
+
+        Modules gather what they are given by themselves, and split it.
+        """
+        nodes, told = self.graph.nodes, self.asked.told
+        row = told.get(nodes[edge.source[0]].site) if edge.source[0] >= 0 else None
+        entered = told.get(nodes[edge.target].site, NONE)[0] if edge.place == 0 else None
+        a, c = (WHOLE if one == ENTERED else one for one in (a, c))
+        if entered not in (None, a, c):
+            return False
+        if row is None or row[1] == WHOLE:
+            return row is None or c == WHOLE
+        if row[1] is None:  # it leaves as the module gives it
+            token = a >= 0 and self.graph.name(edge.value, a) in self.graph.tokens
+            return a in (c, WHOLE) or token or (a, c) == (SUM, WHOLE)
+        handed = edge.place >= 0 and edge.value in self.shared  # it has left already
+        return handed or row[1] in (a, c)
 
     def _said(self, edge: Edge, a: int, c: int) -> bool:
         """Return whether the language says such a crossing: of tokens, or at the module's end."""
@@ -245,25 +280,183 @@ class Placed:
             return maker >= 0 and bool(nodes[maker].step.module)
         return a == WHOLE and bool(nodes[edge.target].step.module)
 
-    def _parameter(self, name: str, a: int, c: int) -> float:
+    def _parameter(self, name: str, a: int, c: int, share: float) -> float:
         """Seconds in which a parameter is used as `c` and its gradient summed."""
-        size, grad = self.graph.bytes(name), self.graph.values[name].grad
+        size, grad = self.graph.bytes(name) * share, self.graph.values[name].grad
         if a == ZERO3 and c in (WHOLE, ENTERED):
             return 2 * self._send("all_gather", size) + grad * self._send("reduce_scatter", size)
-        if a in (WHOLE, ZERO1) and c == ENTERED:
+        if a == WHOLE and c == ENTERED:
+            if name in self.graph.tied and self.asked.mode == "tensors":
+                return math.inf  # another module's gradient is no part of a sum
             return self._send("all_reduce", size) if grad else 0.0
-        return 0.0 if a == ZERO1 and c == WHOLE else math.inf
+        if a == ZERO1 and c in (WHOLE, ENTERED):
+            sums = grad and c == ENTERED
+            return sum(self._send(op, size) for op in ("reduce_scatter", "all_gather") if sums)
+        return math.inf
 
-    def held(self, name: str, layout: int) -> float:
+    @property
+    def problem(self) -> Problem:
+        """The problem of this axis alone."""
+        return Joint((self,)).problem
+
+
+# what is sent forward and backward where a value changes its layout; 0 stands for a split dim
+CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
+    (WHOLE, ENTERED): ("", "all_reduce"),
+    (WHOLE, 0): ("", "all_gather"),
+    (0, WHOLE): ("all_gather", ""),
+    (0, ENTERED): ("all_gather", "reduce_scatter"),
+    (SUM, WHOLE): ("all_reduce", ""),
+    (SUM, ENTERED): ("all_reduce", "all_reduce"),
+    (SUM, 0): ("reduce_scatter", "all_gather"),
+}
+
+
+@dataclass
+class Joint:
+    """A graph over one axis or several at once: a choice is one for each of them.
+
+    What an axis sends is as much of a value as the others leave, those that have moved already and
+    those that will; one after the other, in the cheaper order.
+
+    banned  options of modules on all axes, which the language has refused
+    """
+
+    parts: tuple[Placed, ...]
+    banned: frozenset[tuple[str, tuple[Option, ...]]] = frozenset()
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph of all axes."""
+        return self.parts[0].graph
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    @cached_property
+    def options(self) -> list[list[tuple[Option, ...]]]:
+        """The options of every node on all axes."""
+        return [self._options(at) for at in range(len(self.graph.nodes))]
+
+    def _options(self, at: int) -> list[tuple[Option, ...]]:
+        given, site = self.graph.given(at), self.graph.nodes[at].site
+
+        def dealt(several: tuple[Option, ...]) -> bool:
+            for place, value in given.items():
+                dims = [one.inputs[place] for one in several]
+                for dim in {d for d in dims if d >= 0 and dims.count(d) > 1}:
+                    ranks = (p.asked.ranks for p, d in zip(self.parts, dims) if d == dim)
+                    if self.graph.values[value].shape[dim] % math.prod(ranks):
+                        return False
+            return True
+
+        every = itertools.product(*(part.options[at] for part in self.parts))
+        return [one for one in every if (site, one) not in self.banned and dealt(one)]
+
+    @cached_property
+    def parameters(self) -> dict[str, list[tuple[int, ...]]]:
+        """The layouts that each parameter may have."""
+        return {
+            name: list(itertools.product(*(part.parameters[name] for part in self.parts)))
+            for name in self.parts[0].parameters
+        }
+
+    @cached_property
+    def shared(self) -> dict[str, list[tuple[tuple[int, int], ...]]]:
+        """The values that several places read, with the pairs of layouts that each may have."""
+        return {
+            name: list(itertools.product(*(part.shared[name] for part in self.parts)))
+            for name in self.parts[0].shared
+        }
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The variables of parameters and of shared values, by their names."""
+        return self.parts[0].numbers
+
+    def alone(self, choice: Sequence[int], axis: int) -> tuple[int, ...]:
+        """The choice for one of the axes, as `Placed` counts its options."""
+        part, rest = self.parts[axis], choice[len(self.graph.nodes) :]
+        found = [
+            part.options[at].index(self.options[at][choice[at]][axis])
+            for at in range(len(self.graph.nodes))
+        ]
+        every: tuple[Any, ...] = (*self.parameters.items(), *self.shared.items())
+        own = zip(every, rest)
+        menus: dict[str, Any] = {**part.parameters, **part.shared}
+        return (*found, *(menus[name].index(menu[k][axis]) for (name, menu), k in own))
+
+    # -- costs -------------------------------------------------------------------------------------
+
+    def _shares(self, layouts: Sequence[int]) -> list[float]:
+        return [part.share(one) for part, one in zip(self.parts, layouts)]
+
+    def operator(self, at: int, options: Sequence[Option]) -> float:
+        """Seconds of a node's own work, forward and backward, and what it sends inside."""
+        graph, step = self.graph, self.graph.nodes[at].step
+        given = graph.given(at)
+        made = [graph.result(at, k) for k in range(len(step.outputs))]
+        if not step.kept and step.kind == "other":
+            return 0.0  # views
+        shares = [1 / p.asked.ranks if o.split else 1.0 for p, o in zip(self.parts, options)]
+        share = math.prod(shares)
+        rows = graph.scale if any(name in graph.batched for name in made) else 1.0
+        moved = sum(map(graph.bytes, [*given.values(), *made])) * share
+        wide = max((graph.values[name].width for name in made), default=HALF) / HALF
+        kind, flops = step.kind, step.flops * rows * share * wide
+        operator = self.parts[0].asked.costs.operator
+        seconds = operator(kind, flops, moved)
+        if any(graph.values[name].grad for name in made):
+            seconds += operator(kind, 2 * flops, 2 * moved)
+        inside = zip(self.parts, options, shares)
+        return seconds + sum(part.inside(at, o, share / own) for part, o, own in inside)
+
+    def crossing(self, edge: Edge, a: Sequence[int], c: Sequence[int]) -> float:
+        """Seconds, forward and backward, in which a value changes its layout on all axes."""
+        before, after = self._shares(a), self._shares(c)
+        if not all(part.wanted(edge, *both) for part, *both in zip(self.parts, a, c)):
+            return math.inf
+        move = [k for k in range(len(self.parts)) if a[k] != c[k]]
+        best = math.inf if move else 0.0
+        for order in itertools.permutations(move):
+            shares, took = list(before), 0.0
+            for k in order:
+                rest = math.prod(shares) / shares[k]
+                took += self.parts[k].crossing(edge, a[k], c[k], rest)
+                shares[k] = after[k]
+            best = min(best, took)
+        return best
+
+    def update(self, name: str, layouts: Sequence[int]) -> float:
+        """Seconds of the optimizer: state is read and written, gradients read, parameters written.
+
+        All parameters of a rank are one operator, whose start no layout changes.
+        """
+        one, recipe = self.graph.values[name], self.parts[0].asked.recipe
+        each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
+        ranks = (p.asked.ranks for p, d in zip(self.parts, layouts) if d != WHOLE)
+        operator = self.parts[0].asked.costs.operator
+        moved = each * math.prod(one.shape) / math.prod(ranks) * one.grad
+        return operator("other", 0.0, moved) - operator("other", 0.0, 0.0)
+
+    def held(self, name: str, layouts: Sequence[int]) -> float:
         """Bytes of a parameter, its gradient and its optimizer's state on one rank."""
-        one, recipe, ranks = self.graph.values[name], self.asked.recipe, self.asked.ranks
+        one, recipe = self.graph.values[name], self.parts[0].asked.recipe
         model, state = recipe.parameter + recipe.gradient, recipe.moments + recipe.master
         if not one.grad:
             model, state = recipe.parameter, 0
-        own, beside = self.graph.slices.get(name, (1.0, 1.0))
-        own /= 1 if layout in (WHOLE, ZERO1) else ranks
-        beside /= 1 if layout == WHOLE else ranks
-        return math.prod(one.shape) * (model * own + state * beside)
+        ranks = [part.asked.ranks for part in self.parts]
+        own = math.prod(r for r, d in zip(ranks, layouts) if d not in (WHOLE, ZERO1))
+        beside = math.prod(r for r, d in zip(ranks, layouts) if d != WHOLE)
+        return math.prod(one.shape) * (model / own + state / beside)
+
+    def _kept(self, at: int, options: Sequence[Option]) -> float:
+        graph, step = self.graph, self.graph.nodes[at].step
+        if not (step.kept and self.parts[0].asked.kept):
+            return 0.0
+        made = [graph.result(at, k) for k in range(len(step.outputs))]
+        grads = [k for k, name in enumerate(made) if graph.values[name].grad]
+        laid = {k: self._shares([one.outputs[k] for one in options]) for k in grads}
+        return sum(graph.bytes(made[k]) * math.prod(shares) for k, shares in laid.items())
 
     # -- the problem -------------------------------------------------------------------------------
 
@@ -280,81 +473,73 @@ class Placed:
             for at, node in enumerate(graph.nodes)
         ]
         for name, menu in self.parameters.items():
-            seconds.append(np.zeros(len(menu)))
-            sizes.append(np.array([graph.counts[name] * self.held(name, one) for one in menu]))
+            often = graph.counts[name]
+            seconds.append(np.array([often * self.update(name, one) for one in menu]))
+            sizes.append(np.array([often * self.held(name, one) for one in menu]))
         ranked = sorted(graph.edges, key=lambda edge: edge.boundary)
         first = {edge.value: edge for edge in ranked}  # one that may cross, if there is any
         for name, pairs in self.shared.items():
-            edge, often = first[name], graph.counts[name]
-            seconds.append(np.array([often * self.crossing(edge, a, b) for a, b in pairs]))
+            ways = (tuple(zip(*one)) for one in pairs)
+            own = replace(first[name], place=-1)  # it enters no module yet
+            took = [self.crossing(own, a, b) for a, b in ways]
+            seconds.append(graph.counts[name] * np.array(took))
             sizes.append(np.zeros(len(pairs)))
-        costs: dict[tuple[int, int], np.ndarray] = {}
+        costs: dict[tuple[int, int], Costs] = {}
         for edge in graph.edges:
             self._edge(edge, seconds, costs)
         for name in self.shared:
             self._source(name, first[name], costs)
         return Problem(tuple(seconds), tuple(sizes), costs)
 
-    def _kept(self, at: int, option: Option) -> float:
-        graph, step = self.graph, self.graph.nodes[at].step
-        if not (step.kept and self.asked.kept):
-            return 0.0
-        made = [graph.result(at, k) for k in range(len(step.outputs))]
-        share = [1 / self.asked.ranks if d >= 0 or d == ANY else 1.0 for d in option.outputs]
-        return sum(graph.bytes(m) * s for m, s in zip(made, share) if graph.values[m].grad)
+    def _table(
+        self, edge: Edge, given: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
+    ) -> Costs:
+        """Costs of an edge from each layout to each, looked at once for each that differs."""
+        rows, columns = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))
+        told = np.array([[self.crossing(edge, a, c) for c in columns] for a in rows])
+        at = [rows.index(a) for a in given], [columns.index(c) for c in wanted]
+        found: Costs = told.reshape(len(rows), len(columns))[np.ix_(*at)]
+        return found
 
-    def _edge(
-        self, edge: Edge, seconds: list[np.ndarray], costs: dict[tuple[int, int], np.ndarray]
-    ) -> None:
+    def _edge(self, edge: Edge, seconds: list[Costs], costs: dict[tuple[int, int], Costs]) -> None:
         """Add what an edge costs: from who holds the value, to each layout that is wanted."""
-        wanted = [one.inputs[edge.place] for one in self.options[edge.target]]
-        cost, (node, k) = self.crossing, edge.source
+        options, (node, k), target = self.options, edge.source, edge.target
+        wanted = [tuple(one.inputs[edge.place] for one in some) for some in options[target]]
         if edge.value in self.shared:
-            told = [
-                [
-                    min(cost(edge, one, c) for one in (ways if edge.boundary else ways[:1]))
-                    for c in wanted
-                ]
-                for ways in self.shared[edge.value]
-            ]
-            self._pair(self.numbers[edge.value], edge.target, np.array(told) * edge.count, costs)
+            ways = itertools.product((0, 1) if edge.boundary else (0,), repeat=len(self.parts))
+            tables = []
+            for way in ways:
+                pairs = self.shared[edge.value]
+                given = [tuple(pair[k] for pair, k in zip(one, way)) for one in pairs]
+                tables.append(self._table(edge, given, wanted))
+            told = np.minimum.reduce(tables)
+            self._pair(self.numbers[edge.value], target, told * edge.count, costs)
         elif node >= 0:
-            told = [[cost(edge, o.outputs[k], c) for c in wanted] for o in self.options[node]]
-            if node == edge.target:
-                seconds[node] = seconds[node] + np.diag(np.array(told)) * edge.count
+            given = [tuple(one.outputs[k] for one in some) for some in options[node]]
+            told = self._table(edge, given, wanted) * edge.count
+            if node == target:
+                seconds[node] = seconds[node] + np.diag(told)
             else:
-                self._pair(node, edge.target, np.array(told) * edge.count, costs)
+                self._pair(node, target, told, costs)
         elif edge.value in self.parameters:
-            told = [[cost(edge, a, c) for c in wanted] for a in self.parameters[edge.value]]
-            self._pair(self.numbers[edge.value], edge.target, np.array(told) * edge.count, costs)
-        else:
-            rows = self.asked.mode == "rows" and self.graph.values[edge.value].shape
-            given = 0 if rows else WHOLE
-            told = [[cost(edge, given, c) * edge.count for c in wanted]]
-            if self.asked.name is None:
-                seconds[edge.target] = seconds[edge.target] + np.array(told[0])
+            told = self._table(edge, self.parameters[edge.value], wanted) * edge.count
+            self._pair(self.numbers[edge.value], target, told, costs)
+        elif all(part.asked.name is None for part in self.parts):
+            shaped = bool(self.graph.values[edge.value].shape)
+            modes = (part.asked.mode for part in self.parts)
+            lies = tuple(0 if shaped and mode == "rows" else WHOLE for mode in modes)
+            seconds[target] = seconds[target] + self._table(edge, [lies], wanted)[0] * edge.count
 
-    def _source(self, name: str, edge: Edge, costs: dict[tuple[int, int], np.ndarray]) -> None:
+    def _source(self, name: str, edge: Edge, costs: dict[tuple[int, int], Costs]) -> None:
         """Tie a shared value's first layout to what its node gives."""
         node, k = edge.source
-        given = [one.outputs[k] for one in self.options[node]]
-        told = [[0.0 if a == g else math.inf for a, _ in self.shared[name]] for g in given]
-        self._pair(node, self.numbers[name], np.array(told), costs)
+        given = [tuple(one.outputs[k] for one in some) for some in self.options[node]]
+        first = [tuple(a for a, _ in pairs) for pairs in self.shared[name]]
+        told = np.array([[0.0 if a == g else math.inf for a in first] for g in given])
+        self._pair(node, self.numbers[name], told, costs)
 
     @staticmethod
-    def _pair(i: int, j: int, table: np.ndarray, costs: dict[tuple[int, int], np.ndarray]) -> None:
+    def _pair(i: int, j: int, table: Costs, costs: dict[tuple[int, int], Costs]) -> None:
         table = np.where(np.isnan(table), np.inf, table)
         pair, table = ((i, j), table) if i < j else ((j, i), table.T)
         costs[pair] = costs[pair] + table if pair in costs else table
-
-
-# what is sent forward and backward where a value changes its layout; 0 stands for a split dim
-CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
-    (WHOLE, ENTERED): ("", "all_reduce"),
-    (WHOLE, 0): ("", "all_gather"),
-    (0, WHOLE): ("all_gather", ""),
-    (0, ENTERED): ("all_gather", "reduce_scatter"),
-    (SUM, WHOLE): ("all_reduce", ""),
-    (SUM, ENTERED): ("all_reduce", "all_reduce"),
-    (SUM, 0): ("reduce_scatter", "all_gather"),
-}

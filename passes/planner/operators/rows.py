@@ -1,4 +1,4 @@
-"""Layouts of a model's operators, found for each axis of a mesh, as rows of the language.
+"""Layouts of a model's operators, found for all axes of a mesh at once, as rows of the language.
 
 What the solver chooses is tried on the model as any other rows are; an option that the language
 refuses is banned, and the next best is looked for.  So the graph may believe in more than is legal,
@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.placement import R, S
+from schedlang.language import nodes as n
 from schedlang.language import printer
+from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
+from schedlang.passes.planner.operators.given import Given
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import STAGES, Laid, cut
-from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Option, Placed
+from schedlang.passes.planner.operators.named import Laid, laid, modes
+from schedlang.passes.planner.operators.placements import (
+    ENTERED,
+    SUM,
+    WHOLE,
+    Asked,
+    Joint,
+    Option,
+    Placed,
+)
 from schedlang.passes.planner.operators.solve import Solution, solve
 
 if TYPE_CHECKING:
@@ -32,9 +43,11 @@ TRIES = 8  # options that are banned before it is given up
 
 @dataclass(frozen=True)
 class Chosen:
-    """One axis: what was asked, the solution, and its rows as the language takes them.
+    """One axis: what was asked, its part of the solution, and its rows as the language takes them.
 
-    banned  options that were refused, with the words of the refusal
+    The solution's seconds and bytes are those of all axes.
+
+    refused  the words in which options were refused, which are banned
     """
 
     axis: str
@@ -45,12 +58,8 @@ class Chosen:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step over this axis alone."""
+        """Seconds of a step."""
         return self.solution.seconds
-
-    def option(self, node: int) -> Option:
-        """The option of a node."""
-        return self.placed.options[node][self.solution.choice[node]]
 
 
 def chosen(
@@ -60,35 +69,165 @@ def chosen(
 
     With activations split along the sequence, and without: the quicker of both that are legal.
     """
-    menu = [asked]
-    if asked.mode == "tensors" and asked.tokens and asked.name is None:
-        menu.append(replace(asked, tokens=False))
-    found = [_legal(trial, graph, axis, one, limit) for one in menu]
-    return min((one for one in found if one), key=lambda one: one.seconds, default=None)
+    found = _quickest(trial, graph, (axis,), [(asked,)], limit, Given())
+    return found[0] if found else None
 
 
-def _legal(trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float) -> Chosen | None:
+def layouts(
+    trial: Trial,
+    axes: Mapping[str, Asked],
+    limit: float = math.inf,
+    given: Given | None = None,
+    said: list[str] | None = None,
+) -> tuple[Chosen, ...] | None:
+    """A legal layout over all axes at once, beside the rows that are given.
+
+    What is refused on the way is `said`.
+
+    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
+    that fits; rows are split over one axis at most, and stand last.  None where nothing fits in
+    `limit` bytes.
+    """
+    given = given or Given()
+    every = modes([given.asked(axis, asked) for axis, asked in axes.items()])
+    return _quickest(trial, graph_of(trial), tuple(axes), list(every), limit, given, said)
+
+
+def _quickest(
+    trial: Trial,
+    graph: Graph,
+    axes: tuple[str, ...],
+    menu: Sequence[tuple[Asked, ...]],
+    limit: float,
+    given: Given,
+    said: list[str] | None = None,
+) -> tuple[Chosen, ...] | None:
+    """The quickest of a menu that is legal: the most promising are tried first."""
+    wide = list(menu)
+    for several in menu:
+        if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
+            wide.append(tuple(replace(one, tokens=False) for one in several))
+    bounds = [laid(graph, several, limit) for several in wide]
+    order = sorted((one.seconds, k) for k, one in enumerate(bounds) if one)
+    best: tuple[Chosen, ...] | None = None
+    for bound, k in order:
+        if best is not None and bound >= best[0].seconds:
+            break
+        refused: list[str] = []
+        found = _legal(trial, bounds[k], axes, wide[k], limit, given, refused)
+        if said is not None:
+            said += refused
+        if found is not None and (best is None or found[0].seconds < best[0].seconds):
+            best = found
+    return best
+
+
+def _legal(
+    trial: Trial,
+    first: Laid | None,
+    axes: tuple[str, ...],
+    asked: tuple[Asked, ...],
+    limit: float,
+    given: Given,
+    refused: list[str],
+) -> tuple[Chosen, ...] | None:
     """The best of what the language takes: what it refuses is banned, and the next best tried."""
-    refused: list[str] = []
-    finder = Finder(trial, axis, asked.ranks, [], [])
+    found, banned = first, frozenset[tuple[str, tuple[Option, ...]]]()
     for _ in range(TRIES):
-        placed = Placed(graph, asked)
-        solution = solve(placed.problem, limit)
-        if solution is None:
+        if found is None:
             return None
-        rows = list(_rows(placed, solution, axis))
-        pads = pads_of(finder, [row.names[0] for _, row in rows if row.style == "vocab"])
-        rows = [*((-1, pad) for pad in pads), *rows]
-        made = finder.mended([row for _, row in rows])
-        if isinstance(made, list):
-            return Chosen(axis, placed, solution, tuple(made), tuple(refused))
-        refused.append(made)
-        blamed = _blamed(rows, finder.blamed)
-        bans = {(graph.nodes[at].site, placed.options[at][solution.choice[at]]) for at in blamed}
-        asked = replace(asked, banned=asked.banned | bans)
+        made = _tried(trial, found, axes, given)
+        if isinstance(made, dict):
+            told = tuple(refused)
+            parts = [
+                Chosen(
+                    axis,
+                    part,
+                    replace(found.solution, choice=found.joint.alone(found.solution.choice, k)),
+                    made[axis],
+                    told,
+                )
+                for k, (axis, part) in enumerate(zip(axes, found.joint.parts))
+            ]
+            return tuple(parts)
+        if isinstance(made, int):  # its ranks would all do the same work
+            found = _busy(found.joint, made, limit)
+            asked = asked if found is None else tuple(one.asked for one in found.joint.parts)
+            continue
+        why, axis, blamed, alone = made
+        refused.append(why)
         if not blamed:
             return None
+        joint, choice = found.joint, found.solution.choice
+        sites = [joint.graph.nodes[at].site for at in blamed]
+        mine = [joint.options[at][choice[at]] for at in blamed]
+        if alone:
+            bans = {(site, one[axis]) for site, one in zip(sites, mine)}
+            own = replace(asked[axis], banned=asked[axis].banned | bans)
+            asked = (*asked[:axis], own, *asked[axis + 1 :])
+        else:
+            banned |= set(zip(sites, mine))
+        again = Joint(tuple(Placed(joint.graph, one) for one in asked), banned)
+        solution = solve(again.problem, limit)
+        found = None if solution is None else Laid(again, solution)
     return None
+
+
+def _busy(joint: Joint, axis: int, limit: float) -> Laid | None:
+    """The best layout in which an axis splits one module at least: of all modules, the best."""
+    best: Laid | None = None
+    for at, node in enumerate(joint.graph.nodes):
+        options = joint.parts[axis].options[at]
+        if node.step.module and len(options) > 1:
+            asked = [part.asked for part in joint.parts]
+            bans = asked[axis].banned | {(node.site, one) for one in options if not one.split}
+            asked[axis] = replace(asked[axis], banned=bans)
+            made = Joint(tuple(Placed(joint.graph, one) for one in asked), joint.banned)
+            solution = solve(made.problem, limit)
+            if solution is not None and (best is None or solution.seconds < best.seconds):
+                best = Laid(made, solution)
+    return best
+
+
+Refused = tuple[str, int, Sequence[int], bool]
+
+
+def _tried(
+    trial: Trial, found: Laid, axes: tuple[str, ...], given: Given
+) -> dict[str, tuple[Row, ...]] | Refused | int:
+    """The rows of each axis as the language takes them, or why it does not; or an idle axis.
+
+    The axis whose rows are refused, the nodes to blame, and whether these rows are refused alone.
+    """
+    sizes = {axis: part.asked.ranks for axis, part in zip(axes, found.joint.parts)}
+    made: dict[str, tuple[Row, ...]] = {}
+    above: list[Row] = []
+    for k in sorted(range(len(axes)), key=lambda k: found.joint.parts[k].asked.mode == "rows"):
+        axis, part = axes[k], found.joint.parts[k]
+        mine = replace(found.solution, choice=found.joint.alone(found.solution.choice, k))
+        own = given.beside(axis)
+        stand = {name for row in own for name in row.names}
+        zero = any(row.verb == "zero" for row in own)
+        rows = [
+            (at, row)
+            for at, row in _rows(part, mine, axis)
+            if not stand & {*row.names} and not (zero and row.verb == "zero")
+        ]
+        beside = {other: sizes[other] for other in (*made, axis)}
+        finder = Finder(trial.on(beside), axis, sizes[axis], [*above, *own], [])
+        words = [row.names[0] for _, row in rows if row.style == "vocab"]
+        rows = [*((-1, pad) for pad in pads_of(finder, words)), *rows]
+        told = finder.mended([row for _, row in rows])
+        if isinstance(told, str):
+            blamed = _blamed(rows, finder.blamed)
+            bare = Finder(trial, axis, sizes[axis], own, [])
+            alone = not above or isinstance(bare.mended([row for _, row in rows]), str)
+            return told, k, blamed, alone
+        if not (told or own):
+            return k
+        made[axis] = tuple(told)
+        above += [*own, *told]
+    return made
 
 
 def _blamed(rows: Sequence[tuple[int, Row]], place: int) -> Sequence[int]:
@@ -185,34 +324,42 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
     return S("seq") if token and dim == 1 else S(dim)
 
 
-def layouts(
-    trial: Trial, axes: Mapping[str, Asked], limit: float = math.inf
-) -> tuple[Chosen, ...] | None:
-    """A legal layout over each axis in turn, each for what the ones before have left of the model.
+def _lines(one: Chosen, trial: Trial) -> list[str]:
+    """The rows of an axis: those at modules, then those of the whole model."""
+    named = [row for row in one.rows if row.names]
+    whole = [str(row) for row in one.rows if not row.names]
+    return [*filter(None, [rows_text(named, trial.all)]), *whole]
 
-    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
-    that fits; rows are split over one axis at most.  None where nothing fits in `limit` bytes.
+
+def _steps(found: Sequence[Chosen], trial: Trial) -> str:
+    """The rows of every axis, in a step of its own; those of rows are the last, and proven."""
+    steps: list[list[str]] = []
+    for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
+        if one.rows:
+            steps.append([f'step "over {one.axis}" {{', *_lines(one, trial)])
+    steps = steps or [['step "whole" {']]
+    steps[-1].append("verify(train, steps=2)")
+    return "\n".join("\n".join([*lines, "}\n"]) for lines in steps)
+
+
+def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> str:
+    """The text of a schedule with more rows: all steps prove them, for they begin the first one.
+
+    Rows that split the batch are a step of their own, the last.
     """
-    graph, found = graph_of(trial), list[Chosen]()
-    for k, (axis, asked) in enumerate(axes.items()):
-        rest = limit * math.prod(one.ranks for one in list(axes.values())[k + 1 :])
-        menu = [replace(asked, mode="tensors")]
-        if all(one.placed.asked.mode == "tensors" for one in found):
-            menu += [replace(asked, mode="rows", zero=stage) for stage in STAGES]
-        tried = [chosen(trial, graph, axis, one, rest) for one in menu]
-        best = min((one for one in tried if one), key=lambda one: one.seconds, default=None)
-        if best is None:
-            return None
-        found.append(best)
-        graph = cut(graph, Laid(best.placed, best.solution))
-    return tuple(found)
+    whole = Source(source.name, printer.fmt(source))
+    steps = [one for one in parse(whole).items if isinstance(one, n.Step)]
+    split = [one for one in found if one.placed.asked.mode == "rows" and one.rows]
+    first = [line for one in found if one not in split for line in _lines(one, trial)]
+    if not steps:
+        return printer.fmt(Source(source.name, f"{whole.text}\n{_steps(found, trial)}"))
+    lines = whole.text.splitlines()
+    at = steps[0].span.line
+    last = [_steps(split, trial)] if split else []
+    return printer.fmt(Source(source.name, "\n".join([*lines[:at], *first, *lines[at:], *last])))
 
 
 def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:
-    """The text of a schedule: the rows of every axis, in a step of its own."""
-    parts = [f"schedule 1 for {name}\n", f"{mesh_text(mesh)}\n"]
-    for one in found:
-        body = "\n".join(str(row) for row in one.rows if not row.names)
-        rows = rows_text([row for row in one.rows if row.names], trial.all)
-        parts.append(f'step "{one.axis}" {{\n' + "\n".join(filter(None, (rows, body))) + "\n}\n")
-    return printer.fmt(Source("planned", "\n".join(parts)))
+    """The text of a schedule of these rows alone."""
+    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{_steps(found, trial)}"
+    return printer.fmt(Source("planned", made))

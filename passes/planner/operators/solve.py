@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,12 +79,37 @@ def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -
 
     Proven the best unless more than `branches` were needed, which the solution tells.
     """
-    first = _least(problem, 0.0)
-    if first is None:
+    if not all(map(len, problem.seconds)):
         return None
-    if first.bytes <= limit:
-        return first
-    return _limited(problem, limit, branches)
+    small, kept = _possible(problem)
+    if not all(map(len, kept)):
+        return None
+    found = _least(small, 0.0)
+    if found is not None and found.bytes > limit:
+        found = _limited(small, limit, branches)
+    if found is None:
+        return None
+    return replace(found, choice=tuple(int(one[k]) for one, k in zip(kept, found.choice)))
+
+
+def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
+    """The problem without options that nothing beside them allows, and those that are left.
+
+    Arc consistency (Mackworth 1977).
+    """
+    here: list[NDArray[Any]] = [np.isfinite(one) for one in problem.seconds]
+    count = -1
+    while count != (count := sum(int(one.sum()) for one in here)):
+        for (i, j), costs in problem.pairs.items():
+            allowed = np.isfinite(costs) & here[i][:, None] & here[j]
+            here[i], here[j] = allowed.any(axis=1), allowed.any(axis=0)
+    kept = [np.flatnonzero(one) for one in here]
+    small = Problem(
+        tuple(one[k] for one, k in zip(problem.seconds, kept)),
+        tuple(one[k] for one, k in zip(problem.bytes, kept)),
+        {(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in problem.pairs.items()},
+    )
+    return small, kept
 
 
 # -- without a limit ------------------------------------------------------------------------------

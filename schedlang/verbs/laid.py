@@ -1,0 +1,220 @@
+"""tune --layouts: how every operator of a model is split over a mesh, as rows that are proven."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.inputs import check_folders, write_asked
+from schedlang.verbs.searched import batch_of
+
+if TYPE_CHECKING:
+    from schedlang.diagnostics.source import Source
+    from schedlang.ir.modelfile import ModelFile
+    from schedlang.ir.plan import Plan
+    from schedlang.passes.autoshard.tune import Job, Tried
+    from schedlang.passes.complete.proposal import Trial
+    from schedlang.passes.planner.operators.given import Given
+    from schedlang.passes.planner.operators.rows import Chosen
+    from schedlang.passes.simulate.machine import Cluster
+
+TRIES = 4  # searches, each with the memory that the last one's step has shown to be there
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A schedule whose rows stay, and its plan."""
+
+    source: Source
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Layouts over a mesh, the schedule that says them, and a step of just this schedule."""
+
+    mesh: Mapping[str, int]
+    found: tuple[Chosen, ...]
+    text: str
+    tried: Tried
+
+
+def layouts(
+    model: ModelFile,
+    name: str,
+    cluster: Cluster,
+    ranks: int,
+    begun: Begun | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Find, write and tell layouts; exit 1 where nothing fits.
+
+    `name` is that of the model's file.
+    """
+    from schedlang.diagnostics.tables import columns, fitted
+    from schedlang.ir.model import ModelFacts
+    from schedlang.passes.autoshard.tune import Job
+    from schedlang.passes.complete.proposal import Trial
+    from schedlang.passes.planner.operators.given import Given, given_of
+    from schedlang.passes.reduce_model.blocks import blocks_of
+
+    start = time.perf_counter()
+    check_folders(out=out)
+    facts = begun.plan.model if begun else ModelFacts(model.model(meta=True))
+    job = Job(facts, batch_of(model), model.loss, model.weight, cluster, ranks)
+    trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
+    given = given_of(begun.plan, trial.all) if begun else Given()
+    meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
+    said: list[str] = []
+    made = [_laid(job, trial, mesh, given, begun, said) for mesh in meshes]
+    best = min((one for one in made if one), key=_seconds, default=None)
+    other = _proposed(job, meshes) if begun is None else None
+    if best is not None and out is not None:
+        write_asked(out, best.text)
+    if as_json:
+        show_json(_plain(job, best, other))
+    else:
+        print(fitted("\n".join(_told(name, job, best, other, said)), columns()))
+        if best is not None and out is None:
+            print(f"\n{best.text}", end="")
+        elif best is not None:
+            print(f"next: schedlang verify {out} --model {name}")
+        print(f"solved in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    if best is None:
+        raise typer.Exit(FAILS)
+
+
+def _meshes(ranks: int) -> Iterator[dict[str, int]]:
+    """All ranks as one axis, and as two."""
+    yield {"inner": ranks}
+    yield from (
+        {"outer": ranks // few, "inner": few} for few in range(2, ranks) if ranks % few == 0
+    )
+
+
+def _laid(
+    job: Job,
+    trial: Trial,
+    mesh: Mapping[str, int],
+    given: Given,
+    begun: Begun | None,
+    said: list[str],
+) -> Laid | None:
+    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly."""
+    from schedlang.diagnostics.source import Source
+    from schedlang.language.syntax import parse
+    from schedlang.passes.autoshard.tune import priced
+    from schedlang.passes.elaborate.expand import expand
+    from schedlang.passes.planner.operators.placements import Asked
+    from schedlang.passes.planner.operators.rows import inserted, layouts, text
+    from schedlang.passes.planner.profile import recipe_of
+
+    recipe, limit = recipe_of(job.facts), float(job.cluster.memory)
+    names = list(mesh)
+    strides = {one: math.prod(mesh[o] for o in names[k + 1 :]) for k, one in enumerate(names)}
+    axes = {
+        one: Asked(size, job.cluster, strides[one], recipe=recipe)
+        for one, size in mesh.items()
+        if size > 1
+    }
+    for _ in range(TRIES):
+        found = layouts(trial, axes, limit, given, said)
+        if found is None:
+            return None
+        if begun is None:
+            made = text(job.facts.class_name, mesh, found, trial)
+        else:
+            made = inserted(begun.source, found, trial)
+        plan = expand(parse(Source("layouts.sched", made)), job.facts).plan
+        assert plan is not None
+        tried = priced(job, plan, {})
+        if tried.fits(job.cluster.memory):
+            return Laid(mesh, found, made, tried)
+        limit = min(0.99, found[0].solution.bytes / tried.peak) * min(limit, job.cluster.memory)
+    return None
+
+
+def _seconds(one: Laid) -> float:
+    assert one.tried.time is not None
+    return one.tried.time.seconds
+
+
+def _proposed(job: Job, meshes: list[dict[str, int]]) -> Tried | None:
+    """The quickest that `init` proposes for as many ranks; None where it has none that fits."""
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.passes.autoshard.propose import propose
+    from schedlang.passes.autoshard.tune import priced, ranked
+    from schedlang.passes.elaborate.expand import expand
+
+    found: list[Tried] = []
+    for mesh in meshes:
+        sizes = [*mesh.values()]
+        named = [dict(zip(("dp", "tp"), sizes))] if len(sizes) > 1 else []
+        for one in named or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
+            try:
+                made = propose(job.facts, job.batch, one, job.loss, job.weight)
+                plan = expand(made.file, job.facts).plan
+                assert plan is not None
+                found.append(replace(priced(job, plan, {}), given=one))
+            except Refusal:  # `init` tells why there is none; here it is no answer
+                continue
+    return next(iter(ranked(found, job.cluster.memory)), None)
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def _told(
+    name: str, job: Job, best: Laid | None, other: Tried | None, said: list[str]
+) -> Iterator[str]:
+    from schedlang.diagnostics.tables import seconds, size
+
+    ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
+    yield f"{Path(name).name} · {ranks}"
+    if best is None:
+        yield "nothing that is legal fits"
+        yield from (f"refused   {why}" for why in dict.fromkeys(said))
+        return
+    yield "layouts   " + ", ".join(
+        f"{one.axis} = {best.mesh[one.axis]} {_how(one)}" for one in best.found
+    )
+    took, solved = _seconds(best), best.found[0].seconds
+    peak = f"{size(best.tried.peak)} on the fullest rank"
+    yield f"          {seconds(took)} a step as played, {seconds(solved)} by its operators; {peak}"
+    if other is not None and other.time is not None:
+        mesh = ", ".join(f"{axis} = {count}" for axis, count in other.mesh.items())
+        share = other.time.seconds / took - 1
+        word = f"{share:.0%} slower" if share > 0 else f"{-share:.0%} quicker: take it"
+        if abs(share) < SAME:
+            word = "as quick"
+        yield f"init      {mesh}: {seconds(other.time.seconds)} a step, {word}"
+
+
+SAME = 0.005
+
+
+def _how(one: Chosen) -> str:
+    asked = one.placed.asked
+    return f"splits rows (zero {asked.zero})" if asked.mode == "rows" else "splits tensors"
+
+
+def _plain(job: Job, best: Laid | None, other: Tried | None) -> dict[str, object]:
+    """Plain values; seconds and bytes."""
+    return {
+        "ranks": job.ranks,
+        "mesh": None if best is None else dict(best.mesh),
+        "solved": None if best is None else best.found[0].seconds,
+        "seconds": None if best is None else _seconds(best),
+        "peak": None if best is None else best.tried.peak,
+        "init": None if other is None or other.time is None else other.time.seconds,
+        "schedule": None if best is None else best.text,
+    }
