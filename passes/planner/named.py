@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from schedlang.ir.limits import Limits
+from schedlang.passes.partition.programme import Way
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.menus import (
@@ -25,7 +26,6 @@ from schedlang.passes.planner.menus import (
     keep,
     shared_out,
 )
-from schedlang.passes.planner.partition import Way
 from schedlang.passes.planner.price import RECIPE, collective, price, stride, unit_times
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import Profiles, search
