@@ -65,6 +65,7 @@ class Found:
     best      None where nothing fits yet
     floor     seconds below which no setting can be, as far as is known
     done      whether the search has come to its end: `best` is the optimum
+    by        whose the best is, in words, where it is that of a planner by name
     rejected  the best of other kinds, with why they are not it
     refused   placements that the model does not have, and why, the first for each code
     """
@@ -75,6 +76,7 @@ class Found:
     rejected: tuple[Rejected, ...] = ()
     refused: tuple[tuple[Placement, Refusal], ...] = ()
     done: bool = False
+    by: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:

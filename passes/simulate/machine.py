@@ -263,6 +263,20 @@ def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
     return CLUSTERS.get(found["name"].lower()), int(ranks) if ranks else None
 
 
+def machine_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
+    """The cluster and the ranks of `h100x64`, or of a machine of one's own.
+
+    Raises Refusal S109 for a name that there is not, and where nothing says how many ranks.
+    """
+    known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
+    if known is None:
+        helps = (f"give one of {', '.join(CLUSTERS)}",)
+        raise Refusal.of("S109", f"unknown cluster `{on}`", helps=helps)
+    if (count := ranks or told) is None:
+        raise Refusal.of("S109", "the number of ranks is missing", helps=('write `"h100x64"`',))
+    return known, count
+
+
 def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:
     """The cluster and the ranks that the mesh of a schedule lies on; None for what it does not say.
 

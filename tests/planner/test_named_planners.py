@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from schedlang.ir.limits import Limits
+from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import Layer
-from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, layers_of
+from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, found_by, layers_of
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
@@ -92,6 +93,25 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
     for name in ("mpress", "swapadvisor", "piper"):
         other = cut_as(name, chain, WAY, tight)
         assert other is None or price(chain, other, tight).peak <= tight.memory
+
+
+@pytest.mark.parametrize("memory", [2, 6])
+def test_a_planner_that_is_asked_keeps_limits_and_fits(memory: int) -> None:
+    """Of each kind one: its best keeps pins, fits, and is not quicker than the best of all."""
+    orders = ("1F1B", "Interleaved1F1B")
+    job = Job(8, 32, replace(A100, memory=memory << 30), length=1024, orders=orders)
+    limits = Limits(pinned={"zero": (1,), "rows": (1,)})
+    *_, every = search(SMALL, job, limits)
+    assert every.best is not None
+    for name in ("pipedream", "alpa", "adapipe", "mcap", "layouts", "ptd-p", "kwai", "flexflow"):
+        found = found_by(name, SMALL, job, every, limits)
+        assert PLANNERS[name].paper in found.by[0]
+        if found.best is None:
+            assert found.rejected[0].reason == "nothing fits" or "needs" in found.rejected[0].reason
+            continue
+        assert found.best.needs <= job.cluster.memory and kept(limits, found.best.setting)
+        assert found.best.least >= every.best.least * (1 - 1e-9), name
+        assert found.by[1].startswith("By its model: ")
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:
