@@ -99,8 +99,8 @@ def search(
     `profiles` gives the chain of a placement, or None or a refusal where the model cannot be placed
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
-    computed again; then so many `moves` of a unit from stage to stage were tried on it.  It has no
-    best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
+    computed again; then the programme cuts its stages, and so many `moves` of a unit from stage to
+    stage are tried on either.  It has no best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
     """
     check(limits)
     return _Search(profiles, job, limits, progress, moves).run()
@@ -234,12 +234,14 @@ class _Search:
             yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
 
     def _move(self) -> Iterator[Found]:
-        """Move units between the stages of the best."""
+        """Move units between the stages of the best, as it is cut and as the programme cuts it."""
         if self.best is not None and self.moves:
             chain = self.profiles(self.best.setting.placement)
             assert isinstance(chain, Chain)
             filler, clock = Filler(self.job, self.limits), Clock(chain, self.job)
-            yield from self._better(filler.improved(clock, self.best, self.moves), self._worst)
+            even, cut = self.best, filler.seeded(clock, self.best)
+            for one in (even,) if cut is even else (even, cut):
+                yield from self._better(filler.improved(clock, one, self.moves), self._worst)
 
     def _others(self) -> None:
         """Look for the best that differ from the best in one name each, a little while."""
