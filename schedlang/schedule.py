@@ -336,8 +336,9 @@ class Schedule(Scope):
         pin      values that a name may have: `pin={"tp": (2, 4)}`; `forbid`, `least` likewise
         planner  the name of one of the literature, which is asked instead
         Of what the schedule says already only its lines of `search` bind.  The result says what
-        was rejected, and why.  Where nothing fits its `best` is None, and the schedule stays.  Raises Refusal S109 for an unknown machine, S106 for a name that
-        there is not, and what refuses the model.
+        was rejected, and why.  Where nothing fits its `best` is None, and the schedule stays.
+        Raises Refusal S109 for an unknown machine, S106 for a name that there is not, and what
+        refuses the model.
         """
         from schedlang.passes.planner.named import found_of, planner_named
         from schedlang.passes.planner.profile import Profiles

@@ -127,18 +127,24 @@ def _but(way: Setting, part: str) -> tuple[object, ...]:
 SEARCHED = {
     "kwai": Searched(
         "Optimal hybrid parallelism (Yuan et al., USENIX ATC 2024)",
-        "activations that leave for the host; its figures are measured operators, as a profile's"
-        " are after `calibrate`",
-        Limits(pinned={"order": ("1F1B", "Interleaved1F1B")}),
+        "copies of some units alone; its figures are measured operators, as a profile's are after"
+        " `calibrate`",
+        Limits(
+            pinned={
+                "order": ("1F1B", "Interleaved1F1B"),
+                "offload": ("none", "activations"),
+            }
+        ),
     ),
     "tessel": Searched(
         "Tessel (Lin et al., HPCA 2024)",
         "placements other than a row of stages; its order is searched for stages that are alike",
-        Limits(pinned={"order": ("search",), "chunks": (1, 2)}),
+        Limits(pinned={"order": ("search",), "chunks": (1, 2), "offload": ("none",)}),
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
         "operators one by one: its walk goes over settings of the whole model here",
+        Limits(pinned={"offload": ("none",)}),
         steps=400,
     ),
 }
@@ -390,7 +396,11 @@ def _ruled(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
 
 def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
     planner, best = STAGED[name], math.inf
-    flat: dict[str, tuple[Value, ...]] = {"order": ("1F1B",), "chunks": (1,)}
+    flat: dict[str, tuple[Value, ...]] = {
+        "order": ("1F1B",),
+        "chunks": (1,),
+        "offload": ("none",),
+    }
     if again not in planner.choices:
         flat["again"] = ("none",)
     found: Says = None

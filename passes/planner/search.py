@@ -100,7 +100,8 @@ def search(
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
     computed again; then the programme cuts its stages, and so many `moves` of a unit from stage to
-    stage are tried on either.  It has no best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
+    stage are tried on either.  It has no best where nothing fits.  Raises Refusal S109 for a pinned
+    order that cannot be priced.
     """
     check(limits)
     return _Search(profiles, job, limits, progress, moves).run()

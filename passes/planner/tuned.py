@@ -109,6 +109,8 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
     )
     tried = tune.priced(whole, plan, {})
     took = found.best.least if tried.time is None else tried.time.seconds
+    if found.best.setting.placement.offload != "none":  # no link to the host is played
+        took = max(took, found.best.least)
     remarks = [*figures(job, found, took, tried.peak), *_reasons(found.rejected)]
     return Written(written(profiles, found.best.setting, remarks), took, tried.peak)
 

@@ -254,7 +254,8 @@ def _split(placement: Placement) -> str:
     """tp = 2, cp = 4, .."""
     sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep")}
     words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
-    return ", ".join([*words, *["sequence"] * placement.sequence])
+    words += ["sequence"] * placement.sequence
+    return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
 
 
 def _way(found: Found) -> str:
@@ -266,6 +267,8 @@ def _way(found: Found) -> str:
     axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
     if "pp" not in axes:
         said.pop("order")
+    if said["offload"] == "none":
+        said.pop("offload")
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
     for name, value in said.items():
         if name != "chunks" or value != 1:

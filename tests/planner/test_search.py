@@ -111,6 +111,26 @@ def _chain(profiles: Profiles, filled: Filled) -> Chain:
     return profiles(filled.setting.placement)
 
 
+@pytest.mark.parametrize(
+    ("host", "memory", "best"),
+    [(1e9, 0.75, "none"), (1e12, 1.2, "activations"), (1e12, 0.75, "both")],
+)
+def test_what_leaves_for_the_host_is_found(host, memory, best):
+    """Where copies are quick and memory is short, that is the best of all ways; else it is not."""
+    profiles = decoder(4, 1024, 8, 4096, 512, 2048)
+    cluster = replace(A100, host=host, memory=int(memory * 2**30), library="")
+    job = Job(2, 16, cluster, length=2048, orders=("1F1B", "GPipe"))
+    limits = Limits(pinned={"tp": (1,), "zero": (0, 1)})
+    filler = Filler(job, limits)
+    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job, limits)]
+    found = last(profiles, job, limits)
+    assert found.best is not None
+    assert found.best.least == min(one.least for one in all_ if one.priced is not None)
+    assert found.best.setting.placement.offload == best
+    stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).within(limits))
+    assert (seconds(stays) > seconds(found)) == (best != "none")
+
+
 @FEW
 @given(jobs(), st.randoms(use_true_random=False))
 def test_no_bound_is_above_a_price(case, random):
@@ -214,7 +234,7 @@ def test_stages_of_the_programme_give_a_full_rank_fewer_units():
 
 
 @FEW
-@given(jobs(), st.sampled_from(["memory", "network", "link"]), st.floats(1.0, 4.0))
+@given(jobs(), st.sampled_from(["memory", "network", "link", "host"]), st.floats(1.0, 4.0))
 def test_more_memory_or_bandwidth_is_never_slower(case, what, times):
     """A cluster that has more of one thing never makes the plan slower."""
     profiles, job = case
@@ -239,6 +259,10 @@ class Slowed(Cluster):
     def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
         """Seconds of one collective."""
         return self.times * collective(self.base, op, size, ranks, apart)
+
+    def copying(self, size: float) -> float:
+        """Seconds of a copy to the host, or back."""
+        return self.times * self.base.copying(size)
 
 
 @FEW

@@ -64,6 +64,15 @@ CASES = [
             "zero(stage=1, over=(dp, ep))",
         ],
     ),
+    (
+        "gpt2",
+        Setting(P(1, offload="both"), dp=2, pp=2, micro=4, cuts=(2, 4), again=(2, 1)),
+        [
+            "transformer.h[0:2]  checkpoint()",
+            "transformer.h.*  offload(activations)",
+            "offload(optimizer)",
+        ],
+    ),
     ("resnet", Setting(P(1), pp=3, micro=2), ['step "training" relax(batch_stats) {']),
     ("llama", Setting(P(1)), ["mesh(dp=1)"]),
 ]
@@ -105,6 +114,8 @@ PROVEN = [
     ("mixtral", "", Setting(P(1, ep=2), dp=4)),
     ("t5", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2)),
     ("bert", "", Setting(P(1, tp=2, sequence=True), dp=2, micro=2, zero=3)),
+    ("gpt2", "", Setting(P(1, offload="both"), dp=2, pp=2, micro=4, zero=1)),
+    ("llama", "bf16", Setting(P(1, tp=2, offload="both"), pp=2, micro=2, again=(2, 0))),
 ]
 
 
