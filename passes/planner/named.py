@@ -342,7 +342,7 @@ def planner_named(name: str) -> Planner:
 
 
 def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limits = ANY) -> Found:
-    """What a planner says to a job, beside what the search has found for it, `every`.
+    """Ask a planner about a job; beside its answer stands what the search has found, `every`.
 
     One that cuts stages does so on the axes which are quickest for each number of stages, and
     chooses of these by its own model.  It has no best where nothing that it says fits.
@@ -366,7 +366,7 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
 
 
 def found_of(profiles: Profiles, job: Job, limits: Limits, planner: str | None = None) -> Found:
-    """What the search finds, or a planner where one is named."""
+    """Search, or ask a planner where one is named."""
     *_, every = search(profiles, job, limits)
     return every if planner is None else found_by(planner, profiles, job, every, limits)
 

@@ -64,8 +64,8 @@ class Written:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found, and its schedule (None: nothing fits); `room` is the job with the memory that
-    prices may take, so that what they mean fits."""
+    """The result of a search, and its schedule (None: nothing fits); `room` is the job with the
+    memory that prices may take, so that what they mean fits."""
 
     found: Found
     written: Written | None
