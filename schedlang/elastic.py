@@ -370,6 +370,7 @@ def _cluster(tree: n.File, meeting: Meeting) -> Cluster:
     if devices.on_host(here) and held is not None:
         held //= local  # whose ranks share it
     known = cluster_of(tree)[0]
+    known = known.slowest if known is not None else None  # ranks come and go: any node may be there
     known = known or next((one for key, one in CLUSTERS.items() if key in name), None)
     # of what is known nowhere only proportions count: a core, its memory, a network
     known = known or Cluster(name or "ranks", 1e11, 2e10, 1e10, 1e9, local, GIB)

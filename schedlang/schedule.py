@@ -343,7 +343,7 @@ class Schedule(Scope):
         from schedlang.passes.planner.named import found_of, planner_named
         from schedlang.passes.planner.profile import Profiles
         from schedlang.passes.planner.tuned import job_of, tuned
-        from schedlang.passes.simulate.machine import machine_of
+        from schedlang.passes.simulate.nodes import ranks_of
 
         if len(self._stack) > 1:
             title = "`search` inside an open step or scope"
@@ -355,7 +355,7 @@ class Schedule(Scope):
                 limits = limits.limited(how, name, tuple(values))
         if planner is not None:
             planner_named(planner)
-        cluster, count = machine_of(on, ranks)
+        cluster, count = ranks_of(on, ranks)
         profiles = Profiles(self._facts, batch, loss, weight, dtype)
         job = job_of(profiles, cluster, count, rows)
         made = tuned(profiles, job, partial(found_of, limits=limits, planner=planner))

@@ -23,8 +23,9 @@ from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.simulate.memory import rank_classes
+from schedlang.passes.simulate.nodes import Nodes
 from schedlang.passes.simulate.rehearse import held, rehearse
-from schedlang.passes.simulate.step_time import step_time
+from schedlang.passes.simulate.step_time import lacking, step_time
 
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
@@ -110,6 +111,7 @@ class Tried:
     mesh   sizes of all axes
     peak   bytes of the fullest rank at its fullest moment; where the state alone is too much, that
     time   None where the memory is too small already without activations
+    lacks  bytes of the rank of unlike ones that needs most beyond its own memory
     """
 
     given: Mapping[str, Any]
@@ -117,10 +119,12 @@ class Tried:
     peak: int = 0
     time: StepTime | None = None
     refusal: Diagnostic | None = None
+    lacks: int = 0
 
     def fits(self, memory: int) -> bool:
         """Return whether the settings run within so many bytes."""
-        return self.refusal is None and self.time is not None and self.peak <= memory
+        known = self.refusal is None and self.time is not None
+        return known and self.peak <= memory and self.lacks <= 0
 
 
 def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Iterator[Tried]:
@@ -178,8 +182,10 @@ def priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
         raise
     except Exception as error:  # a model may ask for what only values tell
         raise rejected(error) from error
-    peak = heaviest(held(plan, prepared, played)).peak
-    return Tried(given, mesh, peak, step_time(plan, prepared, played, job.cluster))
+    memories = held(plan, prepared, played)
+    lacks = lacking(plan, prepared.staged, memories, job.cluster)
+    time = step_time(plan, prepared, played, job.cluster)
+    return Tried(given, mesh, heaviest(memories).peak, time, lacks=lacks)
 
 
 HEADS = ("step", "computing", "sending", "idle", "peak")
@@ -238,6 +244,8 @@ def _head(job: Job, found: Sequence[Tried], fit: int) -> str:
 
 
 def _cluster(one: Cluster) -> str:
+    if isinstance(one, Nodes):
+        return f"{one.name}, {one.text()}"
     near = f"{one.link / 1e9:g} GB/s in a node of {one.node}"
     far = f"{one.network / 1e9:g} GB/s between nodes"
     return f"{one.name}, {size(one.memory)}, {one.speed / 1e12:g} TFLOP/s, {near}, {far}"

@@ -1,22 +1,22 @@
-"""Aims other than the time of a step: money within a deadline, energy, rows by the devices' speed.
+"""Aims other than the time of a step: money within a deadline, and energy.
 
-* The cheapest number of ranks that meets a deadline (lambda-DNN).
+* The cheapest number of ranks, or some of unlike nodes, that meet a deadline (lambda-DNN).
 * Batch and power limit by energy and time, known or found while training (Zeus).
-* Rows dealt to unlike replicas (Whale).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.fill import Filled
 from schedlang.passes.planner.search import ANY, Profiles, search
 from schedlang.passes.planner.space import Job
+from schedlang.passes.simulate.nodes import Nodes
 
 # -- money -----------------------------------------------------------------------------------------
 
@@ -55,6 +55,39 @@ def cheapest(
         if seconds <= deadline:
             found.append(Cheapest(ranks, seconds * rate(ranks), seconds, last.best))
     return min(found, key=lambda one: (one.money, one.seconds), default=None)
+
+
+def cheapest_nodes(
+    profiles: Profiles,
+    job: Job,
+    steps: int,
+    deadline: float,
+    rate: Callable[[Nodes], float] = lambda nodes: nodes.rate(nodes.ranks),
+    limits: Limits = ANY,
+) -> tuple[Nodes, Cheapest] | None:
+    """The cheapest of a cluster's nodes that together end all steps within the deadline.
+
+    rate  money for a second of some nodes; or their watts, and it is energy that is least
+    Raises TypeError for a cluster that is no `Nodes`.
+    """
+    nodes = job.cluster
+    if not isinstance(nodes, Nodes):
+        raise TypeError("nodes are chosen of a cluster that says which it has")
+    every = range(len(nodes.nodes))
+    some = (one for count in every for one in combinations(every, count + 1))
+    offers = list({nodes.ordered(one) for one in some})
+    found = cheapest(
+        profiles,
+        lambda at: replace(job, ranks=offers[at].ranks, cluster=offers[at]),
+        range(len(offers)),
+        steps,
+        deadline,
+        lambda at: rate(offers[at]),
+        limits,
+    )
+    if found is None:
+        return None
+    return offers[found.ranks], replace(found, ranks=offers[found.ranks].ranks)
 
 
 # -- energy ----------------------------------------------------------------------------------------
@@ -116,29 +149,3 @@ def _drawn(costs: Sequence[float], chance: random.Random) -> float:
     mean = sum(costs) / len(costs)
     spread = sum((cost - mean) ** 2 for cost in costs) / (len(costs) - 1)
     return chance.gauss(mean, math.sqrt(spread / len(costs)))
-
-
-# -- rows ------------------------------------------------------------------------------------------
-
-
-def dealt(
-    rows: int, speeds: Sequence[float], most: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
-    """Rows of each replica, such that the last to end ends as early as can be.
-
-    speeds  rows per second of each; `most` rows that each can hold
-    Returns None where they cannot hold all rows.  Whale (Jia et al., USENIX ATC 2022) deals so by
-    floating-point operations; `zero(rows=[3, 1])` says it in a schedule.
-    """
-    room = [rows] * len(speeds) if most is None else list(most)
-    if sum(room) < rows:
-        return None
-    found = [0] * len(speeds)
-    next_end = [(1 / speed, at) for at, speed in enumerate(speeds) if room[at] > 0]
-    heapq.heapify(next_end)
-    for _ in range(rows):
-        _, at = heapq.heappop(next_end)
-        found[at] += 1
-        if found[at] < room[at]:
-            heapq.heappush(next_end, ((found[at] + 1) / speeds[at], at))
-    return tuple(found)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.price import collective, composition, stride, unit_times, update
+from schedlang.passes.planner.price import collective, composition, stride, unit_times, updating
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting, Unit
@@ -55,7 +55,7 @@ def seconds_floor(ways: Ways, clock: Clock) -> Floats:
     each rank more can be said: how long some rank waits before and after, for any cut.
     """
     ahead, back, longest = _units(ways, clock)
-    busy = ways.micro * np.maximum((ahead + back) / ways.pp, longest)
+    busy = ways.micro * np.maximum((ahead + back) / ways.pp / clock.job.worth, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
     waits = _waiting(ahead + back, ways.pp, ways.micro)
     waits = np.where(_of(ways, FLUSHED), waits, _last(ahead, back, ways.pp, ways.micro))
@@ -70,7 +70,7 @@ def seconds_hoped(ways: Ways, clock: Clock) -> Floats:
     """
     ahead, back, _ = _units(ways, clock)
     idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
-    found: Floats = (ahead + back) / ways.pp * (ways.micro + idle)
+    found: Floats = (ahead + back) / ways.pp / clock.job.worth * (ways.micro + idle)
     return found
 
 
@@ -136,7 +136,7 @@ def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
         for stage, last in enumerate((took[SUM], once, once, 0.0)):
             at = mine & (ways.zero == stage)
             fewer = replace(setting, zero=stage)
-            after[at] = last + update(fewer, held / pp, job.cluster, job.recipe)
+            after[at] = last + updating(fewer, held / pp, job.cluster, job.recipe)
             beside[at] = more[stage][at]
     return beside, after
 

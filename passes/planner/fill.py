@@ -25,7 +25,7 @@ class Filled:
     """A setting that was looked at.
 
     least   seconds that it takes at least
-    needs   bytes of its fullest rank
+    needs   bytes of its fullest rank; `room` of that rank, where ranks are not alike
     priced  None where it was not worth a price: it is too slow by its bound, or does not fit
     """
 
@@ -33,6 +33,7 @@ class Filled:
     least: float
     needs: float
     priced: Priced | None = None
+    room: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Filler:
             priced = price(clock.chain, one, job.cluster, job.recipe)
             if priced.peak <= job.cluster.memory and kept(self.limits, one):
                 yield Filled(one, priced.seconds, priced.peak, priced)
-        for cuts in _moves(setting.cuts):
+        for cuts in cuts_near(setting.cuts):
             yield self.filled(clock, replace(setting, cuts=cuts, again=()), best.least)
 
     def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
@@ -164,7 +165,7 @@ def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
                 yield tuple(shifted)
 
 
-def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def cuts_near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Cuts with one unit moved from one stage to another, near ones first."""
     stages = range(len(cuts))
     for far in range(1, min(len(cuts), FAR + 1)):
@@ -186,7 +187,7 @@ class Held:
     cut: Setting
     fullest: float = field(default=0.0)
 
-    def least(self, memory: float, none: bool, some: bool, every: bool) -> Ints | None:
+    def least(self, memory: float | Floats, none: bool, some: bool, every: bool) -> Ints | None:
         """The fewest units of each stage to compute again so that all ranks fit; None: none do.
 
         The more units of a run are computed again, the less a rank holds; but with the first of

@@ -29,7 +29,7 @@ from schedlang.passes.planner.menus import (
     keep,
     shared_out,
 )
-from schedlang.passes.planner.price import RECIPE, collective, price, stride, unit_times
+from schedlang.passes.planner.price import RECIPE, alike, collective, price, stride, unit_times
 from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import ANY, Found, Profiles, search
@@ -39,6 +39,7 @@ from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Nodes
 
 # -- planners that search --------------------------------------------------------------------------
 
@@ -197,7 +198,8 @@ def cut_as(
 
     Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
     where none fit in memory.  Raises KeyError for a planner that cuts no stages,
-    ValueError for several stages on a rank, and for fewer units than stages.
+    ValueError for several stages on a rank, and for fewer units than stages, TypeError for unlike
+    nodes.
     """
     found = _cut(name, chain, setting, cluster, recipe)
     return found and found[0]
@@ -207,6 +209,7 @@ def _cut(
     name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
 ) -> tuple[Setting, float] | None:
     """The same with the value of the stages by the planner's own objective."""
+    alike(cluster)
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
     says = tuple(choice for choice in STAGED[name].choices if choice in (keep, again))
@@ -346,8 +349,12 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
 
     One that cuts stages does so on the axes which are quickest for each number of stages, and
     chooses of these by its own model.  It has no best where nothing that it says fits.
+    Raises Refusal S109 for unlike nodes.
     """
     planner = planner_named(name)
+    if isinstance(job.cluster, Nodes):
+        title = f"`{name}` takes all ranks to be alike, and `{job.cluster.name}` has unlike nodes"
+        raise Refusal.of("S109", title, helps=("search without a planner",))
     says = {Staged: _staged, Ruled: _ruled, Searched: _searched}[type(planner)]
     said = says(name, profiles, job, limits)
     by = (f"Planner {name}: {planner.paper}; leaves out {planner.leaves}.",)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from schedlang.passes.planner.span import Way, halved, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
+from schedlang.passes.simulate.nodes import Nodes
 
 if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
@@ -44,17 +45,17 @@ def stride(setting: Setting, axis: str) -> int:
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and the forward computed once more."""
-    ahead, back, _ = _of_unit(unit, _where(setting), cluster)
+    ahead, back, _ = _of_unit(unit, axes_of(setting), cluster)
     forward = sum(ahead.values())
     return forward, sum(back.values()), forward
 
 
 def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
     """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
-    return _of_unit(unit, _where(setting), cluster)
+    return _of_unit(unit, axes_of(setting), cluster)
 
 
-def _where(setting: Setting) -> Where:
+def axes_of(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
@@ -139,7 +140,7 @@ def price(
 
     `weights` are those of a fit to measured runs, by cause; 1 of all others.  Raises ValueError for
     a chain that is cut into other stages than there are, OrderError for sizes that the order does
-    not have.
+    not have, TypeError for unlike nodes.
     """
     step = _step(chain, setting, cluster, recipe, weights)
     own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
@@ -213,7 +214,8 @@ class _Step:
 def _step(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
 ) -> _Step:
-    names, forward, backward, half = _matrices(chain, _where(setting), cluster)
+    alike(cluster)
+    names, forward, backward, half = by_run(chain, axes_of(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
     ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
     stages = setting.pp * setting.chunks
@@ -221,7 +223,7 @@ def _step(
     if len(cuts) != stages:
         raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
     made, again = composition(chain, cuts, setting.again)
-    sent = _transfer(chain, setting, cluster)
+    sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
     f, i, w = made @ ahead, made @ (back - weigh) + again @ ahead, made @ weigh
     sizes = (setting.pp, setting.chunks, setting.micro)
@@ -233,9 +235,11 @@ def _step(
     busiest = setting.micro * ((once + more) @ forward + once @ backward)
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
     data = dict(
-        _data(setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights)
+        replicas_send(
+            setting, held, units, cluster, recipe, dict(zip(names, busiest.tolist())), weights
+        )
     )
-    for cause, took in _shared(chain, setting, cluster, recipe, made, rank):
+    for cause, took in shared_send(chain, setting, cluster, recipe, made, rank):
         data[cause] = data.get(cause, 0.0) + took
     return _Step(
         names,
@@ -251,12 +255,18 @@ def _step(
         send,
         sent,
         data,
-        {"optimizer": update(setting, held, cluster, recipe)},
+        {"optimizer": updating(setting, held, cluster, recipe)},
     )
 
 
+def alike(cluster: Cluster) -> None:
+    """Raise TypeError for unlike nodes, which `planner.unlike` prices."""
+    if isinstance(cluster, Nodes):
+        raise TypeError(f"{cluster.text()}: this takes all ranks to be alike; `search` does not")
+
+
 @lru_cache(1024)
-def _matrices(
+def by_run(
     chain: Chain, where: Where, cluster: Cluster
 ) -> tuple[tuple[str, ...], Array, Array, Array]:
     """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights."""
@@ -267,7 +277,7 @@ def _matrices(
     return names, forward, backward, half
 
 
-def _transfer(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """Seconds of what a stage hands to the next, the largest, by cause."""
     if setting.pp < 2:
         return ()
@@ -379,7 +389,7 @@ def _has(made: Array, rank: NDArray[np.int64], run: int) -> set[int]:
     return set(rank[made[:, run] > 0].tolist())
 
 
-def _data(
+def replicas_send(
     setting: Setting,
     held: Array,
     units: int,
@@ -431,7 +441,7 @@ def _data(
     return both(after, beside) | {cause: -share * took for cause, took in computing.items()}
 
 
-def _shared(
+def shared_send(
     chain: Chain,
     setting: Setting,
     cluster: Cluster,
@@ -452,7 +462,7 @@ BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
 BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
 
 
-def update(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
+def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
     """Seconds of the optimizer: state is read and written, gradients read, parameters written.
 
     On the host its processor does the same at the pace of the link, over which gradients and

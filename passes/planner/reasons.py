@@ -89,7 +89,8 @@ def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -
     if one is None:
         return Rejected(kind, None, "there is no such setting")
     if one.priced is None:
-        return Rejected(kind, one, f"needs {size(round(one.needs))} of {size(round(memory))}")
+        room = memory if one.room is None else one.room
+        return Rejected(kind, one, f"needs {size(round(one.needs))} of {size(round(room))}")
     if best is None or best.priced is None:
         return Rejected(kind, one, "")
     return Rejected(kind, one, slower(best.priced, one.priced))

@@ -26,6 +26,7 @@ from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways, check, groups, rows_of, ways
+from schedlang.passes.planner.unlike import filler_of, job_bound
 from schedlang.passes.planner.values import Chain, Placement, Setting
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
@@ -104,7 +105,8 @@ def search(
     order that cannot be priced.
     """
     check(limits)
-    return _Search(profiles, job, limits, progress, moves).run()
+    filler = filler_of(profiles, job, limits)
+    return _Search(profiles, job_bound(job), limits, progress, moves, filler).run()
 
 
 @dataclass
@@ -143,6 +145,7 @@ class _Search:
     limits: Limits
     progress: Progress | None
     moves: int
+    filler: Filler
     opened: list[_Opened] = field(default_factory=list)
     best: Filled | None = None
     nearest: Filled | None = None
@@ -239,10 +242,9 @@ class _Search:
         if self.best is not None and self.moves:
             chain = self.profiles(self.best.setting.placement)
             assert isinstance(chain, Chain)
-            filler, clock = Filler(self.job, self.limits), Clock(chain, self.job)
-            even, cut = self.best, filler.seeded(clock, self.best)
+            even, cut = self.best, self.filler.seeded(clock := Clock(chain, self.job), self.best)
             for one in (even,) if cut is even else (even, cut):
-                yield from self._better(filler.improved(clock, one, self.moves), self._worst)
+                yield from self._better(self.filler.improved(clock, one, self.moves), self._worst)
 
     def _others(self) -> None:
         """Look for the best that differ from the best in one name each, a little while."""
@@ -273,9 +275,10 @@ class _Search:
     def _try(self, one: _Opened, at: int, worst: float) -> Filled:
         """Fill one way in, if it may beat the worst."""
         way, sums = one.ways.setting(int(one.at[at])), (float(one.beside[at]), float(one.after[at]))
-        filled = Filler(self.job, self.limits).filled(one.clock, way, worst, *sums)
+        filled = self.filler.filled(one.clock, way, worst, *sums)
         self.counts["cut" if filled.priced is None else "priced"] += 1
-        if filled.priced is not None or filled.needs > self.job.cluster.memory:
+        room = self.job.cluster.memory if filled.room is None else filled.room
+        if filled.priced is not None or filled.needs > room:
             one.known.add(at)
             self.seen.note(filled)
         return filled

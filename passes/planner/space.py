@@ -17,6 +17,7 @@ from schedlang.ir.limits import CHOICES, Limits
 from schedlang.passes.planner.span import played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Nodes
 from schedlang.pipeline.schedules import OrderError, find, sized
 
 Ints = NDArray[np.int64]
@@ -45,6 +46,7 @@ class Job:
     experts  of a layer, where they may lie apart; 0: there are none
     across   tensors may be split over nodes too
     offload  activations and the optimizer's state may lie on the host
+    worth    of a rank beside one that is as quick as the cluster, in the mean: at most
     """
 
     ranks: int
@@ -56,6 +58,7 @@ class Job:
     across: bool = False
     offload: bool = True
     orders: tuple[str, ...] = tuple(ORDERS)
+    worth: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
         for cp in _contexts(job, limits, job.ranks // tp)
         for ep in _experts(job, limits, job.ranks // tp // cp)
     ]
-    for offload in limits.admitted("offload", CHOICES["offload"] if job.offload else ("none",)):
+    away = job.offload and not isinstance(job.cluster, Nodes)
+    for offload in limits.admitted("offload", CHOICES["offload"] if away else ("none",)):
         for _, ep, tp, cp in sorted(sizes):
             for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
                 yield Placement(1, tp, bool(sequence), cp, ep, str(offload))

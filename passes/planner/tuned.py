@@ -22,6 +22,7 @@ from schedlang.passes.planner.reasons import Rejected
 from schedlang.passes.planner.search import Found
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.write import written
+from schedlang.passes.simulate.nodes import Nodes
 from schedlang.passes.simulate.played_step import of_rows
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Written:
     text: str
     seconds: float
     peak: int
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,10 @@ def tuned(profiles: Profiles, job: Job, find: Find) -> Tuned:
         if found.best is None or found.best.priced is None:
             return Tuned(found, None, room)
         made = _simulated(profiles, job, found)
-        if made.peak <= job.cluster.memory:
+        if made.fits:
             return Tuned(found, made, room)
         share = min(0.99, found.best.priced.peak / made.peak)
-        memory = int(share * min(room.cluster.memory, job.cluster.memory))
-        room = replace(room, cluster=replace(room.cluster, memory=memory))
+        room = replace(room, cluster=room.cluster.holding(share))
     return Tuned(found, None, room)
 
 
@@ -104,7 +105,7 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
         of_rows(profiles.batch, job.rows),
         profiles.loss,
         profiles.weight,
-        job.cluster,
+        job.cluster.ordered(found.best.setting.nodes),
         job.ranks,
     )
     tried = tune.priced(whole, plan, {})
@@ -112,7 +113,8 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
     if found.best.setting.placement.offload != "none":  # no link to the host is played
         took = max(took, found.best.least)
     remarks = [*figures(job, found, took, tried.peak), *_reasons(found.rejected)]
-    return Written(written(profiles, found.best.setting, remarks), took, tried.peak)
+    fits = tried.peak <= job.cluster.memory and tried.lacks <= 0
+    return Written(written(profiles, found.best.setting, remarks), took, tried.peak, fits)
 
 
 # -- what is told ----------------------------------------------------------------------------------
@@ -130,6 +132,12 @@ def figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
     peaks = dict.fromkeys(size(int(one)) for one in best.priced.peaks)
     places = f"; by place in the pipeline about {', '.join(peaks)}" if len(peaks) > 1 else ""
     yield f"Memory of the fullest rank: {size(peak)} of {size(job.cluster.memory)}{places}."
+    if isinstance(job.cluster, Nodes):
+        nodes, said = best.setting.nodes, ""
+        if nodes != tuple(range(len(nodes))):
+            order = [at + 1 for at in nodes]
+            said = f": `order = {order}` in its file, with hosts in that order"
+        yield f"Ranks lie node by node on {job.cluster.text(nodes)}{said}."
     yield from found.by
 
 

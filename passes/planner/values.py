@@ -156,6 +156,8 @@ class Setting:
     cuts    units of each stage, in order; () are as even as can be by the planner's own rule
     again   units of each stage that are computed again, the first ones; () none
     axes    from the slowest, whose ranks lie farthest apart, to the fastest; ep is folded into dp
+    rows    of a microbatch of each replica, where these are unlike; () those of the placement
+    nodes   by their places in the cluster, in the order of their ranks; () as they are there
     """
 
     placement: Placement
@@ -168,6 +170,8 @@ class Setting:
     cuts: tuple[int, ...] = ()
     again: tuple[int, ...] = ()
     axes: tuple[str, ...] = ("dp", "pp", "cp", "tp")
+    rows: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -141,7 +142,9 @@ def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterat
     if setting.dp > 1:
         data = ("dp",) * (setting.dp > setting.placement.ep) + ("ep",) * (setting.placement.ep > 1)
         over = data[0] if len(data) == 1 else data
-        yield str(Row((), call("zero", stage=setting.zero, over=over)))
+        least = math.gcd(*setting.rows)
+        rows = {"rows": [one // least for one in setting.rows]} if setting.rows else {}
+        yield str(Row((), call("zero", stage=setting.zero, over=over, **rows)))
     if setting.pp > 1 or setting.micro > 1:
         more = f", chunks={setting.chunks}" if setting.chunks > 1 else ""
         yield f'pipeline(order="{setting.order}", micro={setting.micro}{more})'

@@ -75,6 +75,23 @@ class Cluster:
     plateau: float = 1.0
     host: float = 25e9  # PCI Express 4.0 of 16 lanes, less its headers
 
+    def of(self, rank: int) -> Cluster:
+        """The device of a rank: all are alike."""
+        return self
+
+    @property
+    def slowest(self) -> Cluster:
+        """The device that computes slowest: all are alike."""
+        return self
+
+    def ordered(self, order: Sequence[int]) -> Cluster:
+        """The same with its nodes in another order: all are alike."""
+        return self
+
+    def holding(self, share: float) -> Cluster:
+        """The same with a share of its memory."""
+        return replace(self, memory=int(self.memory * share))
+
     # -- operators -----------------------------------------------------------------------------
 
     def operator(self, kind: str, flops: float, moved: float) -> float:
@@ -87,9 +104,12 @@ class Cluster:
         bound = max(flops / (self.speed * reached), moved / (self.stream * self.streaming))
         return self.start + self.ramp * (kind == "product") + bound
 
-    def computing(self, work: Work) -> float:
-        """Seconds of operators one after the other."""
-        return sum(often * self.operator(*one) for one, often in work.operators.items())
+    def computing(self, work: Work, share: float = 1.0) -> float:
+        """Seconds of operators one after the other, on a share of their rows."""
+        return sum(
+            often * self.operator(kind, flops * share, moved * share)
+            for (kind, flops, moved), often in work.operators.items()
+        )
 
     def copying(self, size: float) -> float:
         """Seconds of a copy to the host, or back."""
@@ -112,6 +132,10 @@ class Cluster:
         nodes = Counter(rank // self.node for rank in ranks)
         lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
         return self._sent(message.op if message.ends is None else "send", message.bytes, lie)
+
+    def hidden(self, op: str, size: float, ranks: Sequence[int]) -> float:
+        """Share of a message that is hidden beside as long computing."""
+        return self.overlap
 
     def _sent(self, op: str, size: float, ranks: nccl.Ranks) -> float:
         if ranks.count < 2:
@@ -166,6 +190,7 @@ SHARES: Final[Mapping[str, Callable[[int], tuple[int, float]]]] = {
 NEEDED = ("speed", "stream", "link", "network", "node", "memory")
 SHARED = ("product", "attention", "streaming", "linked", "routed", "overlap")  # at most 1
 TOML = ".toml"
+CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
 
 
 def read_machines(path: Path) -> dict[str, Cluster]:
@@ -174,25 +199,32 @@ def read_machines(path: Path) -> dict[str, Cluster]:
     Raises Refusal S936 for a file that is not there, is no TOML, or has a table whose fields are
     not those of a machine.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _unread(path, str(error)) from None
+    _, tables = _tables(path)
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise _unread(path, "a machine is a table, which its name begins: `[mine]`")
-    return {name.lower(): _machine(path, name, table) for name, table in tables.items()}
+        raise unread(path, "a machine is a table, which its name begins: `[mine]`")
+    return {name.lower(): machine_of(path, name, table) for name, table in tables.items()}
 
 
-def _machine(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
+def _tables(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a file, and what it says (S936)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise unread(path, str(error)) from None
+
+
+def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
+    """The machine of a table (S936)."""
     known = [one.name for one in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known:
             said, help_ = f"`{name}` has no field `{field}`", guess(field, known, "its fields are")
-            raise _unread(path, said, help_, unknown(field, known))
+            raise unread(path, said, help_, unknown(field, known))
         if wrong := _wrong(field, value):
-            raise _unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
+            raise unread(path, f"`{field}` of `{name}` is {value!r}: {wrong}")
     if missing := [field for field in NEEDED if field not in table]:
-        raise _unread(path, f"`{name}` lacks {', '.join(missing)}")
+        raise unread(path, f"`{name}` lacks {', '.join(missing)}")
     read = {field: _READ.get(field, float)(value) for field, value in table.items()}
     return Cluster(name.lower(), **read)
 
@@ -209,7 +241,7 @@ def _wrong(field: str, value: Any) -> str | None:
     if field == "node":
         good = isinstance(value, int) and _positive(value)
         return None if good else "a whole number above 0 is needed"
-    if not _number(value) or value < 0:
+    if not number(value) or value < 0:
         return "a number is needed, not below 0"
     if field in SHARED and value > 1:
         return "a share is at most 1"
@@ -218,12 +250,13 @@ def _wrong(field: str, value: Any) -> str | None:
     return None
 
 
-def _number(value: Any) -> bool:
+def number(value: Any) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _positive(value: Any) -> bool:
-    return _number(value) and value > 0
+    return number(value) and value > 0
 
 
 def _bytes(value: Any) -> int:
@@ -245,42 +278,36 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def _unread(path: Path, why: str, help_: str = "", facts: Facts = ()) -> Refusal:
+def unread(
+    path: Path, why: str, help_: str = "", facts: Facts = (), legal: str = CALIBRATE
+) -> Refusal:
+    """A refusal of a file (S936)."""
     title = f"no machine can be read from `{path}`"
-    helps = tuple(filter(None, (help_, CALIBRATE)))
+    helps = tuple(filter(None, (help_, legal)))
     return Refusal.of("S936", title, notes=(why,), helps=helps, facts=facts)
 
 
-CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
 CLUSTERS = read_machines(Path(__file__).with_name("machines.toml"))
 
 
 def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
     """The cluster and the ranks of `a100x64`; None for what is not known of it.
 
-    `mine.toml` is the one machine, or the first, of a file.  Raises Refusal S936 where that cannot
-    be read.
+    `mine.toml` is the one machine, or the first, of a file; or unlike nodes (`Nodes`), whose ranks
+    are all of theirs.  Raises Refusal S936 where that cannot be read.
     """
     if device is not None and device.endswith(TOML):
+        text, tables = _tables(Path(device))
+        if isinstance(tables.get("node"), list):
+            from schedlang.passes.simulate.nodes import read_nodes
+
+            found = read_nodes(Path(device), text, tables)
+            return found, found.ranks
         return next(iter(read_machines(Path(device)).values())), None
-    found = re.fullmatch(r"(?P<name>.*?)(x(?P<ranks>\d+))?", device or "")
-    assert found is not None
-    ranks = found["ranks"]
-    return CLUSTERS.get(found["name"].lower()), int(ranks) if ranks else None
-
-
-def machine_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
-    """The cluster and the ranks of `h100x64`, or of a machine of one's own.
-
-    Raises Refusal S109 for a name that there is not, and where nothing says how many ranks.
-    """
-    known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
-    if known is None:
-        helps = (f"give one of {', '.join(CLUSTERS)}",)
-        raise Refusal.of("S109", f"unknown cluster `{on}`", helps=helps)
-    if (count := ranks or told) is None:
-        raise Refusal.of("S109", "the number of ranks is missing", helps=('write `"h100x64"`',))
-    return known, count
+    match = re.fullmatch(r"(?P<name>.*?)(x(?P<ranks>\d+))?", device or "")
+    assert match is not None
+    ranks = match["ranks"]
+    return CLUSTERS.get(match["name"].lower()), int(ranks) if ranks else None
 
 
 def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:

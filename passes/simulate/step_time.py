@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.memory import STATE
 from schedlang.ir.plan import Plan
 from schedlang.pipeline.cost import UNIT_COST, Cost
 
 if TYPE_CHECKING:
+    from schedlang.ir.memory import RankMemory
     from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.partition.staging import Staged
     from schedlang.passes.simulate.machine import Cluster
+    from schedlang.passes.simulate.memory import RankClass
     from schedlang.passes.simulate.rehearse import Played, Rehearsal
     from schedlang.pipeline.timeline.table import Op, Timeline
     from schedlang.runtime.storage.footprint import Message, Work
@@ -172,28 +176,69 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     Parameters that are gathered and gradients that are summed over replicas run beside the
     computing, as does a ring that passes on what was computed with, and count where they take
     longer, and with what the cluster does not hide.  What comes after the last backward counts
-    whole.  A transfer between stages is that of the largest.
+    whole.  A transfer between stages is that of the largest.  Of unlike nodes each pipeline is
+    timed on its own ranks, whatever rows it is dealt: the slowest sets the pace of all.
     """
     import numpy as np
 
     from schedlang.pipeline.timeline.simulation import timing
 
-    clock = _Clock(plan, prepared.staged, cluster)
     line = _line(plan, prepared.staged)
-    places = {one.place or 0: played.of[one] for one in played.classes}
-    by_op = [_times(clock, place, places[place], played.parked) for place in range(line.ranks)]
-    took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
-    transfer = max((clock.transfer(one) for one in places.values()), default=0.0)
-    timed = timing(line, np.array([one.seconds for one in took]), transfer)
-    rests = [clock.rest(places[place]) for place in range(line.ranks)]
-    total = [
-        sum((one for rank, one in zip(line.rank.tolist(), took) if rank == place), rests[place])
-        for place in range(line.ranks)
-    ]
-    busiest = max(total, key=lambda one: one.seconds)
-    ends = [timed.end[line.rank == place].max(initial=0.0) for place in range(line.ranks)]
-    seconds = max(float(end) + rest.seconds for end, rest in zip(ends, rests))
-    return StepTime(seconds, busiest.computing, busiest.sending)
+    places = [one.place or 0 for one in played.classes]
+    found = dict(zip(places, map(played.of.__getitem__, played.classes)))
+    busy = [_NOTHING] * line.ranks
+    ends, rests = [0.0] * line.ranks, [0.0] * line.ranks
+    for worker in _workers(plan, prepared.staged, cluster):
+        clocks = [_Clock(plan, prepared.staged, found[at].of, *worker[at]) for at in worker]
+        by_op = [_times(one, at, found[at], played.parked) for at, one in enumerate(clocks)]
+        took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
+        transfer = max((one.transfer(found[at]) for at, one in enumerate(clocks)), default=0.0)
+        timed = timing(line, np.array([one.seconds for one in took]), transfer)
+        for at, clock in enumerate(clocks):
+            rest = clock.rest(found[at])
+            own = [one for rank, one in zip(line.rank.tolist(), took) if rank == at]
+            busy[at] = max(busy[at], sum(own, rest), key=lambda one: one.seconds)
+            ends[at] = max(ends[at], float(timed.end[line.rank == at].max(initial=0.0)))
+            rests[at] = max(rests[at], rest.seconds)
+    busiest = max(busy, key=lambda one: one.seconds)
+    return StepTime(max(map(sum, zip(ends, rests))), busiest.computing, busiest.sending)
+
+
+Worker = dict[int, "tuple[Cluster, int | None, float]"]  # of each place machine, rank, rows
+
+
+def _workers(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]:
+    """Pipelines that have rows of their own: of each place the machine that its ranks are, which
+    wait for each other, the first of them, and their share of the rows of the largest part.
+
+    Where all ranks are alike that of the largest part stands for all.
+    """
+    from schedlang.passes.simulate.nodes import Nodes
+
+    mesh, axis, dealt = plan.mesh, staged.axis, plan.dealt
+    if not isinstance(cluster, Nodes):
+        yield dict.fromkeys(range(mesh.size(axis) if axis is not None else 1), (cluster, None, 1.0))
+        return
+    found: dict[int, dict[int, list[int]]] = {}
+    for rank in range(mesh.world):
+        part = mesh.index(rank, plan.row_axes) if plan.row_axes else 0
+        at = mesh.coordinates(rank)[axis] if axis is not None else 0
+        found.setdefault(part, {}).setdefault(at, []).append(rank)
+    for part, ranks in found.items():
+        share = 1.0 if isinstance(dealt, int) else dealt[part] / max(dealt)
+        yield {at: (cluster.at(some), some[0], share) for at, some in sorted(ranks.items())}
+
+
+def lacking(plan: Plan, staged: Staged, found: Sequence[RankMemory], cluster: Cluster) -> int:
+    """Bytes that a rank needs beyond the memory of its device, the most; below 0: all have room."""
+    most = []
+    for worker in _workers(plan, staged, cluster):
+        for one in found:
+            machine, _, share = worker[one.place or 0]
+            own = len(STATE)
+            needs = (sum(m.most[:own]) + share * sum(m.most[own:]) for m in one.moments)
+            most.append(int(max(needs)) - machine.memory)
+    return max(most)
 
 
 _NOTHING = _Took(0.0, 0.0)
@@ -234,25 +279,49 @@ def _times(
 
 @dataclass(frozen=True)
 class _Clock:
-    """Times of what one cluster does under one plan."""
+    """Times of what ranks do under one plan, which a rank of class `of` has played.
+
+    first  of these ranks, where they are not all alike; `share` of the rows that were played
+    """
 
     plan: Plan
     staged: Staged
+    of: RankClass
     cluster: Cluster
+    first: int | None = None
+    share: float = 1.0
 
     def took(self, work: Work) -> _Took:
         """An operation: computing, with what it has to wait for."""
-        computing, waits, beside = self.cluster.computing(work), 0.0, 0.0
+        computing, waits, beside, hides = self.cluster.computing(work, self.share), 0.0, 0.0, 0.0
         for message, often in work.messages.items():
-            seconds = often * self.cluster.sending(message)
             if self._between_stages(message) or message.op == "recv":
                 continue
-            if self._beside(message):
+            beside_it = self._beside(message)
+            here = self._here(message, self.share if message.op not in SUMS or not beside_it else 1)
+            seconds = often * self.cluster.sending(here)
+            if beside_it:
                 beside += seconds
+                hides += seconds * self.cluster.hidden(here.op, here.bytes, here.ranks)
             else:
                 waits += seconds
-        hidden = self.cluster.overlap * min(beside, computing)
+        hidden = hides * min(1.0, computing / beside) if beside else 0.0
         return _Took(computing, waits + beside - hidden)
+
+    def _here(self, message: Message, share: float = 1.0) -> Message:
+        """The message of the rank that was played, as the first of these ranks sends it."""
+        if self.first is None:
+            return message
+        mesh = self.plan.mesh
+        mine, other = mesh.coordinates(self.first), mesh.coordinates(self.of.first)
+
+        def moved(rank: int) -> int:
+            at = mesh.coordinates(rank)
+            return mesh.rank({x: (at[x] + mine[x] - other[x]) % mesh.sizes[x] for x in at})
+
+        ends = message.ends and (moved(message.ends[0]), moved(message.ends[1]))
+        size = round(message.bytes * share)
+        return replace(message, ranks=tuple(map(moved, message.ranks)), ends=ends, bytes=size)
 
     def rest(self, played: Played) -> _Took:
         """Time what comes after the last backward.
@@ -262,7 +331,7 @@ class _Clock:
         found, ready = _NOTHING, replace(self.cluster, start=0.0)
         for run in played.rest:
             sent = sum(
-                often * self.cluster.sending(message)
+                often * self.cluster.sending(self._here(message))
                 for message, often in run.work.messages.items()
                 if message.op != "recv"
             )
@@ -276,7 +345,7 @@ class _Clock:
 
     def _transfer(self, work: Work) -> float:
         return sum(
-            often * self.cluster.sending(message)
+            often * self.cluster.sending(self._here(message, self.share))
             for message, often in work.messages.items()
             if message.op != "recv" and self._between_stages(message)
         )
@@ -309,10 +378,28 @@ MS = 1000.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a rank and a link: floating-point operations and bytes a second."""
+    """Rates of a rank and a link: floating-point operations and bytes a second.
+
+    slower  of each place of a pipeline, how much slower its ranks are; (): all as quick
+    """
 
     speed: float
     bandwidth: float
+    slower: tuple[float, ...] = ()
+
+
+def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
+    """Times that the slowest rank of each place takes of the quickest of all; () of alike ranks, or
+    too few for the mesh."""
+    from schedlang.passes.simulate.nodes import Nodes
+
+    if not isinstance(cluster, Nodes) or not plan.cuts or cluster.ranks < plan.mesh.world:
+        return ()
+    speeds: dict[int, float] = {}
+    for rank in range(plan.mesh.world):
+        one, at = cluster.of(rank), plan.mesh.coordinates(rank)[plan.cuts[0].axis]
+        speeds[at] = min(speeds.get(at, math.inf), one.speed * one.product)
+    return tuple(max(speeds.values()) / speeds[at] for at in sorted(speeds))
 
 
 @dataclass(frozen=True)
@@ -356,6 +443,8 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
         [sum(of_unit[unit] for unit in cut.units(stage)) for stage in range(cut.stages)]
         for of_unit in (cut.graph.flops, cut.graph.saved)
     )
+    slow = machine.slower or (1.0,) * ranks
+    flops = [round(size * slow[place]) for size, place in zip(flops, staged.ranks)]
     if not sum(flops):
         note = "nothing: no operation of this model has a known number of floating-point operations"
         return UNIT_COST, (note,)
@@ -378,10 +467,19 @@ def _cost(staged: Staged, machine: Machine) -> tuple[Cost, tuple[str, ...]]:
     return cost, (
         f"F from {_si(once)}FLOP of a microbatch on one rank's share, at "
         f"{_si(machine.speed)}FLOP/s (--tflops); I and W as F; times in ms",
+        *_slow(machine),
         f"transfers from their bytes, at most {_si(longest)}B, at {_si(machine.bandwidth)}B/s "
         "(--bandwidth)",
         f"M_B is {_si(sum(saved) / ranks)}B: what the forwards keep, but for parameters",
     )
+
+
+def _slow(machine: Machine) -> tuple[str, ...]:
+    slow = max(machine.slower, default=1.0)
+    if slow == 1:
+        return ()
+    places = ", ".join(str(at) for at, one in enumerate(machine.slower) if one == slow)
+    return (f"ranks of place {places} are {slow:.3g} times slower than the quickest",)
 
 
 def _si(value: float) -> str:

@@ -87,6 +87,7 @@ def _base(like: str | None, host: bool, ranks: int) -> Cluster:
     from schedlang.runtime.device import name_of, own_device, total_bytes
 
     known = cluster_named(like)[0] if like is not None else None
+    known = known.slowest if known is not None else None  # of unlike nodes one machine
     if known is None and (like is not None or not host or ranks < 2):
         title = f"unknown machine `{like}`" if like else "links between ranks are not measured"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}, or a file: `--like h100`")

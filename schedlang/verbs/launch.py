@@ -234,12 +234,16 @@ def _mesh(file: Path, asked: Nodes, common: Common) -> tuple[Mesh, int]:
     from schedlang.ir.modelfile import load_model_file
     from schedlang.language.syntax import parse, read
     from schedlang.passes.simulate.machine import cluster_of
+    from schedlang.passes.simulate.nodes import Nodes as Unlike
     from schedlang.schedule import Schedule
     from schedlang.verbs.inputs import settings
 
     given, tree = settings(common.knob, common.mesh), parse(read(file))
     cluster = cluster_of(tree)[0]
     node = asked.per_node or (NODE if cluster is None else cluster.node)
+    if isinstance(cluster, Unlike) and {one.device.node for one in cluster.nodes} != {node}:
+        title = f"the nodes of `{cluster.name}` have {cluster.text()}: one script starts as many"
+        bad_option(title, "start `torchrun` on each node with its own `--nproc-per-node`")
     if asked.nodes is not None:
         given = replace(given, world=asked.nodes * node)
     module = load_model_file(common.model, file).model(meta=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -134,6 +134,8 @@ def simulate(
     milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.diagnostics.tables import columns
+    from schedlang.passes.simulate.machine import cluster_of
+    from schedlang.passes.simulate.step_time import slower
     from schedlang.verbs.costs import costs, demand_time, step_of
     from schedlang.verbs.inputs import check_folders, planned
     from schedlang.verbs.simulated import named, of_schedule
@@ -145,7 +147,10 @@ def simulate(
     else:
         plan = planned(file, common.model, common.knob, common.mesh)
         given = None if cost is None else costs(cost)
-        found = of_schedule(file, asked, plan, given, speeds.machine())
+        machine = speeds.machine()
+        if given is None:
+            machine = replace(machine, slower=slower(plan.plan, cluster_of(plan.tree)[0]))
+        found = of_schedule(file, asked, plan, given, machine)
         axis, unit = plan.plan.cuts[0].axis, "ms" if given is None else ""
     title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
     pictures.write(found.times, title, found.order, found.cost, axis=axis, unit=unit)

@@ -186,6 +186,7 @@ def _cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
     from schedlang.language.nodes import Mesh
     from schedlang.passes.simulate.machine import CLUSTERS, changed, cluster_named, cluster_of
+    from schedlang.passes.simulate.nodes import Nodes
 
     own = (None, None) if tree is None else cluster_of(tree)
     known, told = own if machine.on is None else cluster_named(machine.on)
@@ -199,14 +200,21 @@ def _cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
         bad_option("the number of ranks is missing", "give it: `--gpus 64`")
     for name in ("gpus", "tflops", "bandwidth", "network", "node"):
         check_positive(name, getattr(machine, name))
-    return changed(
-        known,
-        speed=_times(machine.tflops, 1e12),
-        link=_times(machine.bandwidth, 1e9),
-        network=_times(machine.network, 1e9),
-        node=machine.node,
-        memory=_bytes(machine.memory),
-    ), ranks
+    given = {
+        "speed": _times(machine.tflops, 1e12),
+        "link": _times(machine.bandwidth, 1e9),
+        "network": _times(machine.network, 1e9),
+        "node": machine.node,
+        "memory": _bytes(machine.memory),
+    }
+    if not isinstance(known, Nodes):
+        return changed(known, **given), ranks
+    if any(value is not None for value in given.values()):
+        title = f"`{known.name}` has unlike nodes: no option says a figure of all"
+        bad_option(title, "write it into their file: `--on cluster.toml`")
+    if ranks > known.ranks:
+        bad_option(f"`{known.name}` has {known.ranks} ranks, not {ranks}", f"--gpus {known.ranks}")
+    return known.part(ranks), ranks
 
 
 def _times(value: float | None, unit: float) -> float | None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedlang.ir.limits import Limits
 from schedlang.passes.planner.aims import (
     Run,
     by_energy,
     cheapest,
-    dealt,
+    cheapest_nodes,
     energy_cost,
     found_while_training,
 )
@@ -30,6 +31,7 @@ from schedlang.passes.planner.fabric import (
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
 from schedlang.passes.simulate.machine import CLUSTERS
+from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
 from tests.planner.decoders import decoder
 
 A100 = replace(CLUSTERS["a100"], memory=16 << 30)
@@ -100,30 +102,36 @@ def test_sampling_finds_the_best_batch_of_noisy_runs(seed: int) -> None:
     assert chosen[-20:].count(32) >= 12
 
 
-@given(
-    rows=st.integers(0, 9),
-    speeds=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    room=st.none() | st.lists(st.integers(0, 5), min_size=3, max_size=3),
-)
-@settings(max_examples=80)
-def test_rows_are_dealt_so_that_the_last_ends_earliest(
-    rows: int, speeds: list[int], room: list[int] | None
-) -> None:
-    """Equal to all ways to deal them."""
-    most = room and room[: len(speeds)]
-    rooms = most or [rows] * len(speeds)
-    ways = [way for way in product(*(range(min(rows, r) + 1) for r in rooms)) if sum(way) == rows]
-    found = dealt(rows, speeds, most)
-    if not ways:
-        assert found is None
-        return
-    assert found is not None and sum(found) == rows
-    assert all(a <= b for a, b in zip(found, rooms, strict=True))
+@pytest.mark.parametrize("weigh", ["money", "energy"])
+def test_the_cheapest_of_unlike_nodes_meet_the_deadline(weigh: str) -> None:
+    """Equal to pricing all that some of three nodes can be, for deadlines between their times."""
+    quick, slow = (
+        Node(replace(CLUSTERS[name], node=1), price, watts)
+        for name, price, watts in (("a100", 36.0, 300.0), ("v100", 10.0, 350.0))
+    )
+    whole = of_nodes("mixed", [quick, slow, slow])
+    task = Job(3, 12, whole, orders=("1F1B",))
+    limits = Limits(pinned={"zero": (0, 1), "rows": (1, 2), "sequence": (False,)})
 
-    def end(way: tuple[int, ...]) -> float:
-        return max(r / s for r, s in zip(way, speeds, strict=True))
+    def rate(nodes: Nodes) -> float:
+        return nodes.rate(nodes.ranks) if weigh == "money" else nodes.watts(nodes.ranks)
 
-    assert end(found) == pytest.approx(min(map(end, ways)))
+    took = {}
+    for some in ([quick], [slow], [quick, slow], [slow, slow], [quick, slow, slow]):
+        nodes = of_nodes("mixed", some)
+        one = replace(task, ranks=nodes.ranks, cluster=nodes)
+        *_, last = search(SMALL, one, limits)
+        assert last.best is not None
+        took[nodes] = 10 * last.best.least
+    for deadline in (0.0, sorted(took.values())[2], 1e9):
+        meet = {nodes: t * rate(nodes) for nodes, t in took.items() if t <= deadline}
+        found = cheapest_nodes(SMALL, task, 10, deadline, rate, limits)
+        assert (found is None) == (not meet)
+        if found is not None:
+            assert found[1].money == pytest.approx(min(meet.values()))
+            assert found[1].ranks == found[0].ranks and found[1].seconds <= deadline
+    with pytest.raises(TypeError, match="nodes are chosen"):
+        cheapest_nodes(SMALL, job(2), 10, 1.0)
 
 
 # -- fabrics ---------------------------------------------------------------------------------------

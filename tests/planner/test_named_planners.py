@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import Layer
@@ -15,6 +16,7 @@ from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
+from schedlang.passes.simulate.nodes import Node, of_nodes
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]
@@ -112,6 +114,16 @@ def test_a_planner_that_is_asked_keeps_limits_and_fits(memory: int) -> None:
         assert found.best.needs <= job.cluster.memory and kept(limits, found.best.setting)
         assert found.best.least >= every.best.least * (1 - 1e-9), name
         assert found.by[1].startswith("By its model: ")
+
+
+def test_planners_take_all_ranks_to_be_alike() -> None:
+    """On unlike nodes a planner that is asked is refused, and nothing is offloaded."""
+    two = of_nodes("two", [Node(replace(A100, node=1)), Node(replace(CLUSTERS["h100"], node=1))])
+    job = Job(2, 8, two, orders=("1F1B",))
+    *_, found = search(SMALL, job)
+    assert found.best is not None and found.best.setting.placement.offload == "none"
+    with pytest.raises(Refusal, match="takes all ranks to be alike"):
+        found_by("alpa", SMALL, job, found)
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:

@@ -73,6 +73,11 @@ CASES = [
             "offload(optimizer)",
         ],
     ),
+    (
+        "gpt2",  # unlike nodes: stages lie on nodes of their own, rows are dealt by speed
+        Setting(P(2), dp=2, pp=2, micro=2, axes=("pp", "dp", "cp", "tp"), rows=(6, 2)),
+        ["mesh(pp=2, dp=2)", "zero(stage=1, over=dp, rows=[3, 1])"],
+    ),
     ("resnet", Setting(P(1), pp=3, micro=2), ['step "training" relax(batch_stats) {']),
     ("llama", Setting(P(1)), ["mesh(dp=1)"]),
 ]
@@ -112,6 +117,18 @@ PROVEN = [
     ("llama", "bf16", Setting(P(1, tp=2), pp=2, micro=2, cuts=(2, 4), again=(1, 2))),
     ("gpt2", "", Setting(P(2, tp=2, sequence=True), dp=2, micro=2, zero=2, again=(3,))),
     ("mixtral", "", Setting(P(1, ep=2), dp=4)),
+    (
+        "llama",
+        "",
+        Setting(
+            P(1),
+            *(2, 2, 2),
+            zero=2,
+            cuts=(4, 2),
+            axes=("pp", "dp", "cp", "tp"),
+            rows=(1, 3),
+        ),
+    ),
     ("t5", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2)),
     ("bert", "", Setting(P(1, tp=2, sequence=True), dp=2, micro=2, zero=3)),
     ("gpt2", "", Setting(P(1, offload="both"), dp=2, pp=2, micro=4, zero=1)),

@@ -276,3 +276,18 @@ def test_records_are_asked_for_on_every_rank() -> None:
     assert repr({"SCHEDLANG_RECORD": folder})[1:-1] in launched("--ray", "--record", folder)
     k8s = launched("--k8s", "--image", "x:1", "--record", folder)
     assert f'"value": "{folder}"' in k8s and "SCHEDLANG_RECORD" not in launched("--slurm")
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("4", 2)])
+def test_nodes_of_unlike_numbers_of_ranks_have_no_one_script(
+    folder: Path, ranks: str, code: int
+) -> None:
+    """Nodes of as many ranks have, whatever their devices."""
+    text = TEXT.replace("mesh(dp=_, tp=tp)", 'mesh(dp=2, tp=tp) on "mixed.toml"')
+    (folder / "mixed.sched").write_text(text)
+    each = (("a100", "2"), ("v100", ranks))
+    nodes = "".join(f'[[node]]\ndevice = "{one}"\nranks = {many}\n' for one, many in each)
+    (folder / "mixed.toml").write_text(nodes)
+    ran = CliRunner().invoke(app, ["launch", "mixed.sched", "--model", MODEL])
+    assert ran.exit_code == code, ran.output
+    assert code == 0 or "2 a100 of 80 GiB, 4 v100 of 32 GiB" in ran.output

@@ -205,7 +205,7 @@ def test_a_full_disk_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
 
-MIXER = '''
+MIXER = """
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
@@ -242,7 +242,7 @@ def batch(seed):
 
 def loss(output, batch):
     return output.pow(2).mean()
-'''
+"""
 
 
 def test_a_model_that_mixes_tokens_is_refused_before_it_trains(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,35 @@ def test_a_step_of_more_rows_is_planned(file: Path) -> None:
     assert max(one["peak"] for one in told) == found["peak"]
     ran = CliRunner().invoke(app, [*words, "--rows", "64", "--lock"])
     assert ran.exit_code == 2 and "S109" in ran.output, ran.output
+
+
+def test_a_search_on_unlike_nodes_deals_rows_and_its_schedule_runs(file: Path) -> None:
+    """The quick rank gets more rows; figures of all ranks, and more ranks, are refused."""
+    model, best, on = (file.parent / name for name in ("model.py", "best.sched", "two.toml"))
+    slow = SHEET.replace("[sheet]", "[slow]").replace("= 989e12", "= 200e12")
+    slow = slow.replace("3350e9", "800e9").replace("80 GiB", "32 GiB")
+    nodes = "".join(f'[[node]]\ndevice = "{one}"\nranks = 1\n' for one in ("slow", "sheet"))
+    on.write_text(nodes + SHEET + slow)
+    words = (model, "--on", on, "--dtype", "none", "--pin", "pp=1", "--pin", "tp=1", "-o", best)
+    found = tuned(*words)
+    few, many = map(int, re.findall(r"rows=\[(\d+), (\d+)\]", found["schedule"])[0])
+    assert found["ranks"] == 2 and few < many
+    assert "on 1 slow of 32 GiB, 1 sheet of 80 GiB" in found["schedule"]
+    ran = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
+    assert ran.exit_code == 0, ran.output
+    text = best.read_text().replace("mesh(dp=2)", 'mesh(dp=2) on "two.toml"')
+    best.write_text(text)
+    (again,) = tuned(best, "--model", model)["fit"]
+    assert again["time"]["seconds"] == pytest.approx(found["seconds"])
+    best.write_text(text.replace(f"[{few}, {many}]", "[1, 1]"))
+    (even,) = tuned(best, "--model", model)["fit"]
+    assert even["time"]["seconds"] > again["time"]["seconds"]
+    for more, said in (
+        (("--memory", "1GiB"), "has unlike nodes"),
+        (("--gpus", "3"), "`two` has 2 ranks, not 3"),
+    ):
+        ran = CliRunner().invoke(app, ["tune", *map(str, words), *more])
+        assert ran.exit_code == 2 and said in ran.output, ran.output
 
 
 def test_a_schedule_binds_a_search(file: Path) -> None:

@@ -236,6 +236,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S936": (
         "no readable machine",
         "`--on mine.toml` reads a table with the fields of a machine: what `schedlang calibrate`\n"
-        "wrote, or figures of a data sheet: speed, stream, link, network, node, memory.",
+        "wrote, or figures of a data sheet: speed, stream, link, network, node, memory.  A\n"
+        "cluster of unlike nodes has a `[[node]]` for each kind, with the `device` of its ranks.",
     ),
 }

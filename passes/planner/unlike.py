@@ -1,0 +1,498 @@
+"""Ways filled in on unlike nodes: their order, stages by the speed of devices, rows of replicas.
+
+Ranks are laid on nodes in any order (AMP, Li et al., NeurIPS 2022).  Replicas on nodes of their own
+get rows by their speed (Whale, Jia et al., USENIX ATC 2022); with the stages on nodes of their own
+a replica is a pipeline of unlike devices (a virtual worker of HetPipe, Park et al., USENIX ATC
+2020).
+
+* Where ranks lie.
+* Stages and rows, each such that the last to end ends as early as can be.
+* A way with these, and its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import permutations
+
+import numpy as np
+
+from schedlang.ir.limits import Limits
+from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
+from schedlang.passes.planner.bounds import Clock
+from schedlang.passes.planner.fill import Filled, Filler, Held, cuts_near
+from schedlang.passes.planner.price import (
+    COMPUTING,
+    NONE,
+    axes_of,
+    by_run,
+    composition,
+    handing,
+    numbers,
+    replicas_send,
+    shared_send,
+    states,
+    updating,
+)
+from schedlang.passes.planner.space import Floats, Ints, Job
+from schedlang.passes.planner.span import homes, in_flight, longest
+from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
+from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Node, Nodes
+
+Machines = tuple[Nodes, ...]  # of a replica, what its ranks of each place are together
+Kind = tuple[int, Machines]  # rows of a microbatch, and who has them
+Shape = tuple[tuple[int, ...], tuple[int, ...]]  # units of each stage, rows of each replica
+
+# -- where ranks lie -------------------------------------------------------------------------------
+
+
+AXES = (("dp", "pp", "cp", "tp"), ("pp", "dp", "cp", "tp"))
+FEW = 6  # nodes, all of whose orders are tried
+
+
+@lru_cache
+def orders(nodes: tuple[Node, ...]) -> tuple[tuple[int, ...], ...]:
+    """Orders of nodes that differ; of many nodes as they are, the quickest first or last, in
+    turn."""
+    every = range(len(nodes))
+    quick = sorted(every, key=lambda at: -nodes[at].device.speed * nodes[at].device.product)
+    half = -(-len(quick) // 2)
+    turns = sorted(every, key=lambda at: (quick.index(at) % half, quick.index(at)))
+    some = permutations(every) if len(nodes) <= FEW else (every, quick, quick[::-1], turns)
+    found: dict[tuple[Node, ...], tuple[int, ...]] = {}
+    for order in map(tuple, some):
+        found.setdefault(tuple(nodes[at] for at in order), order)
+    return tuple(found.values())
+
+
+def laid(setting: Setting, nodes: Nodes) -> tuple[Machines, ...]:
+    """The machines of each replica, place by place."""
+    one = setting.placement
+    width = one.tp * one.cp
+    first = setting.axes.index("dp") < setting.axes.index("pp")
+    far, near = (setting.pp, 1) if first else (1, setting.dp)
+    return tuple(
+        tuple(
+            _at(nodes, width * (replica * far + place * near), width, one.ep > 1)
+            for place in range(setting.pp)
+        )
+        for replica in range(setting.dp)
+    )
+
+
+@lru_cache(4096)
+def _at(nodes: Nodes, first: int, width: int, spread: bool) -> Nodes:
+    """The machine of ranks that follow one another; experts meet others than these."""
+    found = nodes.at(range(first, first + width))
+    return replace(found, only=()) if spread else found
+
+
+ordered = lru_cache(1024)(Nodes.ordered)
+
+# -- stages and rows -------------------------------------------------------------------------------
+
+
+def bottleneck(totals: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
+    """Units of each stage, such that the slowest stage of all is as quick as can be.
+
+    totals  seconds of the units before each, [replicas, stages, units + 1]
+    What a time allows is halved upon.  Of such cuts the stages end near to where all would take as
+    long.  Returns None for fewer units than stages.
+    """
+    table = np.array(totals)
+    stages, count = table.shape[1], table.shape[2] - 1
+
+    def ends(most: float) -> tuple[Ints, list[Floats]]:
+        """Reach of each stage from each unit, and where the stages before it may end."""
+        each = [[np.searchsorted(at, at + most, "right") - 1 for at in one] for one in table]
+        far = np.array(each).min(0)
+        found = [np.arange(count + 1) == 0]
+        for stage in range(stages):
+            start = np.flatnonzero(found[-1] & (far[stage] > np.arange(count + 1)))
+            opens = np.zeros(count + 2, dtype=np.int64)
+            np.add.at(opens, start + 1, 1)
+            np.add.at(opens, far[stage, start] + 1, -1)
+            found.append(opens.cumsum()[:-1] > 0)
+        return far, found
+
+    low, high = 0.0, float(table[:, :, -1].max()) * (1 + 1e-9)
+    if not ends(high)[1][-1][count]:
+        return None
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if ends(middle)[1][-1][count] else (middle, high)
+    far, begins = ends(high * (1 + 1e-9))
+    speeds = 1 / table[:, :, -1].max(0)
+    work, found = table[0, 0] / table[0, 0, -1], [count]
+    for stage in reversed(range(1, stages)):
+        some = np.flatnonzero(begins[stage][: found[0]] & (far[stage, : found[0]] >= found[0]))
+        part = speeds[:stage].sum() / speeds.sum()
+        found.insert(0, int(some[np.abs(work[some] - part).argmin()]))
+    return tuple(b - a for a, b in zip([0, *found], found))
+
+
+def dealt(rows: int, took: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
+    """Rows of each replica, one at least, such that the last to end ends as early as can be.
+
+    took  seconds of a replica with so many rows, which never fall with more of them; infinite of
+          more than it holds
+    From rows by their speeds a row goes from the last to end to whom it makes end earliest, as long
+    as that is earlier: then none could be moved.
+    """
+    mean = max(1, rows // len(took))
+    speeds = [1 / one(mean) for one in took]
+    found = [max(1, int(rows * speed / (sum(speeds) or 1))) for speed in speeds]
+    every = range(len(took))
+    while True:
+        next_ = min(every, key=lambda at: took[at](found[at] + 1))
+        several = (at for at in every if found[at] > 1)
+        last = max(several, key=lambda at: took[at](found[at]), default=next_)
+        over = sum(found) - rows
+        if over < 0:
+            found[next_] += 1
+        elif over > 0:
+            found[last] -= 1
+        elif took[next_](found[next_] + 1) < took[last](found[last]) and next_ != last:
+            found[next_], found[last] = found[next_] + 1, found[last] - 1
+        else:
+            return tuple(found)
+
+
+# -- a way with these ------------------------------------------------------------------------------
+
+
+Profiles = Callable[[Placement], object]
+
+
+def job_bound(job: Job) -> Job:
+    """The job on a machine that is no slower than any of unlike nodes, wherever ranks lie."""
+    if not isinstance(job.cluster, Nodes):
+        return job
+    best, devices = job.cluster.best, [job.cluster.of(rank) for rank in range(job.ranks)]
+    wide = max(best.network, best.link)
+    free = {"network": wide, "routed": 1.0, "linked": 1.0, "library": "", "overlap": 1.0}
+    none = dict.fromkeys(("hop", "far", "start", "ramp"), 0.0)
+    quick = replace(best, **free, **none)  # type: ignore[arg-type]
+    worth = sum(max(one / two for one, two in zip(_figures(d), _figures(quick))) for d in devices)
+    return replace(job, cluster=quick, worth=worth / job.ranks, offload=False)
+
+
+def _figures(one: Cluster) -> tuple[float, ...]:
+    """Rates of a device."""
+    reached = (1.0, one.product, one.attention)
+    return (*(one.speed * share for share in reached), one.stream * one.streaming, one.link)
+
+
+def filler_of(profiles: Profiles, job: Job, limits: Limits) -> Filler:
+    """The filler of ways on the job's cluster."""
+    if isinstance(job.cluster, Nodes):
+        return Unlike(job, limits, profiles)
+    return Filler(job, limits)
+
+
+@dataclass(frozen=True)
+class Unlike(Filler):
+    """Ways filled in on unlike nodes: in each order of them and of the axes, the best is taken."""
+
+    profiles: Profiles = lambda placement: None
+    _tables: dict[object, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
+    _chains: dict[Placement, Chain | None] = field(default_factory=dict)
+    _shapes: dict[Setting, list[Shape]] = field(default_factory=dict)
+    _spans: dict[object, tuple[float, float]] = field(default_factory=dict)
+
+    def filled(
+        self,
+        clock: Clock,
+        way: Setting,
+        worst: float = np.inf,
+        beside: float = 0.0,
+        after: float = 0.0,
+    ) -> Filled:
+        """Lay a way on the nodes, cut it, deal its rows, and price it."""
+        if way.cuts:
+            return self._priced(way, way.cuts, self._rows(way))
+        nodes = self._nodes
+        every = [
+            replace(way, axes=axes, nodes=order)
+            for axes in (AXES if way.dp > 1 and way.pp > 1 else AXES[:1])
+            for order in orders(nodes.nodes)
+        ]
+        found = [self._priced(each, *one) for each in every for one in self._shaped(each)]
+        found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
+        last = Filled(way, np.inf, 0.0)
+        return min(found, key=lambda one: (one.priced is None, one.least), default=last)
+
+    def seeded(self, clock: Clock, filled: Filled) -> Filled:
+        """The same: a way is cut for its nodes from the first."""
+        return filled
+
+    def _again(self, one: Filled) -> Iterator[Filled]:
+        """The same with stages from the programme, which knows the memory of each, and the ends of
+        a pipeline."""
+        for keeps in (True,) if one.priced is not None else (True, False):
+            cuts = self._programme(one.setting, keeps)
+            if cuts is not None and cuts != one.setting.cuts:
+                yield self._priced(one.setting, cuts, self._rows(one.setting))
+
+    @property
+    def _nodes(self) -> Nodes:
+        assert isinstance(self.job.cluster, Nodes)
+        return self.job.cluster
+
+    def _shaped(self, way: Setting) -> list[Shape]:
+        """Cuts and rows of a way in one order, which hang on no stage of ZeRO."""
+        key = replace(way, zero=0)
+        if key not in self._shapes:
+            self._shapes[key] = list(self._shapes_of(key))
+        return self._shapes[key]
+
+    def _shapes_of(self, way: Setting) -> Iterator[Shape]:
+        """Cuts with as many rows for all, and with rows by speed."""
+        rows, machines = self._rows(way), laid(way, ordered(self._nodes, way.nodes))
+        cuts = self._cut(way, rows)
+        if cuts is None:
+            return
+        yield cuts, rows
+        if way.placement.ep > 1 or len(set(machines)) == 1 or way.placement.rows == 1:
+            return
+        for _ in range(TURNS):  # rows by stages, stages by rows
+            before = cuts, rows
+            clocks = {one: self._clock(way, one, cuts) for one in set(machines)}
+            rows = dealt(sum(rows), [clocks[one] for one in machines])
+            cuts = self._cut(way, rows)
+            if cuts is None or (cuts, rows) == before:
+                return
+            yield cuts, rows
+
+    def _rows(self, way: Setting) -> tuple[int, ...]:
+        return way.rows or (way.placement.rows,) * way.dp
+
+    # -- what a replica takes ----------------------------------------------------------------------
+
+    def _chain(self, way: Setting, rows: int) -> Chain | None:
+        at = replace(way.placement, rows=rows)
+        if at not in self._chains:
+            found = self.profiles(at)
+            self._chains[at] = found if isinstance(found, Chain) else None
+        return self._chains[at]
+
+    def _table(self, way: Setting, rows: int, machine: Nodes) -> tuple[Floats, Floats, Floats]:
+        """Seconds of one unit of each run: forward, backward, of it gradients of weights."""
+        axes = axes_of(way)
+        key = replace(way.placement, rows=rows), axes, machine
+        if key not in self._tables:
+            chain = self._chain(way, rows)
+            assert chain is not None
+            ahead, back, half = (one.sum(1) for one in by_run(chain, axes, machine)[1:])
+            self._tables[key] = ahead, back, half
+        return self._tables[key]
+
+    def _cut(self, way: Setting, rows: Sequence[int]) -> tuple[int, ...] | None:
+        """Cut for the slowest replica at each stage; None where the model has no such rows."""
+        home = homes(way.order, way.pp, way.chunks)
+        totals = []
+        for kind in set(zip(rows, laid(way, ordered(self._nodes, way.nodes)))):
+            flat = self._flat(way, kind)
+            if flat is None:
+                return None
+            totals.append([np.concatenate([[0.0], np.cumsum(flat[at])]) for at in home])
+        return bottleneck(totals)
+
+    def _programme(self, way: Setting, keeps: bool) -> tuple[int, ...] | None:
+        """Stages cut by the programme of partitions for rounds of 1F1B, on devices with their own
+        speed and room; with all units computed again unless a stage `keeps` activations.
+
+        Returns None for several stages on a rank, and for chains that would take it long.
+        """
+        kinds = dict.fromkeys(zip(self._rows(way), laid(way, ordered(self._nodes, way.nodes))))
+        chains = [self._chain(way, rows) for rows, _ in kinds]
+        large = way.pp * sum(way.cuts) > LARGE
+        if way.chunks > 1 or way.pp == 1 or large or any(chain is None for chain in chains):
+            return None
+        tables = [self._costs(way, kind, keeps) for kind in kinds]
+        flying = in_flight(way.order, way.pp, way.micro, 1).tolist()
+
+        def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+            at = devices.start
+            found = [one[at, :4, last] - one[at, :4, first] for one in tables]
+            ahead, back = max(((one[0], one[1]) for one in found), key=sum)
+            once = max(float(one[at, 4, first:last].max()) for one in tables)
+            held, kept = max(one[2] for one in found) + once, max(one[3] for one in found)
+            yield Way(ahead, back, held=held, kept=kept)
+
+        problem = Problem(
+            sum(way.cuts),
+            menu,
+            way.micro,
+            devices=way.pp,
+            stages=way.pp,
+            memory=1.0,
+            flight=lambda after: flying[way.pp - 1 - after],
+        )
+        found = cut(problem, ROUNDS)
+        return None if found is None else found.units
+
+    def _costs(self, way: Setting, kind: Kind, keeps: bool) -> Floats:
+        """Seconds forward and backward of the units before each at each place, shares of its memory
+        that their state and activations fill, and what each fills once [places, 5, units + 1]."""
+        chain = self._chain(way, kind[0])
+        assert chain is not None
+        units = [run.unit for run in chain.runs]
+        each = replace(way, pp=len(units), chunks=1, order="1F1B")  # each run as a stage
+        state = states(chain, each, self.job.recipe, np.eye(len(units)), np.arange(len(units)))
+        kept = np.array([u.kept if keeps else min(u.kept, u.input) for u in units])
+        counts, found = [run.count for run in chain.runs], []
+        for one in kind[1]:
+            ahead, back, _ = self._table(way, kind[0], one)
+            more = 0.0 if keeps else ahead
+            sums = [ahead, back + more, state / one.memory, kept / one.memory]
+            rates = np.pad(np.repeat(sums, counts, axis=1).cumsum(1), ((0, 0), (1, 0)))
+            once = np.repeat([unit.most / one.memory for unit in units], counts)
+            found.append(np.vstack([rates, np.append(once, 0.0)]))
+        return np.array(found)
+
+    def _flat(self, way: Setting, kind: Kind) -> list[Floats] | None:
+        """Seconds of each unit at each place."""
+        rows, machines = kind
+        chain = self._chain(way, rows)
+        if chain is None:
+            return None
+        counts = [run.count for run in chain.runs]
+        tables = (self._table(way, rows, one) for one in machines)
+        return [np.repeat(ahead + back, counts) for ahead, back, _ in tables]
+
+    def _passes(self, way: Setting, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """Seconds of a microbatch at each stage: forward, and both halves of its backward."""
+        rows, machines = kind
+        chain = self._chain(way, rows)
+        assert chain is not None
+        made, more = composition(chain, way.cuts, way.again)
+        home = homes(way.order, way.pp, way.chunks)
+        each = np.array([self._table(way, rows, machines[at]) for at in home])
+        ahead, back, half = each.transpose(1, 0, 2)
+        return (
+            (made * ahead).sum(1),
+            (made * (back - half) + more * ahead).sum(1),
+            (made * half).sum(1),
+        )
+
+    def _span(self, way: Setting, kind: Kind) -> tuple[float, float]:
+        """Seconds of a replica's pipeline, and of its messages on the longest way."""
+        key = replace(way, zero=0, rows=()), kind
+        if key not in self._spans:
+            self._spans[key] = self._longest(way, kind)
+        return self._spans[key]
+
+    def _longest(self, way: Setting, kind: Kind) -> tuple[float, float]:
+        chain, passes = self._chain(way, kind[0]), self._passes(way, kind)
+        assert chain is not None
+        send = sum(took for _, took in handing(chain, way, ordered(self._nodes, way.nodes)))
+        found = longest(way.order, way.pp, way.chunks, way.micro, *passes, send)
+        return found.seconds(*passes, send), found.sends * send
+
+    def _clock(
+        self, way: Setting, machines: Machines, cuts: tuple[int, ...]
+    ) -> Callable[[int], float]:
+        """Seconds of a replica by its rows."""
+        known: dict[int, float] = {}
+        cut_ = replace(way, cuts=cuts)
+
+        def took(rows: int) -> float:
+            if rows not in known:
+                there = self._chain(way, rows) is not None
+                known[rows] = self._span(cut_, (rows, machines))[0] if there else np.inf
+            return known[rows]
+
+        return took
+
+    # -- a price -----------------------------------------------------------------------------------
+
+    def _priced(self, way: Setting, cuts: tuple[int, ...], rows: tuple[int, ...]) -> Filled:
+        """Price a way with its cuts and rows, or tell whose memory is too small."""
+        machines = laid(way, ordered(self._nodes, way.nodes))
+        kinds = list(dict.fromkeys(zip(rows, machines)))
+        uneven = rows if len(set(rows)) > 1 else ()
+        setting = replace(way, cuts=cuts, rows=uneven, again=())
+        if any(self._chain(way, k) is None for k, _ in kinds):
+            return Filled(setting, np.inf, 0.0)
+        again: Ints = np.zeros(len(cuts), dtype=np.int64)
+        for k, some in kinds:
+            held = self._held(setting, k)
+            fewest = held.least(_memory(some), *self._bounds(setting))
+            if fewest is None:
+                return self._full(setting, held.bytes(np.zeros_like(again)), some)
+            again = np.maximum(again, fewest)
+        most = np.zeros(way.pp)
+        for k, some in kinds:
+            needs = self._held(setting, k).bytes(again)
+            if (needs > _memory(some)).any():
+                return self._full(setting, needs, some)
+            most = np.maximum(most, needs)
+        setting = replace(setting, again=tuple(again.tolist()) if again.any() else ())
+        seconds, parts = self._seconds(setting, kinds)
+        priced = Priced(seconds, tuple(most.tolist()), parts)
+        return Filled(setting, seconds, priced.peak, priced)
+
+    def _held(self, setting: Setting, rows: int) -> Held:
+        chain = self._chain(setting, rows)
+        assert chain is not None
+        return Held(chain, self.job, setting)
+
+    def _full(self, setting: Setting, needs: Floats, machines: Machines) -> Filled:
+        """A way that is too large for the memory of one of its ranks."""
+        worst = int((needs / _memory(machines)).argmax())
+        return Filled(setting, 0.0, float(needs[worst]), room=float(machines[worst].memory))
+
+    def _seconds(self, setting: Setting, kinds: Sequence[Kind]) -> tuple[float, dict[str, float]]:
+        """Seconds of a step, and its parts: of the replica that ends last, then of all."""
+        nodes, recipe, none = ordered(self._nodes, setting.nodes), self.job.recipe, NONE
+        last = max(kinds, key=lambda kind: self._span(setting, kind))
+        (span, sends), passes = self._span(setting, last), self._passes(setting, last)
+        chain, home = (
+            self._chain(setting, last[0]),
+            homes(setting.order, setting.pp, setting.chunks),
+        )
+        assert chain is not None
+        made, _ = composition(chain, setting.cuts)
+        held = numbers(chain, made, home, setting.pp)
+        busy = np.bincount(home, sum(passes), setting.pp) * setting.micro
+        units = np.bincount(home, made.sum(1), setting.pp)
+        worst = int(busy.argmax())
+        busiest = {COMPUTING: float(busy[worst])}
+        most, often = held.max(0), round(float(units[worst]))
+        sent = replicas_send(setting, most, often, nodes, recipe, busiest, none)
+        shared = shared_send(chain, setting, nodes, recipe, made, home)
+        every = [(at, one) for _, some in kinds for at, one in enumerate(some)]
+        parts = dict(busiest)
+        if setting.pp > 1:
+            sends = min(sends, span - busiest[COMPUTING])
+            parts |= {"pp": sends, "idle": span - busiest[COMPUTING] - sends}
+        parts["gradients"] = sum(sent.values()) + sum(took for _, took in shared)
+        parts["optimizer"] = max(updating(setting, held[at], one, recipe) for at, one in every)
+        return sum(parts.values()), parts
+
+    # -- near the best -----------------------------------------------------------------------------
+
+    def _near(self, clock: Clock, best: Filled) -> Iterator[Filled]:
+        """The same with stages as the pipeline's rounds would have them; with one unit more or less
+        on some stages, or one row more or less for some replicas."""
+        setting = best.setting
+        rows = self._rows(setting)
+        yield from self._again(best)
+        for cuts in cuts_near(setting.cuts):
+            yield self._priced(setting, cuts, rows)
+        for moved in cuts_near(setting.rows):
+            yield self._priced(setting, setting.cuts, moved)
+
+
+TURNS = 3
+NEAR = 1.25  # times the best: a way is cut again that takes no longer
+LARGE = 300  # units times stages, for which the programme takes long
+
+
+def _memory(machines: Machines) -> Floats:
+    """Bytes of the ranks of each place."""
+    return np.array([float(one.memory) for one in machines])

@@ -1,0 +1,412 @@
+"""Clusters as they are: nodes of unlike devices, and the network between them.
+
+* Nodes, and what carries the messages of ranks on several of them.
+* A file of nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
+from schedlang.diagnostics.tables import size
+from schedlang.passes.simulate import nccl
+from schedlang.passes.simulate.machine import (
+    CLUSTERS,
+    SHARES,
+    Cluster,
+    changed,
+    cluster_named,
+    machine_of,
+    number,
+    unread,
+)
+
+if TYPE_CHECKING:
+    from schedlang.runtime.storage.footprint import Message
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """Ranks of one node, as many as its device's `node` says.
+
+    price  of an hour of the node; `power` watts of a rank
+    """
+
+    device: Cluster
+    price: float = 0.0
+    power: float = 0.0
+
+
+ENGINE, DEVICE = "engine", "device"
+SMS = 6 / 80  # of a device's processors, which collectives need to fill its links
+# bytes of its memory that a device reads for each that it sends: a sum reads what came and what is
+# there.  An engine reads once what a collective begins with
+READS: Final[Mapping[str, float]] = {"all_reduce": 1.5, "reduce_scatter": 2.0}
+
+
+@dataclass(frozen=True)
+class Nodes(Cluster):
+    """Nodes in the order of their ranks; as a plain cluster the best of each of their figures.
+
+    leaf      nodes beneath one leaf of the network; with `rails` rank i of each has a leaf of its
+              own, and `leaf` nodes share those
+    over      how much less than enters a leaf from below it passes on (oversubscription)
+    endpoint  who runs a collective beside computing: the "device" itself, or an "engine" beside it
+              (ACE, Rashidi et al., ISCA 2021); "": as the devices' `overlap` says
+    only      of all ranks those that work is told of; (): all
+    """
+
+    nodes: tuple[Node, ...] = ()
+    leaf: int = 1
+    over: float = 1.0
+    rails: bool = False
+    endpoint: str = ""
+    only: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    # -- ranks -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """The node of each rank, and its place there."""
+        return tuple((at, k) for at, one in enumerate(self.nodes) for k in range(one.device.node))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return len(self._places)
+
+    def of(self, rank: int) -> Cluster:
+        """The device of a rank."""
+        return self.nodes[self._places[rank][0]].device
+
+    def at(self, ranks: Sequence[int]) -> Nodes:
+        """The same as some ranks find it that wait for each other: operators take what they take on
+        the slowest, and messages stay among these ranks."""
+        devices = {self.of(rank) for rank in ranks}
+        worst = {name: min(getattr(one, name) for one in devices) for name in HIGHER}
+        worst |= {name: max(getattr(one, name) for one in devices) for name in LOWER}
+        at = self._places[ranks[0]][0]
+        if self._places[ranks[-1]][0] == at:  # what stays in a node is alike in nodes alike
+            same = self.nodes.index(self.nodes[at])
+            first = sum(one.device.node for one in self.nodes[:same])
+            ranks = range(first, first + len(ranks))
+        return replace(self, **worst, only=tuple(ranks))
+
+    def part(self, ranks: int) -> Nodes:
+        """The first nodes, with so many ranks at least."""
+        count = self._places[ranks - 1][0] + 1
+        return of_nodes(self.name, self.nodes[:count], **self._network)
+
+    def ordered(self, order: Sequence[int]) -> Nodes:
+        """The same nodes in another order of the ranks; of none as they are."""
+        if not order:
+            return self
+        return of_nodes(self.name, [self.nodes[at] for at in order], **self._network)
+
+    def holding(self, share: float) -> Nodes:
+        """The same with a share of each memory."""
+        less = [
+            replace(one, device=replace(one.device, memory=int(one.device.memory * share)))
+            for one in self.nodes
+        ]
+        return of_nodes(self.name, less, **self._network)
+
+    @property
+    def _network(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("leaf", "over", "rails", "endpoint")}
+
+    def rate(self, ranks: int) -> float:
+        """Money for a second of the nodes of the first ranks."""
+        return sum(one.price for one in self.part(ranks).nodes) / 3600
+
+    def watts(self, ranks: int) -> float:
+        """Watts of the first ranks."""
+        return sum(self.nodes[at].power for at, _ in self._places[:ranks])
+
+    def text(self, order: Sequence[int] = ()) -> str:
+        """`8 a100 of 80 GiB, 8 v100 of 32 GiB`: ranks of each node, in order."""
+        devices = (one.device for one in self.ordered(order).nodes)
+        each = (f"{one.node} {one.name} of {size(one.memory)}" for one in devices)
+        runs = ((one, len(list(same))) for one, same in groupby(each))
+        return ", ".join(f"{often} x {one}" if often > 1 else one for one, often in runs)
+
+    @property
+    def best(self) -> Cluster:
+        """A machine that is no slower in anything than any of them."""
+        return Cluster(**{one.name: getattr(self, one.name) for one in fields(Cluster)})
+
+    @property
+    def slowest(self) -> Cluster:
+        """The device that computes slowest."""
+        return min((one.device for one in self.nodes), key=lambda one: one.speed * one.product)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
+        """Seconds of the slowest of all groups that meet at once; of neighbours' messages too."""
+        return max((self._met(op, size, one) for one in self._groups(ranks, stride)), default=0.0)
+
+    def sending(self, message: Message) -> float:
+        """Seconds of one collective or message."""
+        if message.ends is not None:
+            return self._met("send", message.bytes, message.ends)
+        return self._met(message.op, message.bytes, message.ranks)
+
+    def bandwidth(self, ranks: Sequence[int]) -> float:
+        """Bytes a second along a ring of these ranks, as data sheets have it."""
+        lie, view = self._view("all_reduce", tuple(ranks))
+        return view._fabric.ring(lie)
+
+    def hidden(self, op: str, size: float, ranks: Sequence[int]) -> float:
+        """Share of a message that is hidden beside as long computing."""
+        if not self.endpoint:
+            return min(self.of(rank).overlap for rank in ranks)
+        took = self._met(op, size, tuple(ranks))
+        stream = min(self.of(rank).stream for rank in ranks)
+        return _left(self.endpoint, op, len(ranks), size / took / stream if took else 0.0)
+
+    def _met(self, op: str, size: float, ranks: tuple[int, ...]) -> float:
+        if len(ranks) < 2:
+            return 0.0
+        if op == "send" and len(ranks) > 2:
+            return max(self._met(op, size, pair) for pair in zip(ranks, (*ranks[1:], ranks[0])))
+        lie, view = self._view(op, ranks)
+        return view._sent(op, size, lie)
+
+    def _groups(self, ranks: int, stride: int) -> Iterator[tuple[int, ...]]:
+        """Ranks that lie so far apart, of all that work is told of; nearer, where that is too far:
+        replicas and parts of sequences together lie everywhere."""
+        among = self.only or range(self.ranks)
+        if ranks < 2:
+            return
+        stride = min(stride, max(1, (len(among) - 1) // (ranks - 1)))
+        for first in among:
+            group = tuple(range(first, first + ranks * stride, stride))
+            if (first - among[0]) % (ranks * stride) < stride and group[-1] < self.ranks:
+                yield group
+
+    def _view(self, op: str, ranks: tuple[int, ...]) -> tuple[nccl.Ranks, Cluster]:
+        """Find how ranks lie, and a machine all of whose links are as the slowest between them."""
+        met = Counter(self._places[rank][0] for rank in ranks)
+        each = min(met.values())
+        devices = [(self.nodes[at].device, many) for at, many in met.items()]
+        link = min(one.link * one.linked for one, _ in devices)
+        if op in ("send", "all_to_all"):
+            network = min(one.network * one.routed for one, _ in devices)
+        else:  # a node is left by all the ways that its ranks have
+            network = min(one.network * one.routed * many for one, many in devices) / each
+        one = devices[0][0]
+        library = one.library if all(one.library == other.library for other, _ in devices) else ""
+        view = replace(
+            one,
+            link=link,
+            network=network * self._passes(op, ranks),
+            linked=1.0,
+            routed=1.0,
+            library=library,
+            hop=max(other.hop for other, _ in devices),
+            far=max(other.far for other, _ in devices),
+            low=min(other.low for other, _ in devices),
+            reducing=min(other.reducing for other, _ in devices),
+            plateau=max(other.plateau for other, _ in devices),
+        )
+        return nccl.Ranks(len(ranks), len(met), each), view
+
+    def _passes(self, op: str, ranks: tuple[int, ...]) -> float:
+        """Share of the network that is left where ranks meet above the leaves.
+
+        All groups alike meet at once.  A ring leaves a leaf once, so those of other nodes beneath
+        it leave it beside; a message, or what all send to all, leaves it as often as it must.
+        """
+        lie = [self._places[rank] for rank in ranks]
+        if op in ("send", "all_to_all"):
+            away = beyond = 0
+            for at, k in lie:
+                others = [one for one in lie if one[0] != at]
+                leaf = at // self.leaf, k * self.rails
+                far = sum((o // self.leaf, j * self.rails) != leaf for o, j in others)
+                away, beyond = max((away, beyond), (len(others), far), key=lambda one: one[1])
+            return min(1.0, away / (beyond * self.over)) if beyond else 1.0
+        places: dict[int, set[int]] = {}
+        for at, k in lie:
+            places.setdefault(at, set()).add(k)
+        leaves = Counter(at // self.leaf for at in places)
+        aligned = not self.rails or len({frozenset(one) for one in places.values()}) == 1
+        if aligned and len(leaves) == 1:
+            return 1.0
+        return min(1.0, (min(leaves.values()) if aligned else 1) / self.over)
+
+
+HIGHER = ("speed", "stream", "product", "attention", "streaming", "memory", "host")
+LOWER = ("start", "ramp")
+BEST_HIGH = (*HIGHER, "link", "network", "linked", "routed", "overlap", "low", "reducing", "node")
+BEST_LOW = (*LOWER, "hop", "far", "plateau")
+
+
+def of_nodes(name: str, nodes: Sequence[Node], **network: Any) -> Nodes:
+    """A cluster of nodes in this order."""
+    devices = [one.device for one in nodes]
+    best: dict[str, Any] = {key: max(getattr(d, key) for d in devices) for key in BEST_HIGH}
+    best |= {key: min(getattr(d, key) for d in devices) for key in BEST_LOW}
+    libraries = {one.library for one in devices}
+    best["library"] = libraries.pop() if len(libraries) == 1 else ""
+    if who := network.get("endpoint"):
+        share = min(one.link * one.linked / one.stream / 2 for one in devices)  # a sum goes twice
+        best["overlap"] = _left(who, "all_reduce", 2**20, share)
+    return Nodes(name, nodes=tuple(nodes), **best, **network)
+
+
+def _left(endpoint: str, op: str, ranks: int, sends: float) -> float:
+    """Share of its speed that a device keeps beside a collective.
+
+    `sends` is the share of its memory's bandwidth that as many bytes as the tensor has would take
+    while it runs; a rank sends its part of these.
+    """
+    part = SHARES[op](ranks)[1] if op in SHARES else 1.0
+    if endpoint == DEVICE:
+        return 1 - min(1.0, max(SMS, READS.get(op, 1.0) * part * sends))
+    return 1 - min(1.0, sends / (ranks if op == "all_gather" else 1))
+
+
+# -- a file of nodes -------------------------------------------------------------------------------
+
+
+KEYS = ("node", "leaf", "oversubscription", "rails", "endpoint", "order")
+OF_NODE = ("device", "count", "ranks", "link", "network", "price", "power")
+LEGAL = """a cluster is `[[node]]` tables, each with a `device`, and `leaf`, `oversubscription`, \
+`rails`, `endpoint`, `order` above them"""
+
+
+def ranks_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
+    """The cluster and the ranks of `h100x64`, of a file, or of a machine of one's own.
+
+    Raises Refusal S109 for a name that there is not, and where nothing says how many ranks, or more
+    than there are; S936 as `cluster_named`.
+    """
+    known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
+    if known is None:
+        helps = (f"give one of {', '.join(CLUSTERS)}",)
+        raise Refusal.of("S109", f"unknown cluster `{on}`", helps=helps)
+    count = ranks or told or (known.ranks if isinstance(known, Nodes) else None)
+    if count is None:
+        raise Refusal.of("S109", "the number of ranks is missing", helps=('write `"h100x64"`',))
+    if not isinstance(known, Nodes):
+        return known, count
+    if count > known.ranks:
+        title = f"`{known.name}` has {known.ranks} ranks, not {count}"
+        raise Refusal.of("S109", title, helps=(f"`ranks={known.ranks}`",))
+    return known.part(count), count
+
+
+def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
+    """Read a cluster of unlike nodes; other tables of its file are machines of its own.
+
+    Raises Refusal S936 for what says no cluster, with the line.
+    """
+    reader = _Reader(path, text)
+    own = {name: one for name, one in tables.items() if isinstance(one, dict)}
+    machines = CLUSTERS | {name.lower(): machine_of(path, name, one) for name, one in own.items()}
+    for key in tables:
+        if key not in KEYS and key not in own:
+            reader.refuse(f"a cluster has no field `{key}`", key, known=KEYS)
+    nodes: list[Node] = []
+    for at, table in enumerate(tables["node"]):
+        nodes += reader.node(at, table, machines)
+    leaf = tables.get("leaf", len(nodes) if tables.get("rails") else 1)
+    over, rails = tables.get("oversubscription", 1.0), tables.get("rails", False)
+    endpoint, order = tables.get("endpoint", ""), tables.get("order", [*range(1, len(nodes) + 1)])
+    checks = {
+        "leaf": (_count(leaf), "a whole number of nodes is needed, above 0"),
+        "oversubscription": (number(over) and over >= 1, "a number is needed, not below 1"),
+        "rails": (isinstance(rails, bool), "true or false is needed"),
+        "endpoint": (endpoint in ("", ENGINE, DEVICE), f'"{ENGINE}" or "{DEVICE}" is needed'),
+        "order": (
+            isinstance(order, list) and sorted(map(str, order)) == _numbers(len(nodes)),
+            f"each of the {len(nodes)} nodes by its number is needed, from 1 on, once",
+        ),
+    }
+    for key, (good, need) in checks.items():
+        if not good:
+            reader.refuse(f"`{key}` is {tables[key]!r}: {need}", key)
+    named = path.stem.lower()
+    in_turn = [nodes[at - 1] for at in order]
+    return of_nodes(named, in_turn, leaf=leaf, over=float(over), rails=rails, endpoint=endpoint)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _numbers(count: int) -> list[str]:
+    return sorted(map(str, range(1, count + 1)))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the tables of a file, and knows where they stand in its text."""
+
+    path: Path
+    text: str
+
+    def node(self, at: int, table: Any, machines: Mapping[str, Cluster]) -> list[Node]:
+        """Nodes of one table, `count` of them."""
+        if not isinstance(table, dict):
+            self.refuse("`node` is no table", "node")
+        for key in table:
+            if key not in OF_NODE:
+                self.refuse(f"a node has no field `{key}`", key, at, OF_NODE)
+        named = table.get("device")
+        if not isinstance(named, str) or named.lower() not in machines:
+            said = "a node needs a `device`" if named is None else f"unknown device `{named}`"
+            self.refuse(said, "device", at, tuple(machines), str(named))
+        for key in ("count", "ranks"):
+            if key in table and not _count(table[key]):
+                said = f"`{key}` is {table[key]!r}: a whole number above 0 is needed"
+                self.refuse(said, key, at)
+        for key in ("link", "network", "price", "power"):
+            low = 0 if key in ("price", "power") else 1e-9
+            if key in table and not (number(table[key]) and table[key] >= low):
+                self.refuse(f"`{key}` is {table[key]!r}: a number above 0 is needed", key, at)
+        own = {key: float(table[key]) for key in ("link", "network") if key in table}
+        device = changed(machines[named.lower()], **own, node=table.get("ranks"))
+        one = Node(device, float(table.get("price", 0)), float(table.get("power", 0)))
+        return [one] * table.get("count", 1)
+
+    def refuse(
+        self, why: str, key: str, at: int = -1, known: tuple[str, ...] = (), said: str | None = None
+    ) -> NoReturn:
+        """Say what is wrong, in which line, and what is legal."""
+        help_ = guess(said or key, known, "known are") if known else ""
+        facts = unknown(said or key, known) if known else ()
+        raise unread(self.path, f"line {self._line(key, at)}: {why}", help_, facts, LEGAL)
+
+    def _line(self, key: str, at: int) -> int:
+        """The line of a field of the table of that number (below 0: of none), or of the table."""
+        table, head, inside = -1, 1, False
+        for line, text in enumerate(self.text.splitlines(), 1):
+            bare = text.split("#")[0].strip()
+            if bare.startswith("["):
+                inside = bare.replace(" ", "") == "[[node]]"
+                table += inside
+                head = line if inside and table == at else head
+            elif (
+                bare.split("=")[0].strip() == key and (inside if at >= 0 else True) and table == at
+            ):
+                return line
+        return head
