@@ -243,10 +243,12 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
         exchange(plan, skeleton, prepared.tokens, ranks)
         return skeleton
 
+    model, recorded = plan.model.model, prepared.staged.recorded
+    told = {} if recorded is None else recorded.known_of(model)
     if prepared.outputs:  # found by a proof, of which next to nothing is asked that it has not
-        made = Stub(plan.model.model, cut, prepared.outputs, copied)
+        made = Stub(model, cut, {**told, **prepared.outputs}, copied)
     else:
-        made = Stub(copied(), cut)
+        made = Stub(copied(), cut, told)
     if prepared.tokens is None:  # else it holds the groups of this rank
         _last.made = of, ready, made
     return made

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.pipeline.timeline.table import Timeline
+    from schedlang.runtime.pipeline.stage import Recorded
     from schedlang.runtime.sharding.shard import Arrivals
     from schedlang.runtime.tracing.graph import Cut, StageGraph
 
@@ -48,7 +49,7 @@ class Staged:
     one by one, where rows slice or move parameters. `outside`: modules that are called
     while a module around them does not run (DiT's first block lends its embedding), and that one.
     `lent`: parameters that are read, or replaced, while a unit of the cut around them does not run,
-    or written into by the forward.
+    or written into by the forward. `recorded`: what units gave when the model was recorded.
     """
 
     cut: Cut
@@ -58,6 +59,7 @@ class Staged:
     trunk: frozenset[str]
     outside: frozenset[tuple[str, str]] = frozenset()
     lent: frozenset[str] = frozenset()
+    recorded: Recorded | None = field(default=None, repr=False, compare=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -180,7 +182,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         with kept_outside(plan.model.model):
-            graph = _graph(plan, traced, skeleton, batch, loss)
+            graph, recorded = _graph(plan, traced, skeleton, batch, loss)
             counting = Counting(plan, traced, None, batch, loss)
             numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
@@ -192,15 +194,19 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     lent = frozenset(name for name, around in traced.lent if around in graph.units)
     lent |= traced.rewritten
-    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent)
+    # casts around units, slices and a rank's own tokens decide there, too, what a unit gives
+    sure = not plan.casts and not plan.contexts and timeline.slices == 1
+    known = recorded if sure else None
+    staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent, known)
     return with_parking(plan, staged)
 
 
 def _graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
-) -> StageGraph:
-    """Record what units read of each other; ask for their calls once more where the trace lacks
-    them."""
+) -> tuple[StageGraph, Recorded]:
+    """Record what units read of each other, and give; ask for their calls once more where the
+    trace lacks them."""
+    from schedlang.runtime.pipeline.stage import Recorded
     from schedlang.runtime.tracing.calls import once
     from schedlang.runtime.tracing.record import record
     from schedlang.runtime.tracing.units import units_of
@@ -211,11 +217,13 @@ def _graph(
     if seen is not None:
         try:
             names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
-            return record(skeleton, names, batch, loss=loss)
+            recorded = Recorded(skeleton, names)
+            return record(skeleton, names, batch, loss=loss, met=recorded), recorded
         except Refusal:
             pass  # a forward that is called by its name is no unit; what is refused is told below
     names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
-    return record(skeleton, names, batch, loss=loss)
+    recorded = Recorded(skeleton, names)
+    return record(skeleton, names, batch, loss=loss, met=recorded), recorded
 
 
 def _as_often(plan: Plan, traced: Traced) -> None:

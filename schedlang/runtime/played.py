@@ -27,7 +27,7 @@ from schedlang.runtime.propagation.stand_ins import Fused
 from schedlang.runtime.sequence_pipelining.carry import Span
 from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
-from schedlang.runtime.tracing.meta import OnMeta, meta_batch, storage, tensors_in
+from schedlang.runtime.tracing.meta import OnMeta, meta_batch, remembered, storage, tensors_in
 from schedlang.runtime.weights import Number
 from schedlang.uncollected import uncollected
 
@@ -188,6 +188,7 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
     watched: tuple[Any, ...] = ()
     if footprint is not None:
+        footprint.operator = remembered
         watched = _at_marks(), ambient(Fused()), footprint
         for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
             vars(stub)["_shapes"] = footprint.unseen(partial(Stub._shapes, stub))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.verify.observe import Condition, conditions
 from schedlang.passes.verify.outputs import with_outputs
 from schedlang.passes.verify.sides import Case, as_worked, prepared, tried, widened
-from schedlang.runtime.pipeline.stage import Stub
+from schedlang.runtime.pipeline.stage import Recorded, Stub
+from schedlang.runtime.tracing.graph import cut
+from schedlang.runtime.tracing.meta import meta_model
+from schedlang.runtime.tracing.record import record
+from schedlang.runtime.tracing.units import Switch
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned
@@ -164,3 +169,87 @@ def test_state_that_evaluation_alone_writes(threads: Threads, state: bool) -> No
     else:
         found = threads.run(evaluated, 2)
         assert all(torch.allclose(one, model.eval()(**batch)["x"]) for one in found)
+
+
+class _Pair(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        return {"x": x * 2, "ids": (ids, None, 3)}
+
+
+class _Written(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        return x.add_(1), x.mean()
+
+
+class _Picked(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x[ids > 0]
+
+
+class _Asked(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x * 2 if ids.max().item() > 1 else x[:, :1]
+
+
+class _Dropped(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.p, self.training)
+
+
+class _Chain(nn.Module):
+    """Units of each kind, all given alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 8)
+        kinds = (_Pair(), _Dropped(0.0), _Dropped(0.5), _Dropped(1.0), _Written())
+        self.each = nn.ModuleList([*kinds, _Picked(), _Asked()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for unit in self.each:
+            unit(x.clone(), ids)
+        return x.sum()
+
+
+NAMES = ("embed", *(f"each.{place}" for place in range(7)))
+
+
+def _told_of(made: Any) -> Any:
+    leaves, spec, *rest = made
+    tensors = [(t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]
+    return tensors, spec, *rest
+
+
+def test_the_record_shows_what_stand_ins_find() -> None:
+    """It tells of units that neither draw nor look at values, and the same as a run for shapes."""
+    model, batch = _Chain(), {"ids": torch.tensor([[0, 1, 2], [3, 0, 1]])}
+    recorded = Recorded(model, NAMES)
+    made = cut(record(model, NAMES, batch, met=recorded), [0] * 7 + [1])
+    stub = Stub(meta_model(model, {}), made)
+    stub.meet(Switch(model, NAMES), model, batch, len(NAMES))
+    known = recorded.known_of(model)
+    assert sorted(key[0] for key in known) == [0, 1, 2, 5]
+    assert {key: _told_of(one) for key, one in known.items()} == {
+        key: _told_of(stub.found[key]) for key in known
+    }
+    assert not recorded.known_of(_Chain().eval())
+    assert not recorded.known_of(_Chain().bfloat16())
+
+
+def test_who_was_told_by_the_record_looks_for_nothing(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of the recorded model, for the recorded shapes, runs no unit for its shapes."""
+    batch, optimizer = {"x": torch.ones(4, 6)}, partial(torch.optim.SGD, lr=0.1)
+    plan = planned(Remembering(False), ROWS.format("layers", ""), "pp=2")
+    met = _met(monkeypatch)
+    threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
+    assert not met
+    monkeypatch.setattr(Recorded, "known_of", lambda *_: {})
+    threads.run(lambda: build(plan, batch, optimizer=optimizer).train_step(batch), 2)
+    assert met  # else nothing is shown

@@ -126,8 +126,9 @@ class _Told:
     given_spec: Any
 
 
-# by unit, default dtype, training flag, signature of the arguments: leaves of the output, their
-# structure, draws by site, what hooks are told, the leaves that are arguments it has written into
+# by unit, default and autocast's dtype, training flag, signature of the arguments: leaves of the
+# output, their structure, draws by site, what hooks are told, the leaves that are arguments it has
+# written into
 _NOTHING = nullcontext()
 _Made = tuple[list[Any], Any, Mapping[str, int], list[_Told], frozenset[int]]
 Outputs = Mapping[Any, _Made]
@@ -150,6 +151,50 @@ def _hidden(name: str) -> Refusal:
         "or keep the modules that share it in one stage: cut elsewhere",
         note="evaluation takes another way than training, on which no stage sends this tensor",
     )
+
+
+class Recorded:
+    """The outputs of units that a recorded forward showed, for stand-ins of a model in that state.
+
+    In another state, with other dtypes or training flags, units may give something else.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.of, self.outputs = _state(model), dict[Any, _Made]()
+        units = [model.get_submodule(name) for name in names]
+        self._training = [unit.training for unit in units]
+        self._drops = [_drops_all(unit) for unit in units]
+
+    def __call__(
+        self, unit: int, given: Any, leaves: list[Any], spec: Any, written: frozenset[int]
+    ) -> None:
+        """Note what a unit gives for these arguments."""
+        made = [leaf.detach() if type(leaf) is Tensor else leaf for leaf in leaves]
+        found: _Made = made, spec, {}, [], written
+        if _travels(found) and not self._drops[unit]:
+            self.outputs[_key(unit, self._training[unit], given, "meta")] = found
+
+    def known_of(self, model: nn.Module) -> Outputs:
+        """Return what holds for a model: nothing if it is in another state."""
+        return self.outputs if _state(model) == self.of else {}
+
+
+def _drops_all(unit: nn.Module) -> bool:
+    """Return whether a mask may be counted in a unit for which torch draws no numbers: with p=1."""
+    found = (getattr(module, name, 0) for module in unit.modules() for name in ("p", "dropout"))
+    return any(type(p) in (int, float) and p == 1 for p in found)
+
+
+def _state(model: nn.Module) -> Any:
+    tensors = (*model.parameters(), *model.buffers())
+    return [t.dtype for t in tensors], [module.training for module in model.modules()]
+
+
+def _key(unit: int, training: bool, given: Any, device: str) -> Any:
+    casts = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else None
+    # float64 is the default while a proof computes in it
+    return unit, torch.get_default_dtype(), dtype, training, _signature(given)
 
 
 class Stub:
@@ -192,10 +237,10 @@ class Stub:
         kept: AbstractContextManager[None] | None = None,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
-        default = torch.get_default_dtype()  # float64 while a proof computes in it
-        key = (unit, default, self.training[unit], _signature((args, kwargs)))
+        kind = torch.device(device).type
+        key = _key(unit, self.training[unit], (args, kwargs), kind)
         if key not in self._known:
-            with kept or kept_outside(module), imitated(torch.device(device).type):
+            with kept or kept_outside(module), imitated(kind):
                 self._known[key] = self._shapes(unit, args, kwargs, module)
         leaves, spec, draws, told, written = self._known[key]
         if any((unit, k) not in self.leaves and (unit, k) not in received for k in written):

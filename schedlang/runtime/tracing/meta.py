@@ -212,6 +212,14 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
 # of torch's own operators, for all runs of this process: what these give never changes; one that a
 # library or a user registers may be registered anew, and is remembered within a run
 _ATEN = Memo()
+
+
+def remembered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator, remembered where it is torch's own."""
+    own = func.namespace == "aten"
+    return _ATEN.run(func, args, kwargs) if own else func(*args, **kwargs)
+
+
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
@@ -260,15 +268,16 @@ class Constants:
                 raise
             return self.run(func, *moved, unknown)
         parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
-        made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+        first = args[0] if args else None
+        with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
+            made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
+            small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+            # where nothing is known, what is made of a tensor is not known either
+            blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
         if not made:
             if func._schema.is_mutable:
                 self._forget(t for t in _pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
             return output
-        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
-        # where nothing is known, what is made of a tensor is not known either
-        first = args[0] if args else None
-        blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
         shadow = self._shadow(func, args, kwargs) if small and not blind else None
         if shadow is None and func is torch.ops.aten._is_all_true.default:
             shadow = torch.tensor(True)  # by which distributions check values that are not here

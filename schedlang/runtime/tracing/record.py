@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -134,6 +135,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Mark = tuple[str, Any]  # ("out", token) | ("inner", unit) | ("param", name) | ("buffer", name)
 Marks = frozenset[Mark]
 ONCE = "S601"
+# a unit, its arguments, the leaves of its output, their structure, those of them it has written to
+Met = Callable[[int, Any, list[Any], Any, frozenset[int]], None]
 NONE: Marks = frozenset()
 
 # the result depends on the shape of the tensor arguments, not on their values
@@ -157,16 +160,18 @@ def record(
     *,
     loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
     meta: bool = True,
+    met: Met | None = None,
 ) -> StageGraph:
     """Run the model once and see what each unit reads of the others.
 
     `kwargs` are the model's keyword arguments (real or meta tensors). With `meta` the run is on a
     copy on the meta device, so weights are neither needed nor touched. The loss is
-    `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.
+    `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.  `met` is told of each
+    unit whose output has a form that its arguments' shapes decide: neither values nor draws do.
     Raises Refusal S601 if a unit is not called exactly once, or not in the order given.
     """
     subject = meta_model(model, {}) if meta else model
-    recorder = _Recorder(subject, units)
+    recorder = _Recorder(subject, units, met)
     given = dict(meta_batch(dict(kwargs)) if meta else kwargs)
     if meta:
         recorder.constants.know(kwargs, given)
@@ -191,8 +196,10 @@ def record(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows marks on storages, which views, in-place writes and detached aliases share."""
 
-    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[str], met: Met | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.met = met
+        self.unsure: set[int | None] = set()  # what draws, or looks at values
         self.model, self.units, self.labels = model, tuple(units), labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf
@@ -208,7 +215,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.control: Marks = NONE
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
-        self.constants = Constants()
+        self.constants = Constants(tell=self._looked)
         # what is said if what runs behind all units does not run with the sizes it was told
         self.guessed: Refusal | None = None
         self.burden = Burden(len(units))
@@ -244,9 +251,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        sides = count()
+        before, sides = [(t, t._version) for t in self.arguments], count()
 
         def heard(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
+            self.unsure.add(unit)  # what hooks are told, no output shows
             leaves, spec = pytree.tree_flatten(output)
             marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
             return call(given, pytree.tree_unflatten(marked, spec))
@@ -256,6 +264,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
+        if self.met is not None and unit not in self.unsure:
+            changed = {id(t) for t, version in before if t._version != version}
+            written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
+            self.quiet = True
+            self.met(unit, (args, kwargs), leaves, spec, written)
+            self.quiet = False
         marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(marked, spec)
 
@@ -278,10 +292,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not _by_shapes(func):
+            self.unsure.add(self.inside)
         output = self.constants.run(func, args, kwargs, self._unknown)
         if not self.quiet:
             self._follow(func, args, kwargs, output)
         return output
+
+    def _looked(self, value: Any) -> Any:
+        self.unsure.add(self.inside)
+        return value
 
     def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -389,6 +409,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.burden.saved),
             tuple(self.burden.given),
         )
+
+
+@cache
+def _by_shapes(func: Any) -> bool:
+    """Return whether shapes alone decide the form of an operator's result, and nothing is drawn."""
+    tags = torch.Tag
+    unsure = {tags.nondeterministic_seeded, tags.data_dependent_output, tags.dynamic_output_shape}
+    return unsure.isdisjoint(func.tags)
 
 
 def _reads(marks: Marks) -> Reads:
