@@ -22,6 +22,7 @@ from schedlang.diagnostics.diagnostic import (
     unknown,
 )
 from schedlang.diagnostics.source import NOWHERE, Source, Span, python_span
+from schedlang.ir.limits import FORBID, LEAST, PIN
 from schedlang.ir.primitive import Primitive, load_all, registry
 from schedlang.language import (
     lift,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
+    from schedlang.passes.planner.search import Found
+    from schedlang.passes.simulate.machine import Cluster
     from schedlang.report import Report
     from schedlang.runtime.program import Program
     from schedlang.runtime.waiting import Waiting
@@ -309,6 +312,58 @@ class Schedule(Scope):
             if batch is not None:
                 return made(batch)
             return Waiting(made, check_job(plan), plan.row_axes)
+
+    def search(
+        self,
+        batch: Mapping[str, Any],
+        on: str | Cluster,
+        ranks: int | None = None,
+        *,
+        rows: int | None = None,
+        loss: Callable[..., Any] | None = None,
+        weight: Callable[..., float] | None = None,
+        dtype: str = "bf16",
+        pin: Mapping[str, Any] | None = None,
+        forbid: Mapping[str, Any] | None = None,
+        least: Mapping[str, int] | None = None,
+        planner: str | None = None,
+    ) -> Found:
+        """Become the schedule that trains the model fastest, as `schedlang tune` finds it.
+
+        batch    keyword arguments of the model; `rows` of a step, by default those of it
+        on       "h100x64", or a machine of your own; `ranks` where it does not say how many
+        dtype    beside masters in 32 bits: "bf16", "fp16", or "" as the model is stored
+        pin      values that a name may have: `pin={"tp": (2, 4)}`; `forbid`, `least` likewise
+        planner  the name of one of the literature, which is asked instead
+        Of what the schedule says already only its lines of `search` bind.  The result says what
+        was rejected, and why.  Where nothing fits its `best` is None, and the schedule stays.
+        Raises Refusal S109 for an unknown machine, S106 for a name that there is not, and what
+        refuses the model.
+        """
+        from schedlang.passes.planner.named import found_of, planner_named
+        from schedlang.passes.planner.profile import Profiles
+        from schedlang.passes.planner.tuned import job_of, tuned
+        from schedlang.passes.simulate.nodes import ranks_of
+
+        if len(self._stack) > 1:
+            title = "`search` inside an open step or scope"
+            raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
+        limits = self._state.limits
+        for how, asked in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
+            for name, value in (asked or {}).items():
+                values = value if isinstance(value, tuple | list) else (value,)
+                limits = limits.limited(how, name, tuple(values))
+        if planner is not None:
+            planner_named(planner)
+        cluster, count = ranks_of(on, ranks)
+        profiles = Profiles(self._facts, batch, loss, weight, dtype)
+        job = job_of(profiles, cluster, count, rows)
+        made = tuned(profiles, job, partial(found_of, limits=limits, planner=planner))
+        if made.written is not None:
+            tree = parse(Source("search", made.written.text))
+            self._replay(tree.items, replace(self._settings, knobs={}))
+            self._undone.clear()
+        return made.found
 
     # ---- declarations -------------------------------------------------------------------
 

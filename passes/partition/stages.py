@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -18,6 +18,8 @@ from schedlang.ir.facets import Cut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
+from schedlang.passes.partition.programme import SLOWEST, Problem, Way
+from schedlang.passes.partition.programme import cut as cut_of
 from schedlang.pipeline.timeline.table import Kind, Timeline
 from schedlang.runtime.tracing.graph import refusal
 
@@ -85,33 +87,22 @@ def balanced(units: Sequence[Unit], stages: int, weight: Weight | None = None) -
     """The cut whose heaviest stage is lightest; every stage has a trunk unit.
 
     `weight(stage, first, after)` of the units first to after - 1 on a stage, which need not be a
-    sum over units; by default their parameters. Exact, by dynamic programming over runs of units
-    (linear partition; Skiena, The Algorithm Design Manual, §10.5). Of equal cuts the one with the
-    earliest starts.
+    sum over units; by default their parameters. Exact. Of equal cuts the one with the earliest
+    starts.
     """
     trunk = [k for k, unit in enumerate(units) if unit.trunk]
     _enough(len(trunk), stages)
     bounds = [0, *trunk[1:], len(units)]  # units before the trunk go with its first, and so on
-    n = len(trunk)
-    if weight is None:
-        sums = [0, *accumulate(unit.params for unit in units)]
-        weight = lambda stage, low, high: sums[high] - sums[low]  # noqa: E731
-    best = [[0.0] * (n + 1) for _ in range(stages + 1)]
-    start = [[0] * (n + 1) for _ in range(stages + 1)]
-    for high in range(1, n + 1):
-        best[1][high] = weight(0, 0, bounds[high])
-    for k in range(2, stages + 1):
-        for high in range(k, n + 1):
-            options = (
-                (max(best[k - 1][low], weight(k - 1, bounds[low], bounds[high])), low)
-                for low in range(k - 1, high)
-            )
-            best[k][high], start[k][high] = min(options)
-    places, high = [], n
-    for k in range(stages, 1, -1):
-        high = start[k][high]
-        places.append(bounds[high])
-    return _stages(len(units), places[::-1])
+    count, sums = len(trunk), [0, *accumulate(unit.params for unit in units)]
+
+    def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+        """One way of a stage; the programme goes from the last unit to the first, so turned."""
+        low, high = bounds[count - last], bounds[count - first]
+        yield Way(weight(after, low, high) if weight else sums[high] - sums[low], 0.0)
+
+    found = cut_of(Problem(count, menu, devices=stages, stages=stages, long=True), SLOWEST)
+    assert found is not None  # no memory was given
+    return _stages(len(units), [bounds[at] for at in accumulate(found.units[:0:-1])])
 
 
 REGIONS = {Facet.RECOMPUTE: "recomputes", Facet.STRUCTURE: "computes"}

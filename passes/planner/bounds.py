@@ -7,16 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.price import collective, composition, stride, unit_times
+from schedlang.passes.planner.price import collective, composition, stride, unit_times, updating
 from schedlang.passes.planner.space import Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
-from schedlang.passes.planner.values import Chain, Setting
+from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
@@ -119,10 +119,12 @@ def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
     """Seconds in which each way's replicas send at least, however it is cut.
 
     The first beside the computing, so that a step takes at least as long; the second after the last
-    backward.  The fullest rank has at least the mean of the numbers.
+    backward, with the update.  The fullest rank has at least the mean of the numbers.
     """
     one = ways.chain.placement
     beside, after = np.zeros(len(ways)), np.zeros(len(ways))
+    numbers, spread = _numbers(ways.chain)
+    held = np.array([numbers - spread, spread], dtype=float)
     for pp in np.unique(ways.pp).tolist():
         setting = Setting(one, job.ranks // (one.tp * one.cp * pp), pp)
         took = {op: _summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)}
@@ -133,7 +135,8 @@ def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
         mine = ways.pp == pp
         for stage, last in enumerate((took[SUM], once, once, 0.0)):
             at = mine & (ways.zero == stage)
-            after[at] = last
+            fewer = replace(setting, zero=stage)
+            after[at] = last + updating(fewer, held / pp, job.cluster, job.recipe)
             beside[at] = more[stage][at]
     return beside, after
 
@@ -177,17 +180,19 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     runs, recipe, one = ways.chain.runs, job.recipe, ways.chain.placement
     numbers, spread = _numbers(ways.chain)
     held = np.zeros(len(ways))
-    for stage, size in enumerate(
-        (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
-    ):
+    for stage, size in enumerate((recipe.state(one.hosted), recipe.gradient, recipe.parameter)):
         split = np.where(ways.zero > stage, ways.dp * one.cp, 1)
         apart = np.where(ways.zero > stage, np.maximum(1, ways.dp * one.cp // one.ep), 1)
         held += size * ((numbers - spread) / split + spread / apart)
-    kept = sum(min(run.unit.kept, run.unit.input) * run.count for run in runs)
+    kept = sum(_least(run.unit, one.parked) * run.count for run in runs)
     least = min(run.unit.most for run in runs)
     kept = max(0.0, kept - numbers * recipe.gradient)
     found: Floats = (held + kept) / ways.pp + least
     return found
+
+
+def _least(unit: Unit, parked: bool) -> float:
+    return 0.0 if parked and unit.input < unit.kept else min(unit.kept, unit.input)
 
 
 # -- of one way ------------------------------------------------------------------------------------

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from schedlang.ir.limits import Limits
+from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock, span_floor
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import composition, even, peaks, price
+from schedlang.passes.planner.price import collective, composition, even, peaks, price, stride
 from schedlang.passes.planner.space import Floats, Ints, Job
-from schedlang.passes.planner.span import homes
+from schedlang.passes.planner.span import homes, in_flight
 from schedlang.passes.planner.values import Chain, Priced, Setting
 
+LONG = 1_000_000  # ranks of a pipeline, times units twice: more take the programme too long
 FAR = 16  # stages apart between which a unit is moved
 
 
@@ -69,6 +71,50 @@ class Filler:
             return Filled(full, least, held.fullest)
         priced = price(chain, full, self.job.cluster, self.job.recipe)
         return Filled(full, priced.seconds, priced.peak, priced)
+
+    def seeded(self, clock: Clock, filled: Filled) -> Filled:
+        """The same with stages as the programme cuts them, each with what it must compute again,
+        where that is quicker; several stages of a rank, and too long chains, stay as they are."""
+        setting, chain = filled.setting, clock.chain
+        if setting.chunks > 1 or setting.pp * chain.length**2 > LONG:
+            return filled
+        found = cut(self._problem(clock, setting), ROUNDS)
+        if found is None or found.units == setting.cuts:
+            return filled
+        one = self.filled(clock, replace(setting, cuts=found.units, again=()), filled.least)
+        return filled if one.priced is None or one.least >= filled.least else one
+
+    def _problem(self, clock: Clock, setting: Setting) -> Problem:
+        """The stages of a setting for the programme; bytes as sums over units, nearly."""
+        chain, recipe, cluster = clock.chain, self.job.recipe, self.job.cluster
+        counts = [run.count for run in chain.runs]
+        sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
+        each = sum(z / setting.dp if setting.zero > at else z for at, z in enumerate(sizes))
+        units = [run.unit for run in chain.runs]
+        spares = [max(0.0, one.kept - one.input) for one in units]
+        rows = [(one.numbers * each, one.kept, spare) for one, spare in zip(units, spares)]
+        sums = np.repeat(np.vstack([clock.times(setting.pp), np.array(rows).T]), counts, axis=1)
+        ahead, back, again, state, kept, spare = np.pad(sums.cumsum(1), ((0, 0), (1, 0)))
+        flying = in_flight(setting.order, setting.pp, setting.micro, 1).tolist()[::-1]
+        room = cluster.memory - max(one.most for one in units)
+
+        def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
+            over = state[last] - state[first] + flying[after] * (kept[last] - kept[first]) - room
+            often = int(np.searchsorted(spare, spare[first] + over / flying[after]))
+            if (many := max(first, often)) <= last:
+                more = again[many] - again[first]
+                yield Way(ahead[last] - ahead[first], back[last] - back[first] + more)
+
+        link, ends = stride(setting, "pp"), np.repeat([one.handed for one in units], counts)
+        sends = [collective(cluster, "send", float(size), setting.pp, link) for size in ends]
+        return Problem(
+            len(ends),
+            menu,
+            setting.micro,
+            setting.pp,
+            stages=setting.pp,
+            send=lambda unit, device: sends[unit - 1],
+        )
 
     def improved(self, clock: Clock, filled: Filled, moves: int) -> Filled:
         """Move units from stage to stage, so many times, where this makes a step quicker.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from schedlang.passes.planner.partition import Way
+from schedlang.passes.partition.programme import Way
 
 SAME = 1 - 1e-12  # sums in another order differ by rounding, which is no better choice
 

@@ -3,7 +3,7 @@
 * Planners that search: limits of the search, or a walk over all that it would look at.
 * All of them.
 * A setting's stages cut as one of them would.
-* What each of them says to one job, by our price.
+* What each of them says to one job, by our price; one of them, asked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from schedlang.ir.limits import Limits
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
+from schedlang.diagnostics.tables import seconds, size
+from schedlang.ir.limits import Limits, Value
+from schedlang.passes.partition.programme import PEAK, SLOWEST, Way
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
+from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import (
     Devices,
     Layer,
@@ -25,16 +29,17 @@ from schedlang.passes.planner.menus import (
     keep,
     shared_out,
 )
-from schedlang.passes.planner.partition import Way
 from schedlang.passes.planner.price import RECIPE, alike, collective, price, stride, unit_times
+from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled
-from schedlang.passes.planner.search import Profiles, search
-from schedlang.passes.planner.space import Job, groups, rows_of, ways
+from schedlang.passes.planner.search import ANY, Found, Profiles, search
+from schedlang.passes.planner.space import Job, divisors, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Nodes
 
 # -- planners that search --------------------------------------------------------------------------
 
@@ -53,11 +58,14 @@ class Searched:
     limits: Limits = field(default_factory=Limits)
     steps: int = 0
 
-    def plan(self, profiles: Profiles, job: Job, seed: int = 0) -> Filled | None:
-        """The quickest setting that it finds; None where none that it looks at fits."""
+    def plan(
+        self, profiles: Profiles, job: Job, seed: int = 0, limits: Limits = ANY
+    ) -> Filled | None:
+        """The quickest setting that it finds within its limits and others; None where none fits."""
+        both = replace(self, limits=limits.within(self.limits))
         if self.steps:
-            return self._walked(profiles, job, seed)
-        *_, last = search(profiles, job, self.limits)
+            return both._walked(profiles, job, seed)
+        *_, last = search(profiles, job, both.limits)
         return last.best
 
     def _walked(self, profiles: Profiles, job: Job, seed: int) -> Filled | None:
@@ -120,18 +128,24 @@ def _but(way: Setting, part: str) -> tuple[object, ...]:
 SEARCHED = {
     "kwai": Searched(
         "Optimal hybrid parallelism (Yuan et al., USENIX ATC 2024)",
-        "activations that leave for the host; its figures are measured operators, as a profile's"
-        " are after `calibrate`",
-        Limits(pinned={"order": ("1F1B", "Interleaved1F1B")}),
+        "copies of some units alone; its figures are measured operators, as a profile's are after"
+        " `calibrate`",
+        Limits(
+            pinned={
+                "order": ("1F1B", "Interleaved1F1B"),
+                "offload": ("none", "activations"),
+            }
+        ),
     ),
     "tessel": Searched(
         "Tessel (Lin et al., HPCA 2024)",
         "placements other than a row of stages; its order is searched for stages that are alike",
-        Limits(pinned={"order": ("search",), "chunks": (1, 2)}),
+        Limits(pinned={"order": ("search",), "chunks": (1, 2), "offload": ("none",)}),
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
         "operators one by one: its walk goes over settings of the whole model here",
+        Limits(pinned={"offload": ("none",)}),
         steps=400,
     ),
 }
@@ -187,6 +201,14 @@ def cut_as(
     ValueError for several stages on a rank, and for fewer units than stages, TypeError for unlike
     nodes.
     """
+    found = _cut(name, chain, setting, cluster, recipe)
+    return found and found[0]
+
+
+def _cut(
+    name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
+) -> tuple[Setting, float] | None:
+    """The same with the value of the stages by the planner's own objective."""
     alike(cluster)
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
@@ -207,7 +229,7 @@ def cut_as(
     if found is None:
         return None
     often = tuple(way.name.count("again") for way in found.ways)
-    return replace(setting, cuts=found.units, again=often if any(often) else ())
+    return replace(setting, cuts=found.units, again=often if any(often) else ()), found.value
 
 
 def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
@@ -294,13 +316,118 @@ def advised(
 def _said(
     name: str, planner: Planner, profiles: Profiles, job: Job, base: Setting
 ) -> Setting | None:
-    if isinstance(planner, Searched):
-        found = planner.plan(profiles, job)
-        return None if found is None else found.setting
-    if isinstance(planner, Ruled):
-        chosen = planner.plan(case_of(profiles, job))
-        return chosen and chosen[0]
+    if not isinstance(planner, Staged):
+        said = (_searched if isinstance(planner, Searched) else _ruled)(name, profiles, job, ANY)
+        return said and said[0]
     chain = profiles(base.placement)
     if base.chunks > 1 or not isinstance(chain, Chain):
         return None
     return cut_as(name, chain, base, job.cluster, job.recipe)
+
+
+# -- one planner, asked ----------------------------------------------------------------------------
+
+
+def planners() -> str:
+    """All names, whose each is, and what it leaves out."""
+    return "\n".join(
+        f"{name:12} {one.paper}; leaves out {one.leaves}" for name, one in PLANNERS.items()
+    )
+
+
+def planner_named(name: str) -> Planner:
+    """The planner of a name; raises Refusal S106 where there is none."""
+    if name not in PLANNERS:
+        helps = (guess(name, PLANNERS, "they are"),)
+        title = f"there is no planner `{name}`"
+        raise Refusal.of("S106", title, helps=helps, facts=unknown(name, PLANNERS))
+    return PLANNERS[name]
+
+
+def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limits = ANY) -> Found:
+    """Ask a planner about a job; beside its answer stands what the search has found, `every`.
+
+    One that cuts stages does so on the axes which are quickest for each number of stages, and
+    chooses of these by its own model.  It has no best where nothing that it says fits.
+    Raises Refusal S109 for unlike nodes.
+    """
+    planner = planner_named(name)
+    if isinstance(job.cluster, Nodes):
+        title = f"`{name}` takes all ranks to be alike, and `{job.cluster.name}` has unlike nodes"
+        raise Refusal.of("S109", title, helps=("search without a planner",))
+    says = {Staged: _staged, Ruled: _ruled, Searched: _searched}[type(planner)]
+    said = says(name, profiles, job, limits)
+    by = (f"Planner {name}: {planner.paper}; leaves out {planner.leaves}.",)
+    memory = job.cluster.memory
+    if said is None:
+        return replace(every, best=None, rejected=(Rejected(name, None, "nothing fits"),), by=by)
+    setting, words = said
+    priced = price(_chain(profiles, setting), setting, job.cluster, job.recipe)
+    one = Filled(setting, priced.seconds, priced.peak, priced if priced.peak <= memory else None)
+    best, others = one if one.priced else None, list[Rejected]()
+    if best is None:
+        others.append(against(None, one, memory, name))
+    elif every.best is not None:
+        others.append(against(best, every.best, memory, "the best of the whole search"))
+    return replace(every, best=best, rejected=tuple(others), by=(*by, f"By its model: {words}."))
+
+
+def found_of(profiles: Profiles, job: Job, limits: Limits, planner: str | None = None) -> Found:
+    """Search, or ask a planner where one is named."""
+    *_, every = search(profiles, job, limits)
+    return every if planner is None else found_by(planner, profiles, job, every, limits)
+
+
+Says = tuple[Setting, str] | None  # and what its model says of it
+
+
+def _chain(profiles: Profiles, setting: Setting) -> Chain:
+    chain = profiles(setting.placement)
+    assert isinstance(chain, Chain)
+    return chain
+
+
+def _searched(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
+    found = SEARCHED[name].plan(profiles, job, limits=limits)
+    return None if found is None else (found.setting, f"{seconds(found.least)} a step")
+
+
+def _ruled(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
+    def legal(setting: Setting) -> bool:
+        chain = profiles(setting.placement)
+        return isinstance(chain, Chain) and setting.pp <= chain.length and kept(limits, setting)
+
+    found = RULED[name].plan(case_of(profiles, job), legal)
+    return found and (found[0], f"{found[1].when}: {found[1].why}")
+
+
+def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
+    planner, best = STAGED[name], math.inf
+    flat: dict[str, tuple[Value, ...]] = {
+        "order": ("1F1B",),
+        "chunks": (1,),
+        "offload": ("none",),
+    }
+    if again not in planner.choices:
+        flat["again"] = ("none",)
+    found: Says = None
+    for pp in limits.admitted("pp", divisors(job.ranks)):
+        own = Limits(pinned={"pp": (pp,)}).within(limits).within(Limits(pinned=flat))
+        *_, last = search(profiles, job, own, moves=0)
+        if last.best is None or last.best.setting.chunks > 1:
+            continue
+        setting = last.best.setting
+        cut = _cut(name, _chain(profiles, setting), setting, job.cluster, job.recipe)
+        if cut is None or not kept(limits, cut[0]):
+            continue
+        value = cut[1] * (setting.micro if planner.objective is SLOWEST else 1)
+        if value < best:
+            best, found = value, (cut[0], _valued(planner, cut[1]))
+    return found
+
+
+def _valued(planner: Staged, value: float) -> str:
+    if planner.objective is PEAK:
+        return f"{size(round(value))} of the fullest rank"
+    what = "for a microbatch in the slowest stage" if planner.objective is SLOWEST else "a step"
+    return f"{seconds(value)} {what}"

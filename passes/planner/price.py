@@ -30,7 +30,7 @@ Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
 Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
 NONE: Causes = {}
 RECIPE = Recipe()
-COMPUTING = "computing"
+COMPUTING, HOST = "computing", "host"
 
 # -- one unit --------------------------------------------------------------------------------------
 
@@ -59,7 +59,8 @@ def axes_of(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
-    return tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
+    found = tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
+    return (*found, (HOST, 1, 0)) if at.parked else found
 
 
 @lru_cache(4096)
@@ -70,6 +71,10 @@ def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes
     """
     sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
     ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
+    if HOST in sizes and unit.input < unit.kept:
+        for found in (ahead, back):  # the copy out beside a forward, or back beside a backward
+            copy = cluster.copying(unit.kept)
+            found[HOST] = copy - cluster.overlap * min(copy, sum(found.values()))
     weighed = (
         op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
     )
@@ -78,7 +83,9 @@ def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes
     return ahead, back, half
 
 
-def _of_work(work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster) -> Causes:
+def _of_work(
+    work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster
+) -> dict[str, float]:
     """Seconds of a stretch; a ring passes on beside the computing what is computed with."""
     found: dict[str, float] = {}
 
@@ -175,7 +182,7 @@ def causes(
     return found
 
 
-SENDING = ("tp", "cp", "ep")
+SENDING = ("tp", "cp", "ep", HOST)
 
 
 @dataclass(frozen=True)
@@ -478,13 +485,20 @@ BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
 
 
 def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
-    """Seconds of the optimizer: state is read and written, gradients read, parameters written."""
+    """Seconds of the optimizer: state is read and written, gradients read, parameters written.
+
+    On the host its processor does the same at the pace of the link, over which gradients and
+    masters come, and these go back.
+    """
     each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
-    share = (held / _split(setting)).sum() if setting.zero else held.sum()
+    share = (held / split_of(setting)).sum() if setting.zero else held.sum()
+    if setting.placement.hosted:
+        copied = recipe.gradient + 2 * (recipe.master or recipe.parameter)
+        return cluster.copying(float(share) * (each + copied))
     return cluster.operator("other", 0.0, each * float(share))
 
 
-def _split(setting: Setting) -> Array:
+def split_of(setting: Setting) -> Array:
     """Ranks over which ZeRO splits parameters, and those of experts."""
     return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
 
@@ -501,6 +515,10 @@ def peaks(
     kept, less, most, enters, waiting = np.array(
         [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
+    if setting.placement.parked:  # beside its own the next one's are there, or still leaving
+        parked = (less < kept) * kept
+        kept, most = kept - parked, most + 2 * parked
+        less = np.minimum(less, kept)
     number = np.array([unit.numbers for unit in units])
     once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
@@ -547,8 +565,8 @@ def states(
 ) -> Array:
     """Bytes of parameters, gradients and the optimizer's state of each place, as ZeRO splits."""
     held = numbers(chain, made, rank, setting.pp)
-    split, whole = (held / _split(setting)).sum(1), held.sum(1)
-    sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
+    split, whole = (held / split_of(setting)).sum(1), held.sum(1)
+    sizes = (recipe.state(setting.placement.hosted), recipe.gradient, recipe.parameter)
     found: Array = sum(
         (size * (split if setting.zero > at else whole) for at, size in enumerate(sizes)),
         np.zeros(setting.pp),

@@ -79,6 +79,9 @@ class Profiles:
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
         """The chain of a placement, or why there is none."""
+        if placement.offload != "none":  # what leaves for the host is played like what stays
+            stays = self(replace(placement, offload="none"))
+            return stays if isinstance(stays, Refusal) else replace(stays, placement=placement)
         found = self._known.get(placement)
         if found is None:
             try:

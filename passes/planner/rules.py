@@ -75,13 +75,16 @@ class Ruled:
     counts: Callable[[Case, Setting], float] = lambda case, setting: case.needs(setting)
     margin: float = 1.0
 
-    def plan(self, case: Case) -> tuple[Setting, Rule] | None:
-        """The first setting that fits, and the rule that gives it; None where none does."""
+    def plan(
+        self, case: Case, legal: Callable[[Setting], bool] = lambda setting: True
+    ) -> tuple[Setting, Rule] | None:
+        """The first legal setting that fits, and the rule that gives it; None where none does."""
         for rule in self.rules:
             if rule.holds(case):
                 for setting in rule.settings(case):
                     room = self.margin * case.memory
-                    if case.whole(setting) and self.counts(case, setting) <= room:
+                    fits = case.whole(setting) and legal(setting)
+                    if fits and self.counts(case, setting) <= room:
                         return setting, rule
         return None
 

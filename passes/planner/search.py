@@ -66,6 +66,7 @@ class Found:
     best      None where nothing fits yet
     floor     seconds below which no setting can be, as far as is known
     done      whether the search has come to its end: `best` is the optimum
+    by        whose the best is, in words, where it is that of a planner by name
     rejected  the best of other kinds, with why they are not it
     refused   placements that the model does not have, and why, the first for each code
     """
@@ -76,6 +77,7 @@ class Found:
     rejected: tuple[Rejected, ...] = ()
     refused: tuple[tuple[Placement, Refusal], ...] = ()
     done: bool = False
+    by: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -98,8 +100,9 @@ def search(
     `profiles` gives the chain of a placement, or None or a refusal where the model cannot be placed
     so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
     all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
-    computed again; then so many `moves` of a unit from stage to stage were tried on it.  It has no
-    best where nothing fits.  Raises Refusal S109 for a pinned order that cannot be priced.
+    computed again; then the programme cuts its stages, and so many `moves` of a unit from stage to
+    stage are tried on either.  It has no best where nothing fits.  Raises Refusal S109 for a pinned
+    order that cannot be priced.
     """
     check(limits)
     filler = filler_of(profiles, job, limits)
@@ -235,12 +238,13 @@ class _Search:
             yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
 
     def _move(self) -> Iterator[Found]:
-        """Move units between the stages of the best."""
+        """Move units between the stages of the best, as it is cut and as the programme cuts it."""
         if self.best is not None and self.moves:
             chain = self.profiles(self.best.setting.placement)
             assert isinstance(chain, Chain)
-            better = self.filler.improved(Clock(chain, self.job), self.best, self.moves)
-            yield from self._better(better, self._worst)
+            even, cut = self.best, self.filler.seeded(clock := Clock(chain, self.job), self.best)
+            for one in (even,) if cut is even else (even, cut):
+                yield from self._better(self.filler.improved(clock, one, self.moves), self._worst)
 
     def _others(self) -> None:
         """Look for the best that differ from the best in one name each, a little while."""

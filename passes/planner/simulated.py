@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.partition import PIVOT, ROUNDS, SLOWEST, Way, partition
+from schedlang.passes.partition.programme import PIVOT, ROUNDS, SLOWEST, Way, partition
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind, Timeline

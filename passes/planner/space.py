@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.limits import Limits
+from schedlang.ir.limits import CHOICES, Limits
 from schedlang.passes.planner.span import played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Nodes
 from schedlang.pipeline.schedules import OrderError, find, sized
 
 Ints = NDArray[np.int64]
@@ -44,6 +45,7 @@ class Job:
     length   tokens of a row, where it may be split; 0: it may not
     experts  of a layer, where they may lie apart; 0: there are none
     across   tensors may be split over nodes too
+    offload  activations and the optimizer's state may lie on the host
     worth    of a rank beside one that is as quick as the cluster, in the mean: at most
     """
 
@@ -54,6 +56,7 @@ class Job:
     length: int = 0
     experts: int = 0
     across: bool = False
+    offload: bool = True
     orders: tuple[str, ...] = tuple(ORDERS)
     worth: float = 1.0
 
@@ -90,16 +93,19 @@ def divisors(number: int) -> list[int]:
 
 
 def groups(job: Job, limits: Limits) -> Iterator[Placement]:
-    """Ways to split tensors, for one row; those that split least come first."""
+    """Ways to split tensors, for one row; those without offloading come first, and of them those
+    that split least."""
     sizes = [
         (tp * cp, ep, tp, cp)
         for tp in _tensors(job, limits)
         for cp in _contexts(job, limits, job.ranks // tp)
         for ep in _experts(job, limits, job.ranks // tp // cp)
     ]
-    for _, ep, tp, cp in sorted(sizes):
-        for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
-            yield Placement(1, tp, bool(sequence), cp, ep)
+    away = job.offload and not isinstance(job.cluster, Nodes)
+    for offload in limits.admitted("offload", CHOICES["offload"] if away else ("none",)):
+        for _, ep, tp, cp in sorted(sizes):
+            for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
+                yield Placement(1, tp, bool(sequence), cp, ep, str(offload))
 
 
 def _tensors(job: Job, limits: Limits) -> list[int]:

@@ -11,6 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from schedlang.passes.partition.programme import (
+    PEAK,
+    PHASES,
+    PIVOT,
+    SLOWEST,
+    SUM,
+    SUM_AND_SYNC,
+    Cut,
+    Objective,
+    Problem,
+    ceilings,
+    cut,
+)
 from schedlang.passes.planner.menus import (
     Choice,
     Devices,
@@ -24,19 +37,6 @@ from schedlang.passes.planner.menus import (
     peer,
     shared_out,
     swap,
-)
-from schedlang.passes.planner.partition import (
-    PEAK,
-    PHASES,
-    PIVOT,
-    SLOWEST,
-    SUM,
-    SUM_AND_SYNC,
-    Cut,
-    Objective,
-    Problem,
-    ceilings,
-    cut,
 )
 
 Sizes = Callable[[int], Sequence[int]]  # of so many devices: how many a stage may take

@@ -20,9 +20,9 @@ from itertools import permutations
 import numpy as np
 
 from schedlang.ir.limits import Limits
+from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler, Held, cuts_near
-from schedlang.passes.planner.partition import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.price import (
     COMPUTING,
     NONE,
@@ -177,7 +177,7 @@ def job_bound(job: Job) -> Job:
     none = dict.fromkeys(("hop", "far", "start", "ramp"), 0.0)
     quick = replace(best, **free, **none)  # type: ignore[arg-type]
     worth = sum(max(one / two for one, two in zip(_figures(d), _figures(quick))) for d in devices)
-    return replace(job, cluster=quick, worth=worth / job.ranks)
+    return replace(job, cluster=quick, worth=worth / job.ranks, offload=False)
 
 
 def _figures(one: Cluster) -> tuple[float, ...]:
@@ -224,6 +224,10 @@ class Unlike(Filler):
         found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
         last = Filled(way, np.inf, 0.0)
         return min(found, key=lambda one: (one.priced is None, one.least), default=last)
+
+    def seeded(self, clock: Clock, filled: Filled) -> Filled:
+        """The same: a way is cut for its nodes from the first."""
+        return filled
 
     def _again(self, one: Filled) -> Iterator[Filled]:
         """The same with stages from the programme, which knows the memory of each, and the ends of

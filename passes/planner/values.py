@@ -57,6 +57,7 @@ class Placement:
 
     rows      of a microbatch on one rank
     sequence  activations between the layers of `tp` are split along the sequence as well
+    offload   what lies on the host: "none", "activations", "optimizer", or "both"
     """
 
     rows: int = 1
@@ -64,6 +65,17 @@ class Placement:
     sequence: bool = False
     cp: int = 1
     ep: int = 1
+    offload: str = "none"
+
+    @property
+    def parked(self) -> bool:
+        """Whether activations leave for the host, of units that are modules."""
+        return self.offload in ("activations", "both")
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the optimizer's state lies on the host, where its step is made."""
+        return self.offload in ("optimizer", "both")
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,10 @@ class Recipe:
     gradient: int = 2
     moments: int = 8
     master: int = 4
+
+    def state(self, hosted: bool) -> int:
+        """Bytes of a number that the optimizer keeps on the device; masters stay there."""
+        return self.master + (0 if hosted else self.moments)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
     again = list(_again(profiles.names, cuts, setting))
     if again:
         steps.append(_step("memory", again, "forward, backward"))
-    last = list(_last(profiles.names, cuts, setting))
+    last = [*_offloaded(profiles.names, chain, setting), *_last(profiles.names, cuts, setting)]
     if last:
         parted = setting.dp > 1 or setting.micro > 1
         relax = profiles.relax if parted else ""
@@ -99,6 +99,20 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
         mine = [name for name in everyone if name in chosen]
         for run in _runs(mine, everyone):
             yield f"{quoted(pattern(run, everyone))}  checkpoint()"
+
+
+def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator[str]:
+    """Rows of what lies on the host: activations of modules, the optimizer's state."""
+    units = [run.unit for run in chain.runs for _ in range(run.count)]
+    named = list(zip(names, units, strict=True))[1:-1] if setting.placement.parked else []
+    for _parent, group in groupby(named, lambda pair: pair[0].rpartition(".")[0]):
+        every = list(group)
+        mine = [name for name, unit in every if name and unit.input < unit.kept]
+        for run in _runs(mine, [name for name, _ in every]):
+            selected = quoted(pattern(run, [name for name, _ in every]))
+            yield f"{selected}  offload(activations)"
+    if setting.placement.hosted:
+        yield "offload(optimizer)"
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:

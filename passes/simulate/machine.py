@@ -36,6 +36,7 @@ class Cluster:
     link     bytes a second that a rank sends within its node, and as many receives
     network  the same to other nodes
     memory   bytes of a rank
+    host     bytes a second that a rank copies to its host, or its processor passes for a rank
 
     Left as they are the rest makes of it what a data sheet promises:
 
@@ -72,6 +73,7 @@ class Cluster:
     low: float = math.inf
     reducing: float = 0.0
     plateau: float = 1.0
+    host: float = 25e9  # PCI Express 4.0 of 16 lanes, less its headers
 
     def of(self, rank: int) -> Cluster:
         """The device of a rank: all are alike."""
@@ -108,6 +110,10 @@ class Cluster:
             often * self.operator(kind, flops * share, moved * share)
             for (kind, flops, moved), often in work.operators.items()
         )
+
+    def copying(self, size: float) -> float:
+        """Seconds of a copy to the host, or back."""
+        return size / self.host
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -239,7 +245,7 @@ def _wrong(field: str, value: Any) -> str | None:
         return "a number is needed, not below 0"
     if field in SHARED and value > 1:
         return "a share is at most 1"
-    if value == 0 and field in (*NEEDED, *SHARED[:-1], "low"):
+    if value == 0 and field in (*NEEDED, *SHARED[:-1], "low", "host"):
         return "a number above 0 is needed"
     return None
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from schedlang.diagnostics.diagnostic import guess, unknown
+from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.diagnostics.tables import size
 from schedlang.passes.simulate import nccl
 from schedlang.passes.simulate.machine import (
@@ -22,6 +22,7 @@ from schedlang.passes.simulate.machine import (
     SHARES,
     Cluster,
     changed,
+    cluster_named,
     machine_of,
     number,
     unread,
@@ -252,7 +253,7 @@ class Nodes(Cluster):
         return min(1.0, (min(leaves.values()) if aligned else 1) / self.over)
 
 
-HIGHER = ("speed", "stream", "product", "attention", "streaming", "memory")
+HIGHER = ("speed", "stream", "product", "attention", "streaming", "memory", "host")
 LOWER = ("start", "ramp")
 BEST_HIGH = (*HIGHER, "link", "network", "linked", "routed", "overlap", "low", "reducing", "node")
 BEST_LOW = (*LOWER, "hop", "far", "plateau")
@@ -290,6 +291,27 @@ KEYS = ("node", "leaf", "oversubscription", "rails", "endpoint", "order")
 OF_NODE = ("device", "count", "ranks", "link", "network", "price", "power")
 LEGAL = """a cluster is `[[node]]` tables, each with a `device`, and `leaf`, `oversubscription`, \
 `rails`, `endpoint`, `order` above them"""
+
+
+def ranks_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
+    """The cluster and the ranks of `h100x64`, of a file, or of a machine of one's own.
+
+    Raises Refusal S109 for a name that there is not, and where nothing says how many ranks, or more
+    than there are; S936 as `cluster_named`.
+    """
+    known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
+    if known is None:
+        helps = (f"give one of {', '.join(CLUSTERS)}",)
+        raise Refusal.of("S109", f"unknown cluster `{on}`", helps=helps)
+    count = ranks or told or (known.ranks if isinstance(known, Nodes) else None)
+    if count is None:
+        raise Refusal.of("S109", "the number of ranks is missing", helps=('write `"h100x64"`',))
+    if not isinstance(known, Nodes):
+        return known, count
+    if count > known.ranks:
+        title = f"`{known.name}` has {known.ranks} ranks, not {count}"
+        raise Refusal.of("S109", title, helps=(f"`ranks={known.ranks}`",))
+    return known.part(count), count
 
 
 def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:

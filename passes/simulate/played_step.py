@@ -70,6 +70,31 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
     return made
 
 
+def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return a batch of so many rows, all of them views of the first, which take no memory.
+
+    Raises Refusal (S109) for objects of many samples, as a `Batch` of torch_geometric.
+    """
+    from torch import Tensor
+
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.ir import pytree
+    from schedlang.runtime.batch import rows_of
+
+    count = rows_of(batch)
+
+    def part(value: Any) -> Any:
+        if pytree.separable(value):
+            title = f"`--rows {rows}` cannot repeat a row of a `{type(value).__name__}`"
+            help_ = "leave it out, and let the model file's `batch` have as many rows"
+            raise Refusal.of("S109", title, helps=(help_,))
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[:1].expand(rows, *value.shape[1:]) if whole else value
+
+    made: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.separable)
+    return made
+
+
 def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
     """The order with few microbatches, at least so many, and its stages; else as they are."""
     from schedlang.pipeline.schedules import OrderError

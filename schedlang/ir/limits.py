@@ -11,8 +11,11 @@ from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 Value = int | bool | str
 
 COUNTS = ("dp", "pp", "tp", "cp", "ep", "rows", "micro", "chunks", "zero")
-CHOICES = ("none", "some", "all")  # units that are computed again
-NAMES = (*COUNTS, "sequence", "order", "again")
+CHOICES = {  # words that a name may have
+    "again": ("none", "some", "all"),  # units that are computed again
+    "offload": ("none", "activations", "optimizer", "both"),  # what lies on the host
+}
+NAMES = (*COUNTS, "sequence", "order", *CHOICES)
 PIN, FORBID, LEAST = "pin", "forbid", "at least"
 
 
@@ -93,9 +96,9 @@ def _value(name: str, value: Any) -> Value:
     """A value that a name can have; of an order its name in the catalogue."""
     if name == "order":
         return _order(str(value))
-    if name == "again":
-        if value not in CHOICES:
-            _refuse(f"`again` cannot be `{value}`", f"one of {', '.join(CHOICES)}")
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            _refuse(f"`{name}` cannot be `{value}`", f"one of {', '.join(CHOICES[name])}")
         return str(value)
     if name == "sequence":
         if not isinstance(value, bool):

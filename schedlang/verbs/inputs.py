@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,31 +166,10 @@ def to_try(found: ModelFile, module: nn.Module) -> nn.Module:
 
 
 def _batch(model: ModelFile, rows: int | None) -> dict[str, Any] | None:
+    from schedlang.passes.simulate.played_step import of_rows
+
     batch = model.batch(0) if model.has_batch else None
     return batch if batch is None or rows is None else of_rows(batch, rows)
-
-
-def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a batch of so many rows, all of them views of the first, which take no memory.
-
-    Raises Refusal (S109) for objects of many samples, as a `Batch` of torch_geometric.
-    """
-    from torch import Tensor
-
-    from schedlang.ir import pytree
-    from schedlang.runtime.batch import rows_of
-
-    count = rows_of(batch)
-
-    def part(value: Any) -> Any:
-        if pytree.separable(value):
-            title = f"`--rows {rows}` cannot repeat a row of a `{type(value).__name__}`"
-            bad_option(title, "leave it out, and let the model file's `batch` have as many rows")
-        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
-        return value[:1].expand(rows, *value.shape[1:]) if whole else value
-
-    made: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.separable)
-    return made
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, show_json
-from schedlang.verbs.inputs import check_folders, of_rows, to_try, write_asked
+from schedlang.verbs.inputs import check_folders, to_try, write_asked
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.reasons import Rejected
     from schedlang.passes.planner.search import Found
     from schedlang.passes.planner.space import Job
+    from schedlang.passes.planner.tuned import Written
     from schedlang.passes.planner.values import Placement
     from schedlang.passes.simulate.machine import Cluster
 
@@ -64,6 +65,14 @@ class Search:
         list[str] | None,
         typer.Option("--why", metavar="NAME=V", help="Price this beside the best; repeatable."),
     ] = None
+    planner: Annotated[
+        str | None,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help="As one of the literature would: pipedream, alpa, ptd-p, ..; `list` tells all.",
+        ),
+    ] = None
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the schedule to this file.")
     ] = None
@@ -91,8 +100,10 @@ def searched(
     from schedlang.ir.model import ModelFacts
     from schedlang.passes.planner.limits import asked as question
     from schedlang.passes.planner.limits import limits_of
+    from schedlang.passes.planner.named import planner_named
     from schedlang.passes.planner.profile import Profiles
     from schedlang.passes.planner.search import why
+    from schedlang.passes.planner.tuned import job_of, tuned
     from schedlang.runtime.batch import rows_of
 
     start = time.perf_counter()
@@ -100,13 +111,18 @@ def searched(
         bad_option(f"`--dtype {asked.dtype}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
     limits = limits_of(asked.pin or (), asked.forbid or (), asked.least or ()).within(limits)
     questions = [question(text) for text in asked.why or ()]
+    if asked.planner is not None:
+        planner_named(asked.planner)
     check_folders(out=asked.out)
     batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
     facts = ModelFacts(to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
-    job = _job(batch, asked, profiles, cluster, ranks)
-    last, written, room = _fitting(profiles, job, limits, quiet=as_json)
-    answers = [why(profiles, room, one, last, limits) for one in questions]
+    job = job_of(profiles, cluster, ranks, _rows(batch, asked))
+    made = tuned(
+        profiles, job, lambda profiles, job: _best(profiles, job, limits, asked.planner, as_json)
+    )
+    last, written = made.found, made.written
+    answers = [why(profiles, made.room, one, last, limits) for one in questions]
     if asked.out is not None and written is not None:
         write_asked(asked.out, written.text)
     if as_json:
@@ -148,98 +164,30 @@ def _tokens(text: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def _job(
-    batch: Mapping[str, Any], asked: Search, profiles: Profiles, cluster: Cluster, ranks: int
-) -> Job:
-    """Rows of a step, and what of them can be split."""
-    from schedlang.passes.autoshard.propose import experts_of
-    from schedlang.passes.planner.space import Job
-    from schedlang.runtime.batch import named_tensors, rows_of
+def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
+    """Rows of a step, as options say them."""
+    from schedlang.passes.planner.tuned import length_of
 
-    whole = [v for v in named_tensors(batch).values() if v.ndim > 1]
-    length = next((v.shape[1] for v in whole if not v.is_floating_point()), 0)
-    rows = asked.rows or rows_of(batch)
-    if asked.batch is not None:
-        if asked.rows is not None:
-            bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
-        tokens = _tokens(asked.batch)
-        if not length or tokens % length:
-            said = f"rows of {length} tokens" if length else "rows without tokens"
-            title = f"`--batch {asked.batch}` is no number of {said}, which this model's batch has"
-            near = max(1, tokens // length) if length else 8
-            bad_option(title, f"give rows: `--rows {near}`")
-        rows = tokens // length
-    experts = experts_of(profiles.trial.blocks)
-    count = next(iter(experts.values()), 0)
-    return Job(ranks, rows, cluster, profiles.recipe, length, count)
+    if asked.batch is None:
+        return asked.rows
+    length = length_of(batch)
+    if asked.rows is not None:
+        bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
+    tokens = _tokens(asked.batch)
+    if not length or tokens % length:
+        said = f"rows of {length} tokens" if length else "rows without tokens"
+        title = f"`--batch {asked.batch}` is no number of {said}, which this model's batch has"
+        near = max(1, tokens // length) if length else 8
+        bad_option(title, f"give rows: `--rows {near}`")
+    return tokens // length
 
 
 # -- the search ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Written:
-    """The schedule of a setting, and what the simulated step of just this schedule takes."""
-
-    text: str
-    seconds: float
-    peak: int
-    fits: bool
-
-
-TRIES = 4  # searches, each for the memory that the last one's best has shown to be there
-
-
-def _fitting(
-    profiles: Profiles, job: Job, limits: Limits, quiet: bool
-) -> tuple[Found, Written | None, Job]:
-    """The best whose own simulated step fits: a price tells its bytes only nearly.
-
-    The last is the job with the memory that prices may take, so that what they mean fits.  Raises
-    Refusal where the schedule that is written is refused.
-    """
-    room = job
-    for _ in range(TRIES):
-        found = _best(profiles, room, limits, quiet)
-        if found.best is None or found.best.priced is None:
-            return found, None, room
-        made = _simulated(profiles, job, found)
-        if made.fits:
-            return found, made, room
-        share = min(0.99, found.best.priced.peak / made.peak)
-        room = replace(room, cluster=room.cluster.holding(share))
-    return found, None, room
-
-
-def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
-    """Write the best, and play a step of it."""
-    from schedlang.diagnostics.source import Source
-    from schedlang.language.syntax import parse
-    from schedlang.passes.autoshard import tune
-    from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.planner.write import written
-
-    assert found.best is not None
-    text = written(profiles, found.best.setting)
-    plan = expand(parse(Source("best.sched", text)), profiles.facts).plan
-    assert plan is not None
-    whole = tune.Job(
-        profiles.facts,
-        of_rows(profiles.batch, job.rows),
-        profiles.loss,
-        profiles.weight,
-        job.cluster.ordered(found.best.setting.nodes),
-        job.ranks,
-    )
-    tried = tune.priced(whole, plan, {})
-    seconds = found.best.least if tried.time is None else tried.time.seconds
-    remarks = [*_figures(job, found, seconds, tried.peak), *_reasons(found.rejected)]
-    fits = tried.peak <= job.cluster.memory and tried.lacks <= 0
-    return Written(written(profiles, found.best.setting, remarks), seconds, tried.peak, fits)
-
-
-def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
+def _best(profiles: Profiles, job: Job, limits: Limits, planner: str | None, quiet: bool) -> Found:
     """The best that is found, or the best so far where one interrupts; a bar on a terminal."""
+    from schedlang.passes.planner.named import found_by
     from schedlang.passes.planner.search import search
 
     shown = not quiet and sys.stderr.isatty()
@@ -263,42 +211,10 @@ def _best(profiles: Profiles, job: Job, limits: Limits, quiet: bool) -> Found:
         if shown:
             print(f"\r{' ' * 60}\r", end="", file=sys.stderr, flush=True)
     assert last is not None
-    if not last.counts.all and last.refused:  # there is no way at all: what is wrong is the model
-        raise last.refused[0][1]
-    return last
+    return last if planner is None else found_by(planner, profiles, job, last, limits)
 
 
 # -- what is told ----------------------------------------------------------------------------------
-
-
-def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
-    """Time of the simulated step, where it goes by the planner's price, memory of a rank."""
-    from schedlang.diagnostics.tables import seconds, size
-    from schedlang.passes.simulate.nodes import Nodes
-
-    best = found.best
-    assert best is not None and best.priced is not None
-    parts = sorted(best.priced.parts.items(), key=lambda part: -part[1])
-    shares = [f"{name} {part / best.priced.seconds:.0%}" for name, part in parts if part]
-    step = f"{seconds(took)} a step of {job.rows} rows"
-    yield f"Predicted on {job.ranks} ranks of {job.cluster.name}: {step}; {', '.join(shares)}."
-    peaks = dict.fromkeys(size(int(one)) for one in best.priced.peaks)
-    places = f"; by place in the pipeline about {', '.join(peaks)}" if len(peaks) > 1 else ""
-    yield f"Memory of the fullest rank: {size(peak)} of {size(job.cluster.memory)}{places}."
-    if isinstance(job.cluster, Nodes):
-        nodes, said = best.setting.nodes, ""
-        if nodes != tuple(range(len(nodes))):
-            order = [at + 1 for at in nodes]
-            said = f": `order = {order}` in its file, with hosts in that order"
-        yield f"Ranks lie node by node on {job.cluster.text(nodes)}{said}."
-
-
-def _reasons(rejected: Sequence[Rejected]) -> Iterator[str]:
-    for one in rejected[:REASONS]:
-        yield f"Rejected: {one.kind}: {one.reason}."
-
-
-REASONS = 3  # rejected settings that are told
 
 
 def _told(
@@ -310,6 +226,7 @@ def _told(
 ) -> Iterator[str]:
     """The best in words, what was rejected, and answers to what was asked."""
     from schedlang.diagnostics.tables import size
+    from schedlang.passes.planner.tuned import REASONS, figures
 
     ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
@@ -319,13 +236,15 @@ def _told(
         yield "nothing fits"
     else:
         yield f"best      {_way(found)}"
-        figures = _figures(job, found, written.seconds, written.peak)
-        yield from (f"          {line}" for line in figures)
+        figured = figures(job, found, written.seconds, written.peak)
+        yield from (f"          {line}" for line in figured)
     yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:REASONS])
     yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
     for placement, refusal in found.refused:
         one = refusal.diagnostics[0]
         yield f"refused   {_split(placement)}: {one.code}: {one.title}"
+    if found.by:
+        return
     counts = found.counts
     end = "none is quicker" if found.done else f"one may be {found.gap:.0%} quicker"
     yield f"{counts.all} ways, {counts.priced} of them priced, {counts.large} too large: {end}"
@@ -335,7 +254,8 @@ def _split(placement: Placement) -> str:
     """tp = 2, cp = 4, .."""
     sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep")}
     words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
-    return ", ".join([*words, *["sequence"] * placement.sequence])
+    words += ["sequence"] * placement.sequence
+    return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
 
 
 def _way(found: Found) -> str:
@@ -347,6 +267,8 @@ def _way(found: Found) -> str:
     axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
     if "pp" not in axes:
         said.pop("order")
+    if said["offload"] == "none":
+        said.pop("offload")
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
     for name, value in said.items():
         if name != "chunks" or value != 1:
@@ -370,6 +292,7 @@ def _plain(
             {"placement": asdict(placement), "refusal": refusal.diagnostics[0].to_json()}
             for placement, refusal in found.refused
         ],
+        "by": list(found.by),
         "counts": asdict(found.counts),
         "done": found.done,
         "seconds": None if written is None else written.seconds,

@@ -93,13 +93,18 @@ def tune(
     `search` binds such a search.  Of another schedule every setting of its knobs is priced.  What
     needs more than `--memory` is left out.  Exit 1 where nothing fits.
     """
+    from schedlang.diagnostics.tables import columns, fitted
     from schedlang.ir.limits import Limits
     from schedlang.ir.primitive import load_all
     from schedlang.language.syntax import parse, read
     from schedlang.passes.elaborate.expand import expand
+    from schedlang.passes.planner.named import planners
     from schedlang.verbs.inputs import settings
 
     load_all()
+    if search.planner == "list":
+        print(fitted(planners(), columns()))
+        return
     given = settings(knob, None)
     if wanted.layouts:
         _lay(file, model, machine, search, given, as_json)

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
+from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import Layer
-from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, layers_of
+from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, found_by, layers_of
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
+from schedlang.passes.simulate.nodes import Node, of_nodes
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]
@@ -92,6 +95,35 @@ def test_adapipe_recomputes_what_memory_asks_and_no_more() -> None:
     for name in ("mpress", "swapadvisor", "piper"):
         other = cut_as(name, chain, WAY, tight)
         assert other is None or price(chain, other, tight).peak <= tight.memory
+
+
+@pytest.mark.parametrize("memory", [2, 6])
+def test_a_planner_that_is_asked_keeps_limits_and_fits(memory: int) -> None:
+    """Of each kind one: its best keeps pins, fits, and is not quicker than the best of all."""
+    orders = ("1F1B", "Interleaved1F1B")
+    job = Job(8, 32, replace(A100, memory=memory << 30), length=1024, orders=orders)
+    limits = Limits(pinned={"zero": (1,), "rows": (1,)})
+    *_, every = search(SMALL, job, limits)
+    assert every.best is not None
+    for name in ("pipedream", "alpa", "adapipe", "mcap", "layouts", "ptd-p", "kwai", "flexflow"):
+        found = found_by(name, SMALL, job, every, limits)
+        assert PLANNERS[name].paper in found.by[0]
+        if found.best is None:
+            assert found.rejected[0].reason == "nothing fits" or "needs" in found.rejected[0].reason
+            continue
+        assert found.best.needs <= job.cluster.memory and kept(limits, found.best.setting)
+        assert found.best.least >= every.best.least * (1 - 1e-9), name
+        assert found.by[1].startswith("By its model: ")
+
+
+def test_planners_take_all_ranks_to_be_alike() -> None:
+    """On unlike nodes a planner that is asked is refused, and nothing is offloaded."""
+    two = of_nodes("two", [Node(replace(A100, node=1)), Node(replace(CLUSTERS["h100"], node=1))])
+    job = Job(2, 8, two, orders=("1F1B",))
+    *_, found = search(SMALL, job)
+    assert found.best is not None and found.best.setting.placement.offload == "none"
+    with pytest.raises(Refusal, match="takes all ranks to be alike"):
+        found_by("alpa", SMALL, job, found)
 
 
 def test_cuts_of_several_stages_on_a_rank_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.passes.planner.partition import (
+from schedlang.passes.partition.programme import (
     OBJECTIVES,
     PHASES,
     PIVOT,

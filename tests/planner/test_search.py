@@ -111,6 +111,26 @@ def _chain(profiles: Profiles, filled: Filled) -> Chain:
     return profiles(filled.setting.placement)
 
 
+@pytest.mark.parametrize(
+    ("host", "memory", "best"),
+    [(1e9, 0.75, "none"), (1e12, 1.2, "activations"), (1e12, 0.75, "both")],
+)
+def test_what_leaves_for_the_host_is_found(host, memory, best):
+    """Where copies are quick and memory is short, that is the best of all ways; else it is not."""
+    profiles = decoder(4, 1024, 8, 4096, 512, 2048)
+    cluster = replace(A100, host=host, memory=int(memory * 2**30), library="")
+    job = Job(2, 16, cluster, length=2048, orders=("1F1B", "GPipe"))
+    limits = Limits(pinned={"tp": (1,), "zero": (0, 1)})
+    filler = Filler(job, limits)
+    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job, limits)]
+    found = last(profiles, job, limits)
+    assert found.best is not None
+    assert found.best.least == min(one.least for one in all_ if one.priced is not None)
+    assert found.best.setting.placement.offload == best
+    stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).within(limits))
+    assert (seconds(stays) > seconds(found)) == (best != "none")
+
+
 @FEW
 @given(jobs(), st.randoms(use_true_random=False))
 def test_no_bound_is_above_a_price(case, random):
@@ -186,7 +206,35 @@ def test_of_several_stages_on_a_rank_no_choice_is_better(case, order, share):
 
 
 @FEW
-@given(jobs(), st.sampled_from(["memory", "network", "link"]), st.floats(1.0, 4.0))
+@given(jobs(), st.randoms(use_true_random=False))
+def test_stages_of_the_programme_are_never_slower(case, random):
+    """Where they are taken they fit, and are the price's own."""
+    profiles, job = case
+    filler = Filler(job)
+    clock, way = random.choice([(c, w) for c, w in every(profiles, job) if w.chunks == 1])
+    before = filler.filled(clock, way)
+    if before.priced is not None:
+        after = filler.seeded(clock, before)
+        assert after.least <= before.least and after.needs <= job.cluster.memory
+        again = price(clock.chain, after.setting, job.cluster, job.recipe)
+        assert again.seconds == after.least
+
+
+def test_stages_of_the_programme_give_a_full_rank_fewer_units():
+    """A first stage that computes much again makes way, further than moves alone come."""
+    profiles = decoder(40, 5120, 40, 13824, 128000, 2048, gated=True)
+    way = Setting(Placement(1, 2), dp=4, pp=8, micro=32)
+    job = Job(64, 128, replace(A100, memory=int(9.5 * 2**30)), length=2048)
+    clock, filler = Clock(profiles(way.placement), job), Filler(job)
+    even = filler.filled(clock, way)
+    cut = filler.seeded(clock, even)
+    assert cut.least < 0.95 * even.least
+    both = (filler.improved(clock, one, 60).least for one in (cut, even))
+    assert next(both) < 0.98 * next(both)
+
+
+@FEW
+@given(jobs(), st.sampled_from(["memory", "network", "link", "host"]), st.floats(1.0, 4.0))
 def test_more_memory_or_bandwidth_is_never_slower(case, what, times):
     """A cluster that has more of one thing never makes the plan slower."""
     profiles, job = case
@@ -211,6 +259,10 @@ class Slowed(Cluster):
     def collective(self, op: str, size: float, ranks: int, apart: int) -> float:
         """Seconds of one collective."""
         return self.times * collective(self.base, op, size, ranks, apart)
+
+    def copying(self, size: float) -> float:
+        """Seconds of a copy to the host, or back."""
+        return self.times * self.base.copying(size)
 
 
 @FEW

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedlang.passes.partition.programme import Problem, Way
 from schedlang.passes.planner.menus import Devices, Layer
-from schedlang.passes.planner.partition import Problem, Way
 from schedlang.passes.planner.staged import STAGED, Staged
 from tests.planner.test_partition import forced
 from tests.planner.vgg16 import LAYERS

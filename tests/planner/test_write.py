@@ -65,6 +65,15 @@ CASES = [
         ],
     ),
     (
+        "gpt2",
+        Setting(P(1, offload="both"), dp=2, pp=2, micro=4, cuts=(2, 4), again=(2, 1)),
+        [
+            "transformer.h[0:2]  checkpoint()",
+            "transformer.h.*  offload(activations)",
+            "offload(optimizer)",
+        ],
+    ),
+    (
         "gpt2",  # unlike nodes: stages lie on nodes of their own, rows are dealt by speed
         Setting(P(2), dp=2, pp=2, micro=2, axes=("pp", "dp", "cp", "tp"), rows=(6, 2)),
         ["mesh(pp=2, dp=2)", "zero(stage=1, over=dp, rows=[3, 1])"],
@@ -122,6 +131,8 @@ PROVEN = [
     ),
     ("t5", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2)),
     ("bert", "", Setting(P(1, tp=2, sequence=True), dp=2, micro=2, zero=3)),
+    ("gpt2", "", Setting(P(1, offload="both"), dp=2, pp=2, micro=4, zero=1)),
+    ("llama", "bf16", Setting(P(1, tp=2, offload="both"), pp=2, micro=2, again=(2, 0))),
 ]
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from schedlang import create_schedule
 from schedlang.cli import app
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
+from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.tune import settings_of
+from schedlang.passes.simulate.machine import CLUSTERS
 
 MODEL = '''
 """Blocks of two projections."""
@@ -284,9 +288,44 @@ def test_a_model_without_ways_says_why(file: Path) -> None:
     assert ran.exit_code == 2 and "S615" in ran.output, ran.output
 
 
+def test_a_planner_is_asked_by_name(file: Path) -> None:
+    """Its setting is written with whose it is, what its model says, and how far from the best."""
+    model, best = file.parent / "model.py", file.parent / "best.sched"
+    found = searched(model, "--planner", "pipedream", "--pin", "pp=2", "-o", best)
+    assert found["best"]["setting"]["pp"] == 2 and best.read_text() == found["schedule"]
+    assert "# Planner pipedream: PipeDream (" in found["schedule"]
+    assert "for a microbatch in the slowest stage" in found["by"][1]
+    assert found["rejected"][0]["kind"] == "the best of the whole search"
+    none = searched(model, "--planner", "ptd-p", "--memory", "1KiB", code=1)
+    assert none["best"] is None and "nothing fits" in none["rejected"][0]["reason"]
+    ran = CliRunner().invoke(app, ["tune", str(model), "--planner", "list"])
+    assert ran.exit_code == 0 and "Alpa (Zheng" in ran.output and "leaves out" in ran.output
+
+
+def test_a_schedule_searches_as_the_verb_does(file: Path) -> None:
+    """In Python: the same schedule, which is then this one's; where nothing fits it stays."""
+    model = load_model_file(str(file.parent / "model.py"), None)
+    sch = create_schedule(model.model())
+    asked = dict(loss=model.loss, dtype="", pin={"pp": 2})
+    made = sch.search(model.batch(0), "h100", 2, **asked)
+    verb = searched(file.parent / "model.py", "--pin", "pp=2")
+    rows = [line for line in verb["schedule"].splitlines() if not line.startswith("#")]
+    assert made.best is not None and made.best.setting.pp == 2
+    assert [line for line in str(sch).splitlines() if line] == [line for line in rows if line]
+    tiny = replace(CLUSTERS["h100"], memory=1024)
+    before = str(sch)
+    assert sch.search(model.batch(0), tiny, 2, **asked).best is None and str(sch) == before
+    for on, ranks, said in (("abacus", 2, "unknown cluster"), ("h100", None, "is missing")):
+        with pytest.raises(Refusal, match=said):
+            sch.search(model.batch(0), on, ranks)
+    with pytest.raises(Refusal, match="open step"), sch.step("one"):
+        sch.search(model.batch(0), "h100x2")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--planner", "pipedrem"), "did you mean `pipedream`?"),
         (("--pin", "tq=2"), "a search has no `tq`"),
         (("--pin", "tp=0"), "`tp` cannot be `0`"),
         (("--batch", "much"), "cannot read `--batch much`"),

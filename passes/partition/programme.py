@@ -196,7 +196,7 @@ class Problem:
     units    of the chain; `menu` the ways of a stage of them
     micro    microbatches of a step
     devices  in a row, of which each stage takes the next; `sizes` how many a stage may take
-    stages   how many (None: any number)
+    stages   how many (None: any number); `long`: of equal ends that whose first is longest
     send     (unit, device) seconds of a message to the stage that begins there
     memory   bytes of a device; `flight` microbatches whose activations a stage keeps, with so many
              stages behind it
@@ -211,6 +211,7 @@ class Problem:
     send: Callable[[int, int], float] = lambda unit, device: 0.0
     memory: float = math.inf
     flight: Callable[[int], float] | None = None
+    long: bool = False
 
     def flying(self, after: int) -> float:
         """Microbatches whose activations a stage keeps, with so many stages behind it."""
@@ -314,6 +315,8 @@ def _longer(
                     if objective.total(vector, micro) <= limit:
                         end = _End(vector, last - first, behind - at, way, tail)
                         found.setdefault((first, at), []).append(end)
+    if problem.long:
+        found = {key: sorted(ends, key=lambda end: -end.units) for key, ends in found.items()}
     return {key: _unbeaten(ends, objective, micro, width) for key, ends in found.items()}
 
 
