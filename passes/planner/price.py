@@ -455,7 +455,7 @@ def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
     """
     if setting.zero < 3:
         return 0.0
-    size, gradient, split = recipe.parameter, recipe.gradient, _split(setting)
+    size, gradient, split = recipe.parameter, recipe.gradient, split_of(setting)
     master = bool(recipe.master)
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
     laid = (not master) * (size + gradient)  # else they would be cast to be added up

@@ -46,6 +46,7 @@ CASES = {
     "Schedule.use": "sch.use('none.sched')",
     "Schedule.expect": "sch.expect('speed < 3')",
     "Schedule.set": "sch.set(tp=3)",
+    "Schedule.search": "sch.search(batch, 'abacus', 4)",
     "Schedule.step": "sch.step('a', relax=['speed']).__enter__()",
     "Schedule.undo": "sch.undo(to='nothing')",
     "Schedule.redo": "sch.redo()",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from schedlang.passes.propagate.propagate import propagate
 from tests.proofs import planned, refused
@@ -90,3 +91,36 @@ def test_parts_that_meet_others_are_refused(way: Way, width: int, more: str, how
 def test_parts_that_meet_their_own_are_legal(way: Way, width: int) -> None:
     """Heads repeated next to themselves, and splits alike."""
     propagate(planned(Meeting(way, width).double(), ROWS.format(""), "tp=2"), BATCH)
+
+
+class _Again(nn.Module):
+    """One norm before and after two projections; a table of words that is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.b(self.norm(self.a(self.words(ids))))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+INTO, OUT_OF = "shard(input=R, output=S(seq), over=tp)", "shard(input=S(seq), output=R, over=tp)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        (f"head {OUT_OF}", "words.weight"),
+        (f"a {INTO}\nb {OUT_OF}", "norm.weight"),
+    ],
+)
+def test_a_parameter_of_parts_and_of_the_whole_is_refused(rows: str, name: str) -> None:
+    """One of its gradients is a part on each rank, the other whole: no sum is right for both."""
+    torch.manual_seed(0)
+    ids = torch.arange(24).view(4, 6) % 12
+    said = refused(_Again(), rows, "tp=2", batch={"ids": ids, "labels": ids})
+    assert "S405" in said and f"`{name}` is used twice" in said, said

@@ -303,16 +303,18 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     if leaf.kind in PROJECTIONS:  # one that is given some of the positions
         inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
-    for axis in ((note.entered | note.tags.keys()) - own.keys()) | parts:
-        follower.partial_over(frozenset(leaf.parameters), axis)
+    parts |= (note.entered | note.tags.keys()) - own.keys()
+    whole = frozenset(wanted.axis for wanted in leaf.wanted if wanted.differ)
+    over = {name: {*parts, *whole} for name in leaf.parameters}
     for axis, name in leaf.inner:
-        follower.partial_over(frozenset([name]), axis)
-    whole = frozenset(w.axis for w in leaf.wanted if w.differ)
-    for axis in whole:
-        follower.partial_over(frozenset(leaf.parameters), axis)
+        over.setdefault(name, set()).add(axis)
     for axis, edge in own.items():
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):
-            follower.partial_over(frozenset([leaf.bias]), axis)
+            over.setdefault(leaf.bias, set()).add(axis)
+    for name, axes in over.items():
+        for axis in axes:
+            follower.partial_over(frozenset([name]), axis)
+        follower.use(name, frozenset(axes))
     if isinstance(out, ShardedLogits):
         follower.loose = True
         return

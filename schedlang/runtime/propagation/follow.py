@@ -180,6 +180,7 @@ class Follower(Lattice):
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
         self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
+        self.used: dict[str, frozenset[str]] = {}  # parameter -> those axes in its first use
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
@@ -285,6 +286,20 @@ class Follower(Lattice):
         for name in parameters:
             self.partial.setdefault(name, set()).add(axis)
 
+    def use(self, name: str, parts: frozenset[str]) -> None:
+        """Note that a parameter is used where its gradient is a part over these axes.
+
+        Raises Mismatch where that of an earlier use is whole over one of them, or the other way
+        round: one sum over ranks would count the whole one as often as there are ranks.
+        """
+        first = self.used.setdefault(name, parts)
+        for axis in sorted(first ^ parts):
+            reason = (
+                f"`{name}` is used twice: by whole activations, and by those split over `{axis}`;"
+                " no sum over its ranks is right for both gradients"
+            )
+            raise self.refuse(reason, axis, "use it alike in both places: leave `input=...` out")
+
 
 @dataclass(kw_only=True)
 class Compared(Running):
@@ -309,6 +324,8 @@ class Compared(Running):
         entered = frozenset(axis for note in notes for axis in note.entered)
         for axis in axes | entered:
             self._gradients(axis)
+        if data and torch.is_grad_enabled():
+            self._uses(notes, axes | entered)
         for axis in sorted(axes):
             if sum(axis in note.tags for note in notes) > 1:
                 check_meeting(self, axis)
@@ -537,6 +554,14 @@ class Compared(Running):
                     "shard the module that computes it, or give this module `input=...`",
                 )
             self.follower.partial_over(note.roots, axis)
+
+    def _uses(self, notes: Sequence[Note], axes: frozenset[str] | set[str]) -> None:
+        """Note the parameters that meet data, and over which axes their gradients are parts."""
+        for tensor, note in zip(self.inputs, notes):
+            if note.roots and not note.data and tensor.requires_grad:
+                parts = frozenset(axes) - note.entered - note.tags.keys()
+                for name in note.roots:
+                    self.follower.use(name, parts)
 
     def _remember_mask(self) -> None:
         site = self.frame[0]
