@@ -460,7 +460,7 @@ class Run:
                 if split.uneven.repeat > 1:
                     self.follower.repeats = True
                     copies = neighbours(split.axis, split.uneven.repeat)
-                    self.follower.partial_over(frozenset([name]), copies)
+                    self.follower.partial.setdefault(name, set()).add(copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
         if self.divided:
             self._divide(model)

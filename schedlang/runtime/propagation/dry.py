@@ -312,9 +312,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):
             over.setdefault(leaf.bias, set()).add(axis)
     for name, axes in over.items():
-        for axis in axes:
-            follower.partial_over(frozenset([name]), axis)
-        follower.use(name, frozenset(axes))
+        follower.use(name, axes)
     if isinstance(out, ShardedLogits):
         follower.loose = True
         return

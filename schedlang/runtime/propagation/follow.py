@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -281,18 +281,15 @@ class Follower(Lattice):
         failure.made = call_rules.made_of(notes, failure.axis)
         return failure
 
-    def partial_over(self, parameters: frozenset[str], axis: str) -> None:
-        """Note that these parameters' gradients are parts, to be summed over an axis."""
-        for name in parameters:
-            self.partial.setdefault(name, set()).add(axis)
-
-    def use(self, name: str, parts: frozenset[str]) -> None:
+    def use(self, name: str, parts: Set[str]) -> None:
         """Note that a parameter is used where its gradient is a part over these axes.
 
         Raises Mismatch where that of an earlier use is whole over one of them, or the other way
         round: one sum over ranks would count the whole one as often as there are ranks.
         """
-        first = self.used.setdefault(name, parts)
+        if parts:
+            self.partial.setdefault(name, set()).update(parts)
+        first = self.used.setdefault(name, frozenset(parts))
         for axis in sorted(first ^ parts):
             reason = (
                 f"`{name}` is used twice: by whole activations, and by those split over `{axis}`;"
@@ -322,10 +319,16 @@ class Compared(Running):
         roots = frozenset(name for note in notes for name in note.roots)
         data = any(note.data for note in notes)
         entered = frozenset(axis for note in notes for axis in note.entered)
-        for axis in axes | entered:
-            self._gradients(axis)
-        if data and torch.is_grad_enabled():
-            self._uses(notes, axes | entered)
+        learned = torch.is_grad_enabled()
+        for tensor, note in zip(self.inputs, notes):
+            if not (learned and tensor.requires_grad and tensor.is_floating_point()):
+                continue
+            # a whole tensor that meets a split one gets only a part of its gradient on each rank
+            parts = (axes | entered) - note.entered - note.tags.keys()
+            if parts and (note.data or not note.roots):
+                raise self._mixes(min(parts))
+            for name in note.roots if data or parts else ():
+                self.follower.use(name, parts)
         for axis in sorted(axes):
             if sum(axis in note.tags for note in notes) > 1:
                 check_meeting(self, axis)
@@ -412,6 +415,14 @@ class Compared(Running):
         not."""
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
+
+    def _mixes(self, axis: str) -> Mismatch:
+        return self.follower.refuse(
+            f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
+            " replicated one, whose gradient nothing would sum over the ranks",
+            axis,
+            "shard the module that computes it, or give this module `input=...`",
+        )
 
     def _otherwise(self, axis: str | None) -> Mismatch:
         """A size of a part stands for that of the whole: `h / h.shape[-1]`."""
@@ -534,34 +545,6 @@ class Compared(Running):
                 raise self.follower.refuse(
                     wrong, axis, "gather it first: `output=R` on the row before"
                 )
-
-    # -- gradients -------------------------------------------------------------------------------
-
-    def _gradients(self, axis: str) -> None:
-        """A whole tensor that meets a split one gets only a part of its gradient on each rank."""
-        if not torch.is_grad_enabled():
-            return
-        for tensor in self.inputs:
-            note = self.follower.of(tensor)
-            whole = axis not in note.entered and axis not in note.tags
-            if not whole or not (tensor.requires_grad and tensor.is_floating_point()):
-                continue
-            if note.data or not note.roots:
-                raise self.follower.refuse(
-                    f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
-                    " replicated one, whose gradient nothing would sum over the ranks",
-                    axis,
-                    "shard the module that computes it, or give this module `input=...`",
-                )
-            self.follower.partial_over(note.roots, axis)
-
-    def _uses(self, notes: Sequence[Note], axes: frozenset[str] | set[str]) -> None:
-        """Note the parameters that meet data, and over which axes their gradients are parts."""
-        for tensor, note in zip(self.inputs, notes):
-            if note.roots and not note.data and tensor.requires_grad:
-                parts = frozenset(axes) - note.entered - note.tags.keys()
-                for name in note.roots:
-                    self.follower.use(name, parts)
 
     def _remember_mask(self) -> None:
         site = self.frame[0]
