@@ -255,7 +255,7 @@ def test_a_mean_where_a_sum_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_trace_that_forgets_what_is_partial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms between split tokens, which the planner does not note: the proof has its own notes."""
-    monkeypatch.setattr(follow.Follower, "partial_over", lambda self, names, axis: None)
+    monkeypatch.setattr(follow.Follower, "use", lambda self, name, parts: None)
     found = _found(proven("llama sp"), "S711")
     assert found and all("`tp`" in one.title and "shard(" in _line(one) for one in found)
 
@@ -267,7 +267,7 @@ def test_a_trace_that_sums_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(leaf: Any, edges: Any, note: Any, out: Any, follower: Any) -> None:
         plain(leaf, edges, note, out, follower)
         if leaf.bias is not None:
-            follower.partial_over(frozenset([leaf.bias]), edges[0].group.axes[0])
+            follower.partial.setdefault(leaf.bias, set()).add(edges[0].group.axes[0])
 
     monkeypatch.setattr(dry, "_note_leaf", noted)
     found = _found(proven("gpt2 tp"), "S712")
