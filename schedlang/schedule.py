@@ -357,7 +357,7 @@ class Schedule(Scope):
             planner_named(planner)
         cluster, count = ranks_of(on, ranks)
         profiles = Profiles(self._facts, batch, loss, weight, dtype)
-        job = job_of(profiles, cluster, count, rows)
+        job = job_of(profiles, cluster, count, rows, [limits])
         made = tuned(profiles, job, partial(found_of, limits=limits, planner=planner))
         if made.written is not None:
             tree = parse(Source("search", made.written.text))

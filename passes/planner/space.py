@@ -185,6 +185,24 @@ def _chunks(name: str, limits: Limits) -> list[int]:
     return _counts(limits, "chunks", own)
 
 
+def demand(job: Job, limits: Limits) -> None:
+    """Refuse (S109) limits that no value of an axis, or of `rows`, can meet in this job."""
+    every = divisors(job.ranks)
+    free = Limits({"cp": tuple(every)} if "cp" in limits.pinned else {})
+    legal = {
+        **dict.fromkeys(("dp", "pp", "tp"), every),
+        "cp": _contexts(job, free, job.ranks),
+        "ep": _experts(job, Limits(), job.ranks),
+        "rows": divisors(job.rows),
+    }
+    for name, values in legal.items():
+        if not limits.admitted(name, values):
+            sized = f"{job.rows} rows" if name == "rows" else f"{job.ranks} ranks"
+            title = f"no way to lay {sized} has {limits.of(name).text()}"
+            one_of = f"`{name}` may be {', '.join(map(str, values))}"
+            raise Refusal.of("S109", title, helps=(one_of,))
+
+
 def check(limits: Limits) -> None:
     """Refuse (S109) orders that are pinned, and cannot be priced."""
     for name in limits.pinned.get("order", ()):

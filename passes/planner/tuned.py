@@ -20,12 +20,13 @@ from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.profile import Profiles
 from schedlang.passes.planner.reasons import Rejected
 from schedlang.passes.planner.search import Found
-from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.space import Job, demand
 from schedlang.passes.planner.write import written
 from schedlang.passes.simulate.nodes import Nodes
 from schedlang.passes.simulate.played_step import of_rows
 
 if TYPE_CHECKING:
+    from schedlang.ir.limits import Limits
     from schedlang.passes.simulate.machine import Cluster
 
 Find = Callable[[Profiles, Job], Found]
@@ -41,14 +42,26 @@ def length_of(batch: Mapping[str, Any]) -> int:
     return next((v.shape[1] for v in whole if not v.is_floating_point()), 0)
 
 
-def job_of(profiles: Profiles, cluster: Cluster, ranks: int, rows: int | None = None) -> Job:
-    """Steps of so many rows (None: of the batch's), and what of them can be split."""
+def job_of(
+    profiles: Profiles,
+    cluster: Cluster,
+    ranks: int,
+    rows: int | None = None,
+    limits: Sequence[Limits] = (),
+) -> Job:
+    """Steps of so many rows (None: of the batch's), and what of them can be split.
+
+    Raises Refusal S109 for one of the limits that no value meets.
+    """
     from schedlang.runtime.batch import rows_of
 
     batch = profiles.batch
     count = next(iter(experts_of(profiles.trial.blocks).values()), 0)
     rows = rows or rows_of(batch)
-    return Job(ranks, rows, cluster, profiles.recipe, length_of(batch), count)
+    job = Job(ranks, rows, cluster, profiles.recipe, length_of(batch), count)
+    for one in limits:
+        demand(job, one)
+    return job
 
 
 # -- the best --------------------------------------------------------------------------------------

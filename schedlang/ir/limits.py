@@ -84,6 +84,14 @@ class Limits:
             _refuse(f"nothing is left of `{name}`: {both.text()}", "leave one of them out")
         return both
 
+    def of(self, name: str) -> Limits:
+        """Return those of one name alone."""
+        return Limits(
+            {one: values for one, values in self.pinned.items() if one == name},
+            {one: values for one, values in self.forbidden.items() if one == name},
+            {one: least for one, least in self.least.items() if one == name},
+        )
+
     def text(self) -> str:
         """tp = 4, pp not 8, dp at least 2"""
         parts = [f"{name} = {_any(values)}" for name, values in self.pinned.items()]

@@ -117,7 +117,7 @@ def searched(
     batch, dtype = batch_of(model), "" if asked.dtype == "none" else asked.dtype
     facts = ModelFacts(to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
-    job = job_of(profiles, cluster, ranks, _rows(batch, asked))
+    job = job_of(profiles, cluster, ranks, _rows(batch, asked), [limits, *questions])
     made = tuned(
         profiles, job, lambda profiles, job: _best(profiles, job, limits, asked.planner, as_json)
     )
