@@ -41,7 +41,7 @@ SHAPES = {
     "llama-30B": Decoder(60, 6656, 52, 17920, 128000, 2048, gated=True),
     "llama-65B": Decoder(80, 8192, 64, 22016, 128000, 2048, gated=True),
 }
-HEADROOM = 0.02  # of the memory, what the chosen layout leaves: a bound of what is fitted
+HEADROOM = 0.03  # of the memory, what the chosen layout leaves: a bound of what is fitted
 FLUSHES = (1, 2, 4, 8, 16)  # of a pipeline in a step, that are tried
 EVIDENCE = 6.0  # by how much the logarithm of the likelihood has to rise before one is believed
 NEEDED = ("model", "seq", "gpus", "mb", "tp", "pp", "act_ckpt", "kernel", "step_s", "status")
