@@ -71,7 +71,8 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
 
 
 def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a batch of so many rows, all of them views of the first, which take no memory.
+    """Return a batch of so many rows, all of them views of the first, which take no memory; the
+    batch itself where it has as many.
 
     Raises Refusal (S109) for objects of many samples, as a `Batch` of torch_geometric.
     """
@@ -82,6 +83,8 @@ def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
     from schedlang.runtime.batch import rows_of
 
     count = rows_of(batch)
+    if rows == count:
+        return dict(batch)
 
     def part(value: Any) -> Any:
         if pytree.separable(value):
