@@ -51,7 +51,7 @@ from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
-from schedlang.runtime.weights import Number, positive
+from schedlang.runtime.weights import Number, added, positive
 from schedlang.runtime.whole import whole_output
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -467,13 +467,13 @@ class Program:
         if not losses or not a.is_primary:
             device = a.ranks.device if on_accelerator(a.ranks.device) else None
             return torch.zeros((), dtype=torch.float64, device=device)
-        shares = [w / total for w in weights]
+        shares = [weights[k] / total for k in losses]
+        there = on_accelerator(a.ranks.device)  # what the host has it adds up itself
+        near = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
         # nothing to be summed; a share that the device alone knows is not asked for
-        alone = shares[0] if len(shares) == 1 and not isinstance(shares[0], Tensor) else None
-        if alone == 1.0:
-            return self._near(losses[0].detach().double()).reshape(())
-        told = [self._near(x.detach().double()) * shares[k] for k, x in losses.items()]
-        return torch.stack(told).sum()
+        alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
+        told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
+        return torch.as_tensor(told, dtype=torch.float64).reshape(())
 
     def _near(self, value: Tensor) -> Tensor:
         """Move a tensor to the device on which collectives of the step take it."""

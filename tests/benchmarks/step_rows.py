@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -493,6 +493,7 @@ class Row:
     near  how near their first losses are
     knows the peer whose bytes are counted, where the other one does less for its calls and time: of
           a parameter that no rank used, DDP is to know it, as ours does
+    each   of a pipeline, the stages of each rank
     """
 
     ours: Callable[[Schedule, Sizes], None]
@@ -502,10 +503,13 @@ class Row:
     dropout: float = 0.0
     near: float = 1e-4
     knows: Callable[[Sizes], Step] | None = None
+    each: int = 0
 
-    def ranks(self, asked: int) -> int:
-        """How many ranks it takes."""
-        return (1, asked, 2 * asked)[self.axes]
+    def fitted(self, asked: Sizes) -> Sizes:
+        """On as many ranks as it takes; of a pipeline each stage has as many layers."""
+        ranks = (1, asked.ranks, 2 * asked.ranks)[self.axes]
+        stages = max(self.each * ranks, 1)
+        return replace(asked, ranks=ranks, layers=-(-asked.layers // stages) * stages)
 
 
 def nothing(sch: Schedule, sizes: Sizes) -> None:
@@ -536,9 +540,11 @@ ROWS = {
     "tp": Row(tensor, _TP, parallelized),
     "tp-checkpoint": Row(tensor_recomputed, _TP, partial(parallelized, again=True)),
     "tp-zero3-checkpoint": Row(tensor_sharded, "both by hand", parallelized_sharded, axes=2),
-    "1f1b": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B),
-    "gpipe": Row(partial(piped, "GPipe", 1), "ScheduleGPipe", _GPIPE),
-    "interleaved": Row(partial(piped, "Interleaved1F1B", 2), "Interleaved1F1B", _INTERLEAVED),
+    "1f1b": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, each=1),
+    "gpipe": Row(partial(piped, "GPipe", 1), "ScheduleGPipe", _GPIPE, each=1),
+    "interleaved": Row(
+        partial(piped, "Interleaved1F1B", 2), "Interleaved1F1B", _INTERLEAVED, each=2
+    ),
     "checkpoint": Row(recomputed, "torch's checkpoint", checkpointed, axes=0),
     "cast": Row(autocast, "torch.autocast", partial(autocasted, 1), axes=0, near=1e-2),
     "cast-micro": Row(
@@ -548,6 +554,6 @@ ROWS = {
     "overlapped-dropout": Row(overlapped, "DDP", ddp, dropout=0.1, knows=_KNOWS),
     "zero3-dropout": Row(sharded, "fully_shard", fsdp, dropout=0.1),
     "tp-dropout": Row(tensor, _TP, parallelized, dropout=0.1),
-    "1f1b-dropout": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, dropout=0.1),
+    "1f1b-dropout": Row(partial(piped, "1F1B", 1), "Schedule1F1B", _1F1B, dropout=0.1, each=1),
     "checkpoint-dropout": Row(recomputed, "torch's checkpoint", checkpointed, axes=0, dropout=0.1),
 }

@@ -218,16 +218,16 @@ def main() -> None:
     sizes = Sizes(**{n.removeprefix("size_"): v for n, v in given.items() if n[:5] == "size_"})
     with Pool() as pool:
         if asked.profile:
-            ranks = ROWS[asked.profile].ranks(sizes.ranks)
-            work = (profiled, ranks, asked.profile, replace(sizes, ranks=ranks), int(asked.peer))
+            fitted = ROWS[asked.profile].fitted(sizes)
+            work = (profiled, fitted.ranks, asked.profile, fitted, int(asked.peer))
             print(pool.run(*work, hang_after=120.0)[0])
             return
         heads = ("Python calls", "collectives", "of bytes", "live bytes", "peak bytes")
         print(f"torch {torch.__version__}, {sizes}; ours / peer, rank 0")
         print(f"{'':36}" + "".join(f"{h:>{w}}" for h, w in zip(heads, (24, 12, 24, 26, 26))))
         for name in asked.rows or ROWS:
-            ranks = ROWS[name].ranks(sizes.ranks)
-            work = (measured, ranks, name, replace(sizes, ranks=ranks), asked.pairs, asked.wider)
+            fitted = ROWS[name].fitted(sizes)
+            work = (measured, fitted.ranks, name, fitted, asked.pairs, asked.wider)
             print(shown(name, pool.run(*work, hang_after=180.0)), flush=True)
 
 

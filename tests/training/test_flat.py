@@ -105,10 +105,9 @@ def test_sums_of_what_some_ranks_have() -> None:
 def test_a_step_costs_what_it_does_by_hand(pool: Pool, row: str) -> None:
     """A tenth more calls of Python than hand-written torch at most, no more collectives, and on the
     fullest rank no more bytes of tensors, between steps or at their peak."""
-    ranks = steps.ROWS[row].ranks(2)
-    sizes: Any = steps.Sizes(ranks=ranks)
+    sizes: Any = steps.ROWS[row].fitted(steps.Sizes())
     wider = 0 if unavailable() else 1  # bytes are counted by compiled code
-    found = pool.run(steps.measured, ranks, row, sizes, 0, wider)
+    found = pool.run(steps.measured, sizes.ranks, row, sizes, 0, wider)
     ours, peer = steps.fullest(found)
     assert ours.calls <= 1.1 * peer.calls, (ours, peer)
     assert ours.collectives <= peer.collectives, (ours, peer)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower import executor
@@ -239,6 +240,26 @@ def test_the_record_shows_what_stand_ins_find() -> None:
     }
     assert not recorded.known_of(_Chain().eval())
     assert not recorded.known_of(_Chain().bfloat16())
+
+
+def test_what_nothing_reads_is_made_once() -> None:
+    """It is NaN that nobody can write into, and is made anew where modes follow tensors."""
+    model, ids = _Chain(), torch.tensor([[0, 1, 2], [3, 0, 1]])
+    made = cut(record(model, NAMES, {"ids": ids}), [0] * 7 + [1])
+    stub = Stub(meta_model(model, {}), made)
+
+    def output() -> Tensor:
+        found: Tensor = stub(0, (ids,), {}, {}, ids.device, model.embed)
+        return found
+
+    one, other = output(), output()
+    assert one is not other and one.data_ptr() == other.data_ptr() and one.isnan().all()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        one.add_(1)
+    for mode in (torch.inference_mode(), FlopCounterMode(display=False)):
+        with mode:
+            assert output().data_ptr() != one.data_ptr()
+    assert output().data_ptr() == one.data_ptr()
 
 
 def test_who_was_told_by_the_record_looks_for_nothing(

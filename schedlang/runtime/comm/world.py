@@ -313,17 +313,16 @@ def here() -> World:
 
 def job() -> World:
     """The whole job; without one, a world of this process alone."""
-    if not dist.is_initialized():
-        return World()
     group = dist.group.WORLD
-    assert group is not None
-    if group not in _worlds:
+    if group is None:
+        return World()
+    if (found := _worlds.get(group)) is None:
         told = (one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
         bound = getattr(group, "bound_device_id", None)
-        _worlds[group] = World(
+        found = _worlds[group] = World(
             dist.get_rank(), dist.get_world_size(), {kind: name for kind, name in told}, bound
         )
-    return _worlds[group]
+    return found
 
 
 def forget() -> None:

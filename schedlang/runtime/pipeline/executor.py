@@ -116,13 +116,12 @@ class Sizes:
 
         Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
         """
-        layout = layout_of(tensors)
-        before = self.known(signature, name)
-        if before not in (None, layout):
+        layout, key = layout_of(tensors), _key(signature, name)
+        before = self._layouts.setdefault(key, layout)
+        if before is not layout and before != layout:
             reason = f"stage {name.source} sends tensors whose shapes depend on values"
             raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
-        self.learn(signature, name, layout)
-        return before is None
+        return before is layout
 
 
 def _key(signature: Any, name: Message) -> Any:

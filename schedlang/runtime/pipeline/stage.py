@@ -24,7 +24,7 @@ from schedlang.runtime.mixed_precision import as_in, imitated
 from schedlang.runtime.modes import Ambient, outside
 from schedlang.runtime.rng.draws import LOGICAL
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
-from schedlang.runtime.storage.saved import policies, within
+from schedlang.runtime.storage.saved import policies
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
 from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta, tensors_in
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
@@ -129,7 +129,6 @@ class _Told:
 # by unit, default and autocast's dtype, training flag, signature of the arguments: leaves of the
 # output, their structure, draws by site, what hooks are told, the leaves that are arguments it has
 # written into
-_NOTHING = nullcontext()
 _Made = tuple[list[Any], Any, Mapping[str, int], list[_Told], frozenset[int]]
 Outputs = Mapping[Any, _Made]
 
@@ -197,6 +196,10 @@ def _key(unit: int, training: bool, given: Any, device: str) -> Any:
     return unit, torch.get_default_dtype(), dtype, training, _signature(given)
 
 
+def _watched() -> bool:
+    return torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 class Stub:
     """Knows the output of every unit for every shape of its arguments, by running it on meta.
 
@@ -216,6 +219,7 @@ class Stub:
         self.training = tuple(reference.get_submodule(name).training for name in self._units)
         self.leaves = cut.graph.leaves
         self._known = dict(known or {})
+        self._blank: dict[Any, Tensor] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     @cached_property
@@ -247,7 +251,7 @@ class Stub:
             raise _hidden(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
-        if any(source == unit and k < 0 for source, k in received):
+        if told and any(source == unit and k < 0 for source, k in received):
             self._tell(module, unit, told, received)
         made = [
             received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
@@ -295,14 +299,21 @@ class Stub:
 
     def _unknown(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
         """Return a stand-in for a leaf that nothing reads: NaN, so that a reader is seen; no
-        memory."""
+        memory.  It is made once, but for modes that know tensors by who made them."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        number = math.nan if leaf.dtype.is_floating_point else 0
+        dtype, shape = leaf.dtype, leaf.shape
         known = self.leaves.get((unit, k)) if k is not None else None
         written = k is not None and (known is None or known.mutated)
-        shape = leaf.shape if written else ()
-        return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
+        key = dtype, shape, device
+        if key in self._blank and not written and not _watched():
+            return self._blank[key].detach()
+        number = math.nan if dtype.is_floating_point else 0
+        made = torch.full(shape if written else (), number, dtype=dtype, device=device)
+        # what stands for many cannot be written into, unlike one number
+        if not written and leaf.numel() > 1 and not made.is_meta and not _watched():
+            self._blank[key] = made.expand(shape)
+        return made.expand(shape)
 
     def _shapes(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _Made:
         counted, told = Counted(), list[_Told]()
@@ -457,14 +468,17 @@ class Stage:
             self._capture(unit, output, made, edges)
             return output
 
-        replayed = within(replayed=True) if self.units.start else _NOTHING
-        with self.switch.using(handle), replayed:
-            try:
-                output = called(self.model, batch)
-            except StageEnd:
-                return Forwarded(made, edges)
-            order.next(len(self.cut.graph.units))
-            return self._ended(output, batch, train, made, edges)
+        before, policies.replayed = policies.replayed, self.units.start > 0
+        try:
+            with self.switch.using(handle):
+                try:
+                    output = called(self.model, batch)
+                except StageEnd:
+                    return Forwarded(made, edges)
+                order.next(len(self.cut.graph.units))
+                return self._ended(output, batch, train, made, edges)
+        finally:
+            policies.replayed = before
 
     def _capture(
         self,

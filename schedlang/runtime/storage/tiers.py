@@ -156,6 +156,8 @@ def made_on(
     device: torch.device, shape: Sequence[int], dtype: torch.dtype, tier: str = DEVICE
 ) -> Tensor:
     """A new tensor on a device, marked where it lies there for somebody else."""
+    if tier == _making.tier == DEVICE:
+        return torch.empty(shape, dtype=dtype, device=device)
     with _makes(tier):
         made = torch.empty(shape, dtype=dtype, device=device)
     return made if tier == DEVICE else mark(made, tier)
