@@ -179,10 +179,12 @@ def at_hand(value: Tensor) -> Tensor | float:
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers that may lie on a device, for which the host waits once."""
-    values = [at_hand(value.detach()) if isinstance(value, Tensor) else value for value in values]
+    values = [
+        float(v.detach()) if isinstance(v, Tensor) and v.device.type == _HOST else v for v in values
+    ]
     there = [value for value in values if isinstance(value, Tensor)]
     if len({(one.device, one.dtype) for one in there}) == 1:
-        told = iter(torch.stack([one.reshape(()) for one in there]).tolist())
+        told = iter(torch.stack([one.detach().reshape(()) for one in there]).tolist())
         values = [next(told) if isinstance(value, Tensor) else value for value in values]
     return [float(value) for value in values]
 
