@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from schedlang.passes.autoshard.tune import Job, Tried
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given
+    from schedlang.passes.planner.operators.graph import Graph
     from schedlang.passes.planner.operators.rows import Chosen
     from schedlang.passes.simulate.machine import Cluster
 
@@ -47,6 +48,7 @@ class Question:
     trial: Trial
     given: Given
     begun: Begun | None
+    graph: Graph
     dtype: str
     substituted: bool
 
@@ -79,6 +81,7 @@ def layouts(
     from schedlang.passes.autoshard.tune import Job
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given, given_of
+    from schedlang.passes.planner.operators.graph import graph_of
     from schedlang.passes.reduce_model.blocks import blocks_of
 
     start, out = time.perf_counter(), asked.out
@@ -90,8 +93,11 @@ def layouts(
     meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
     dtype = _dtype(facts, asked.dtype, begun)
     said: list[str] = []
-    question = Question(job, trial, given, begun, dtype, asked.planner == UNITY)
-    made = [_laid(question, mesh, said) for mesh in meshes]
+    graph = graph_of(trial, dtype)
+    question = Question(job, trial, given, begun, graph, dtype, asked.planner == UNITY)
+    # the played step chooses between rows and tensors: operators alone tell it too nearly
+    kinds = (None,) if begun else (False, True)
+    made = [_laid(question, mesh, kind, said) for mesh in meshes for kind in kinds]
     best = min((one for one in made if one), key=_seconds, default=None)
     other = _proposed(job, meshes, dtype) if begun is None else None
     if best is not None and out is not None:
@@ -131,15 +137,20 @@ def _dtype(facts: ModelFacts, asked: str, begun: Begun | None) -> str:
     return "" if stored or asked == "none" else asked
 
 
-def _laid(asked: Question, mesh: Mapping[str, int], said: list[str]) -> Laid | None:
-    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly."""
+def _laid(
+    asked: Question, mesh: Mapping[str, int], rows: bool | None, said: list[str]
+) -> Laid | None:
+    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly.
+
+    An axis splits rows, or none does; None: whatever is quicker.
+    """
     from schedlang.diagnostics.source import Source
     from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
     from schedlang.passes.planner.operators.placements import Asked
     from schedlang.passes.planner.operators.rows import inserted, layouts, text
-    from schedlang.passes.planner.profile import recipe_of
+    from schedlang.passes.planner.profile import Profiles, recipe_of
     from schedlang.passes.planner.values import Recipe
 
     job, trial, begun = asked.job, asked.trial, asked.begun
@@ -152,11 +163,13 @@ def _laid(asked: Question, mesh: Mapping[str, int], said: list[str]) -> Laid | N
         if size > 1
     }
     for _ in range(TRIES):
-        found = layouts(trial, axes, limit, asked.given, said, asked.dtype, asked.substituted)
+        found = layouts(trial, axes, limit, asked.given, said, asked.graph, asked.substituted, rows)
         if found is None:
             return None
         if begun is None:
-            made = text(job.facts.class_name, mesh, found, trial, asked.dtype)
+            own = Profiles(job.facts, job.batch, job.loss, job.weight)
+            relax = own.relax if rows else ""
+            made = text(job.facts.class_name, mesh, found, trial, asked.dtype, relax)
         else:
             made = inserted(begun.source, found, trial)
         plan = expand(parse(Source("layouts.sched", made)), job.facts).plan

@@ -21,6 +21,7 @@ from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
 from schedlang.passes.planner.operators.rows import layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.operators.unity import (
+    Price,
     Substitution,
     applied,
     searched,
@@ -137,13 +138,8 @@ def test_equals_all_sequences_of_substitutions(share: float) -> None:
     alone = solve(Joint((Placed(graph, Asked(2, Starts(1.0))),)).problem)
     assert alone is not None
     limit = share * alone.bytes
-    base = [Joint((Placed(graph, asked),)) for asked in menu(Asked(2, Starts(1.0)))]
-
-    def fast(state: frozenset[int]) -> float:
-        on = applied(graph, [rules[k] for k in sorted(state)])
-        found = (solve(one.on(on).problem, limit) for one in base)
-        return min((one.seconds for one in found if one), default=math.inf)
-
+    joints = [Joint((Placed(graph, asked),)) for asked in menu(Asked(2, Starts(1.0)))]
+    fast = Price(joints, rules, limit)
     every = [price(graph, [rules[k] for k in those], limit) for those in sequences(rules)]
     whole = searched(rules, fast, alpha=math.inf)
     assert whole[0][0] == min(every) and len(whole) == len(

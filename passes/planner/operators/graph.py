@@ -130,21 +130,6 @@ class Graph:
         return frozenset(name for name, sites in found.items() if len(sites) > 1)
 
     @cached_property
-    def units(self) -> Mapping[str, float]:
-        """Bytes of the trained parameters that are sent together: by blocks, "" for the rest."""
-        found: dict[str, float] = {}
-        for name, one in self.values.items():
-            if one.kind == "parameter" and one.grad:
-                found[unit_of(name)] = found.get(unit_of(name), 0.0) + one.bytes
-        return found
-
-    @cached_property
-    def trained(self) -> float:
-        """Bytes of all trained parameters of the whole model."""
-        kinds = ((name, one) for name, one in self.values.items() if one.kind == "parameter")
-        return sum(self.counts[name] * one.bytes for name, one in kinds if one.grad)
-
-    @cached_property
     def summed(self) -> Mapping[str, tuple[int, int]]:
         """The place where each parameter is read first: its gradient is summed once."""
         found: dict[str, tuple[int, int]] = {}

@@ -96,7 +96,14 @@ class Placed:
         step, asked = self.graph.nodes[at].step, self.asked
         whole = Option((WHOLE,) * len(step.inputs), (WHOLE,) * len(step.outputs))
         found = [
-            Option(tuple(ENTERED if d == WHOLE else d for d in way.inputs), way.outputs)
+            Option(
+                # a bias is added to the whole sum
+                tuple(
+                    ENTERED if d == WHOLE and (place < 2 or SUM not in way.outputs) else d
+                    for place, d in enumerate(way.inputs)
+                ),
+                way.outputs,
+            )
             for way in step.ways
             if self._fits(at, way.inputs, way.outputs)
         ]
@@ -213,6 +220,10 @@ class Placed:
             kernel = graph.values[graph.given(at)[1]].shape[option.inputs[0]]
             edge = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * (kernel - 1)
             return 2 * self._send("send", edge * share) if kernel > 1 else 0.0
+        if step.name == "cross_entropy" and option.inputs[0] > 0 and option.outputs == (WHOLE,):
+            each = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * share
+            classes = graph.name(x, option.inputs[0]) not in graph.rows | graph.tokens
+            return classes * (self._send("all_reduce", each) + self._send("all_reduce", 2 * each))
         return 0.0
 
     def _once(self, at: int) -> float:
@@ -293,7 +304,7 @@ class Placed:
             c = ENTERED  # whatever is made of it, each rank goes on with rows of its own
         if a == c or c == ANY:
             return 0.0
-        unit = self.graph.units.get(unit_of(name), 0.0)
+        unit = self.together.get(unit_of(name), 0.0)
         if a == ZERO3 and c == ENTERED:
             often = (1 + bool(unit_of(name))) * once
             gathered = often * self._portion("all_gather", name, unit, share)
@@ -301,12 +312,23 @@ class Placed:
         if a == WHOLE and c == ENTERED:
             if name in graph.tied and not rows:
                 return math.inf  # another module's gradient is no part of a sum
-            bucket = min(graph.trained, BUCKET / graph.wide)
+            bucket = min(self.together.get("*", 0.0), BUCKET / graph.wide)
             return sums * self._portion("all_reduce", name, bucket, share, graph.wide)
         if a == ZERO1 and c == ENTERED:
             back = sums * self._portion("reduce_scatter", name, unit, share, graph.wide)
             return back + sums * self._portion("all_gather", name, unit, share)
         return math.inf
+
+    @cached_property
+    def together(self) -> Mapping[str, float]:
+        """Bytes of whole parameters whose gradients are sent together, by blocks; "*" of all."""
+        found: dict[str, float] = {}
+        for name, menu in self.parameters.items():
+            size = self.graph.bytes(name) * self.graph.values[name].grad
+            if self.asked.mode == "tensors" or len(menu) == 1:  # else experts, as a rule
+                found[unit_of(name)] = found.get(unit_of(name), 0.0) + size
+                found["*"] = found.get("*", 0.0) + size * self.graph.counts[name]
+        return found
 
     def _portion(
         self, op: str, name: str, together: float, share: float, wide: float = 1.0
@@ -440,7 +462,9 @@ class Joint:
         before, after = self._shares(a), self._shares(c)
         if not all(part.wanted(edge, *both) for part, *both in zip(self.parts, a, c)):
             return math.inf
-        move = [k for k in range(len(self.parts)) if a[k] != c[k]]
+        rows = self.graph.values[edge.value].kind == "parameter"  # where every use is summed
+        modes = [part.asked.mode for part in self.parts]
+        move = [k for k, mode in enumerate(modes) if a[k] != c[k] or (rows and mode == "rows")]
         best = math.inf if move else 0.0
         for order in itertools.permutations(move):
             shares, took = list(before), 0.0
@@ -511,14 +535,25 @@ class Joint:
         """The variables with their costs, and the pairs of them that share a value."""
         seconds, sizes, costs = self._beside
         seconds, sizes = [*seconds], [*sizes]
-        for at, node in enumerate(self.graph.nodes):
-            if (at, node) not in self._known:
-                took = [node.count * self.operator(at, one) for one in self.options[at]]
-                held = [self.kept(at, one) for one in self.options[at]]
-                self._known[at, node] = np.array(took), np.array(held)
-            own, sizes[at] = self._known[at, node]
+        for at in range(len(self.graph.nodes)):
+            own, sizes[at] = self._own(at)
             seconds[at] = seconds[at] + own
         return Problem(tuple(seconds), tuple(sizes), costs)
+
+    def _own(self, at: int) -> tuple[Costs, Costs]:
+        """Seconds and bytes of a node by itself, of each of its options."""
+        node = self.graph.nodes[at]
+        if (at, node) not in self._known:
+            took = [node.count * self.operator(at, one) for one in self.options[at]]
+            held = [self.kept(at, one) for one in self.options[at]]
+            self._known[at, node] = np.array(took), np.array(held)
+        return self._known[at, node]
+
+    def saves(self, before: Joint) -> float:
+        """Seconds at most by which the best is quicker than before some nodes were changed."""
+        pairs = enumerate(zip(self.graph.nodes, before.graph.nodes))
+        changed = [at for at, (node, other) in pairs if node != other]
+        return sum(max(0.0, float((before._own(k)[0] - self._own(k)[0]).max())) for k in changed)
 
     @cached_property
     def _beside(self) -> tuple[list[Costs], list[Costs], dict[tuple[int, int], Costs]]:
@@ -536,7 +571,8 @@ class Joint:
             ways = (tuple(zip(*one)) for one in pairs)
             own = replace(first[name], place=-1)  # it enters no module yet
             took = [self.crossing(own, a, b) for a, b in ways]
-            seconds.append(graph.counts[name] * np.array(took))
+            often = (one.count for one in graph.edges if one.value == name and one.boundary)
+            seconds.append(max(graph.counts[name], *often) * np.array(took))
             sizes.append(np.zeros(len(pairs)))
         costs: dict[tuple[int, int], Costs] = {}
         for edge in graph.edges:

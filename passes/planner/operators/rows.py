@@ -35,7 +35,7 @@ from schedlang.passes.planner.operators.placements import (
     Placed,
 )
 from schedlang.passes.planner.operators.solve import Solution, solve
-from schedlang.passes.planner.operators.unity import State, applied, searched, substitutions
+from schedlang.passes.planner.operators.unity import Price, searched, substitutions
 
 if TYPE_CHECKING:
     from schedlang.passes.complete.proposal import Trial
@@ -85,37 +85,35 @@ def layouts(
     limit: float = math.inf,
     given: Given | None = None,
     said: list[str] | None = None,
-    dtype: str = "",
+    graph: Graph | None = None,
     substituted: bool = False,
+    rows: bool | None = None,
 ) -> tuple[Chosen, ...] | None:
     """A legal layout over all axes at once, beside the rows that are given.
 
-    What is refused on the way is `said`; `dtype` is as `graph_of` has it.
+    What is refused on the way is `said`; `graph` is the model's, where it is known already.  An
+    axis splits `rows`, or none does; None: whatever is quicker.
 
     Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
     that fits; rows are split over one axis at most, and stand last.  With what is `substituted`
     operators are chosen as well, as Unity does.  None where nothing fits in `limit` bytes.
     """
-    given, graph = given or Given(), graph_of(trial, dtype)
-    joints = _joints(graph, modes([given.asked(axis, asked) for axis, asked in axes.items()]))
+    given, graph = given or Given(), graph or graph_of(trial)
+    menu = modes([given.asked(axis, asked) for axis, asked in axes.items()])
+    split = ((several, any(one.mode == "rows" for one in several)) for several in menu)
+    joints = _joints(graph, [several for several, own in split if rows in (None, own)])
+    if not joints:
+        return None
     if not substituted:
         return _quickest(trial, joints, tuple(axes), limit, given, said)
     rules = substitutions(trial, graph)
-
-    def on(state: State) -> list[Joint]:
-        made = applied(graph, [rules[k] for k in sorted(state)])
-        return [joint.on(made) for joint in joints]
-
-    def price(state: State) -> float:
-        every = (solve(joint.problem, limit) for joint in on(state))
-        return min((one.seconds for one in every if one), default=math.inf)
-
+    price = Price(joints, rules, limit)
     for _, state in searched(rules, price)[:TRIES]:
-        rows = tuple(rules[k].row for k in sorted(state, key=lambda k: rules[k].again))
-        beside = replace(given, above=rows)
-        found = _quickest(trial, on(state), tuple(axes), limit, beside, said)
+        above = tuple(rules[k].row for k in sorted(state, key=lambda k: rules[k].again))
+        beside = replace(given, above=above)
+        found = _quickest(trial, price.on(state), tuple(axes), limit, beside, said)
         if found is not None:
-            return tuple(replace(one, above=rows) for one in found)
+            return tuple(replace(one, above=above) for one in found)
     return None
 
 
@@ -368,8 +366,11 @@ def _lines(one: Chosen, trial: Trial) -> list[str]:
     return [*filter(None, [rows_text(named, trial.all)]), *whole]
 
 
-def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "") -> str:
-    """The rows of every axis, in a step of its own; those of rows are the last, and proven."""
+def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = "") -> str:
+    """The rows of every axis, in a step of its own; those of rows are the last, and proven.
+
+    What these give up is a word of `relax`.
+    """
     steps: list[list[str]] = []
     if found[0].above:
         steps.append(['step "operators" {', rows_text(found[0].above, trial.all), PROOF])
@@ -378,7 +379,8 @@ def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "") -> str:
         steps.append(['step "precision" relax(dtype) {', cast, PROOF])
     for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
         if one.rows:
-            steps.append([f'step "over {one.axis}" {{', *_lines(one, trial)])
+            word = f" relax({relax})" if relax and one.placed.asked.mode == "rows" else ""
+            steps.append([f'step "over {one.axis}"{word} {{', *_lines(one, trial)])
     if not any(one.rows for one in found):
         steps.append(['step "whole" {'])
     steps[-1].append("verify(train, steps=2)")
@@ -403,8 +405,17 @@ def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> str:
 
 
 def text(
-    name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial, dtype: str = ""
+    name: str,
+    mesh: Mapping[str, int],
+    found: Sequence[Chosen],
+    trial: Trial,
+    dtype: str = "",
+    relax: str = "",
 ) -> str:
-    """The text of a schedule of these rows alone, which computes in a dtype."""
-    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{_steps(found, trial, dtype)}"
+    """The text of a schedule of these rows alone, which computes in a dtype.
+
+    A step that splits rows gives up what `relax` says.
+    """
+    steps = _steps(found, trial, dtype, relax)
+    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{steps}"
     return printer.fmt(Source("planned", made))

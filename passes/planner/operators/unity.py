@@ -17,14 +17,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from schedlang.ir.primitive import registry
 from schedlang.passes.complete.proposal import Row, call
+from schedlang.passes.planner.operators.solve import solve
 
 if TYPE_CHECKING:
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.graph import Graph, Node
+    from schedlang.passes.planner.operators.placements import Joint
 
 UNITY = (
     "substitutions and parallelization at once (Unger et al., OSDI 2022)",
@@ -153,6 +156,39 @@ def _forgetting(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node
 
 
 State = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of what substitutions make: the quickest of several layouts in so many bytes.
+
+    Those that save too little to be the quickest are not solved.
+    """
+
+    joints: Sequence[Joint]
+    rules: Sequence[Substitution]
+    limit: float = math.inf
+
+    def on(self, state: State) -> list[Joint]:
+        """The problems after substitutions."""
+        made = applied(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
+        return [joint.on(made) for joint in self.joints]
+
+    @cached_property
+    def free(self) -> Sequence[float]:
+        """The quickest of each problem before any, where bytes are free."""
+        found = [solve(joint.problem) for joint in self.joints]
+        return [one.seconds if one else math.inf for one in found]
+
+    def __call__(self, state: State) -> float:
+        """Seconds of the quickest."""
+        best = math.inf
+        after = zip(self.free, self.joints, self.on(state))
+        for free, before, joint in sorted(after, key=lambda one: one[0]):
+            if free - joint.saves(before) < best:
+                found = solve(joint.problem, self.limit)
+                best = min(best, found.seconds if found else math.inf)
+        return best
 
 
 def searched(
