@@ -148,7 +148,7 @@ def _laid(
     from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.planner.operators.placements import Asked
+    from schedlang.passes.planner.operators.asked import Asked
     from schedlang.passes.planner.operators.rows import inserted, layouts, text
     from schedlang.passes.planner.profile import Profiles, recipe_of
     from schedlang.passes.planner.values import Recipe

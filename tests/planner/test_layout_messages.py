@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.placements import Asked, Placed
+from schedlang.passes.planner.operators.placements import Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.simulate.account import account

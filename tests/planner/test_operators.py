@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial, rows_text
+from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked
 from schedlang.passes.planner.operators.given import given_of
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
-from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind

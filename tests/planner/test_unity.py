@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.source import Source
+from schedlang.ir.modelfile import load_model_file
+from schedlang.ir.primitive import scratch
 from schedlang.language.syntax import parse
 from schedlang.passes.complete.proposal import Trial
 from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import Graph, graph_of
 from schedlang.passes.planner.operators.named import menu
-from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.rows import layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.operators.unity import (
@@ -129,6 +133,19 @@ def test_the_language_has_kernels_and_recomputation_as_substitutions() -> None:
         "blocks.*.mlp  replace_kernel(gated)",
         "blocks.*  checkpoint()",
     ]
+
+
+def test_products_of_one_input_are_merged_where_the_verb_is_known() -> None:
+    """What they read is read once, and one product starts."""
+    with scratch():
+        found = load_model_file("examples/techniques/merge_products/model.py", None)
+        trial = trial_of(found.model(), {"x": torch.ones(4, 6, 8), "y": torch.ones(4, 6, 8)})
+        graph = graph_of(trial)
+        rule = substitutions(trial, graph)[0]
+        sys.modules.pop("merge_products")
+    assert str(rule.row) == "layers.*  merge_products(q, k, v)"
+    nodes = [applied(graph, [rule]).nodes[at] for at in sorted(rule.nodes)]
+    assert [(one.kernels, *one.within) for one in nodes] == [(1,), (0, "x"), (0, "x")]
 
 
 @pytest.mark.parametrize("share", [math.inf, 1.0, 0.7])

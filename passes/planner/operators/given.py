@@ -12,8 +12,8 @@ from schedlang.ir.primitive import Facet
 from schedlang.language import lift
 from schedlang.language import nodes as n
 from schedlang.passes.complete.proposal import Row
+from schedlang.passes.planner.operators.asked import WHOLE, Asked
 from schedlang.passes.planner.operators.named import menu
-from schedlang.passes.planner.operators.placements import WHOLE, Asked
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Plan

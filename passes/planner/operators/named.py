@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import Dim, Graph
-from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.solve import Problem, Solution, solve
 
 STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first

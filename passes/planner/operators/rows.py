@@ -22,18 +22,11 @@ from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
+from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked, Option
 from schedlang.passes.planner.operators.given import Given
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import Laid, modes
-from schedlang.passes.planner.operators.placements import (
-    ENTERED,
-    SUM,
-    WHOLE,
-    Asked,
-    Joint,
-    Option,
-    Placed,
-)
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.solve import Solution, solve
 from schedlang.passes.planner.operators.unity import Price, searched, substitutions
 

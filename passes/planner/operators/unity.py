@@ -197,7 +197,7 @@ def searched(
     alpha: float = ALPHA,
     budget: int = BUDGET,
 ) -> list[tuple[float, State]]:
-    """What was priced, the quickest first: numbers of the substitutions that were made.
+    """Price what substitutions make, and give the quickest first: the numbers of those made.
 
     Of the best so far one more is made at a time; with `alpha` infinite and no end of the budget
     all that there are are priced.
