@@ -534,8 +534,8 @@ class Joint:
             ways = (tuple(zip(*one)) for one in pairs)
             own = replace(first[name], place=-1)  # it enters no module yet
             took = [self.crossing(own, a, b) for a, b in ways]
-            often = (one.count for one in graph.edges if one.value == name and one.boundary)
-            seconds.append(max(graph.counts[name], *often) * np.array(took))
+            read = [one.count for one in graph.edges if one.value == name and one.boundary]
+            seconds.append(max(graph.counts[name], *read) * np.array(took))
             sizes.append(np.zeros(len(pairs)))
         costs: dict[tuple[int, int], Costs] = {}
         for edge in graph.edges:
