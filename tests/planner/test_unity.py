@@ -163,6 +163,10 @@ def test_equals_all_sequences_of_substitutions(share: float) -> None:
         {frozenset(s) for s, cost in zip(sequences(rules), every) if cost < math.inf}
     )
     assert searched(rules, fast)[0][0] == min(every) <= price(graph, [], limit)
+    for _, state in whole if math.isinf(share) else ():
+        for free, joint, on in zip(fast.free, joints, fast.on(state)):
+            after = solve(on.problem)
+            assert after and free - after.seconds <= on.saves(joint) * (1 + 1e-9)
     chosen = {str(rules[k].row) for k in whole[0][1]}
     assert any("fuse" in row for row in chosen)
     assert any("checkpoint" in row for row in chosen) == (share < 1.0)
