@@ -29,6 +29,7 @@ from schedlang.passes.planner.menus import (
     keep,
     shared_out,
 )
+from schedlang.passes.planner.operators.unity import UNITY
 from schedlang.passes.planner.price import RECIPE, alike, collective, price, stride, unit_times
 from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled
@@ -330,9 +331,9 @@ def _said(
 
 def planners() -> str:
     """All names, whose each is, and what it leaves out."""
-    return "\n".join(
-        f"{name:12} {one.paper}; leaves out {one.leaves}" for name, one in PLANNERS.items()
-    )
+    told = [(name, one.paper, one.leaves) for name, one in PLANNERS.items()]
+    told.append(("unity", *UNITY))
+    return "\n".join(f"{name:12} {paper}; leaves out {leaves}" for name, paper, leaves in told)
 
 
 def planner_named(name: str) -> Planner:

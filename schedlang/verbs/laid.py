@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.ending import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import check_folders, write_asked
-from schedlang.verbs.searched import batch_of
+from schedlang.verbs.searched import DTYPES, Search, batch_of
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.source import Source
+    from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.plan import Plan
     from schedlang.passes.autoshard.tune import Job, Tried
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given
+    from schedlang.passes.planner.operators.graph import Graph
     from schedlang.passes.planner.operators.rows import Chosen
     from schedlang.passes.simulate.machine import Cluster
 
+UNITY = "unity"  # the planner whose substitutions are chosen beside the layouts
 TRIES = 4  # searches, each with the memory that the last one's step has shown to be there
 
 
@@ -35,6 +38,19 @@ class Begun:
 
     source: Source
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job, and what is asked about it: rows that stand, a dtype, whether as Unity does."""
+
+    job: Job
+    trial: Trial
+    given: Given
+    begun: Begun | None
+    graph: Graph
+    dtype: str
+    substituted: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ def layouts(
     cluster: Cluster,
     ranks: int,
     begun: Begun | None,
-    out: Path | None,
+    asked: Search,
     as_json: bool,
 ) -> None:
     """Find, write and tell layouts; exit 1 where nothing fits.
@@ -65,19 +81,25 @@ def layouts(
     from schedlang.passes.autoshard.tune import Job
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given, given_of
+    from schedlang.passes.planner.operators.graph import graph_of
     from schedlang.passes.reduce_model.blocks import blocks_of
 
-    start = time.perf_counter()
+    start, out = time.perf_counter(), asked.out
     check_folders(out=out)
     facts = begun.plan.model if begun else ModelFacts(model.model(meta=True))
     job = Job(facts, batch_of(model), model.loss, model.weight, cluster, ranks)
     trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
     given = given_of(begun.plan, trial.all) if begun else Given()
     meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
+    dtype = _dtype(facts, asked.dtype, begun)
     said: list[str] = []
-    made = [_laid(job, trial, mesh, given, begun, said) for mesh in meshes]
+    graph = graph_of(trial, dtype)
+    question = Question(job, trial, given, begun, graph, dtype, asked.planner == UNITY)
+    # the played step chooses between rows and tensors: operators alone tell it too nearly
+    kinds = (None,) if begun else (False, True)
+    made = [_laid(question, mesh, kind, said) for mesh in meshes for kind in kinds]
     best = min((one for one in made if one), key=_seconds, default=None)
-    other = _proposed(job, meshes) if begun is None else None
+    other = _proposed(job, meshes, dtype) if begun is None else None
     if best is not None and out is not None:
         write_asked(out, best.text)
     if as_json:
@@ -101,25 +123,39 @@ def _meshes(ranks: int) -> Iterator[dict[str, int]]:
     )
 
 
+def _dtype(facts: ModelFacts, asked: str, begun: Begun | None) -> str:
+    """The dtype that a model computes in; "" as it is stored, as in 16 bits it is already."""
+    from schedlang.primitives.cast import HALVES, cast
+
+    if begun is not None:
+        casts = (one for one in begun.plan.actions if "" in one.sites)
+        own = (one.primitive.dtype for one in casts if isinstance(one.primitive, cast))
+        return next(own, "")
+    if asked not in DTYPES:
+        bad_option(f"`--dtype {asked}` is none of {', '.join(DTYPES)}", "`--dtype bf16`")
+    stored = any(one.dtype in HALVES for one in facts.unique.values())
+    return "" if stored or asked == "none" else asked
+
+
 def _laid(
-    job: Job,
-    trial: Trial,
-    mesh: Mapping[str, int],
-    given: Given,
-    begun: Begun | None,
-    said: list[str],
+    asked: Question, mesh: Mapping[str, int], rows: bool | None, said: list[str]
 ) -> Laid | None:
-    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly."""
+    """The best layouts over a mesh whose own step fits: bytes of operators tell it only nearly.
+
+    An axis splits rows, or none does; None: whatever is quicker.
+    """
     from schedlang.diagnostics.source import Source
     from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
-    from schedlang.passes.planner.operators.placements import Asked
+    from schedlang.passes.planner.operators.asked import Asked
     from schedlang.passes.planner.operators.rows import inserted, layouts, text
-    from schedlang.passes.planner.profile import recipe_of
+    from schedlang.passes.planner.profile import Profiles, recipe_of
+    from schedlang.passes.planner.values import Recipe
 
-    recipe, limit = recipe_of(job.facts), float(job.cluster.memory)
-    names = list(mesh)
+    job, trial, begun = asked.job, asked.trial, asked.begun
+    recipe = Recipe() if asked.dtype else recipe_of(job.facts)
+    limit, names = float(job.cluster.memory), list(mesh)
     strides = {one: math.prod(mesh[o] for o in names[k + 1 :]) for k, one in enumerate(names)}
     axes = {
         one: Asked(size, job.cluster, strides[one], recipe=recipe)
@@ -127,11 +163,13 @@ def _laid(
         if size > 1
     }
     for _ in range(TRIES):
-        found = layouts(trial, axes, limit, given, said)
+        found = layouts(trial, axes, limit, asked.given, said, asked.graph, asked.substituted, rows)
         if found is None:
             return None
         if begun is None:
-            made = text(job.facts.class_name, mesh, found, trial)
+            own = Profiles(job.facts, job.batch, job.loss, job.weight)
+            relax = own.relax if rows else ""
+            made = text(job.facts.class_name, mesh, found, trial, asked.dtype, relax)
         else:
             made = inserted(begun.source, found, trial)
         plan = expand(parse(Source("layouts.sched", made)), job.facts).plan
@@ -148,9 +186,13 @@ def _seconds(one: Laid) -> float:
     return one.tried.time.seconds
 
 
-def _proposed(job: Job, meshes: list[dict[str, int]]) -> Tried | None:
-    """The quickest that `init` proposes for as many ranks; None where it has none that fits."""
+def _proposed(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | None:
+    """The quickest that `init` proposes for as many ranks, computed in the same dtype; None where
+    it has none that fits."""
     from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.diagnostics.source import Source
+    from schedlang.language import printer
+    from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.propose import propose
     from schedlang.passes.autoshard.tune import priced, ranked
     from schedlang.passes.elaborate.expand import expand
@@ -162,7 +204,11 @@ def _proposed(job: Job, meshes: list[dict[str, int]]) -> Tried | None:
         for one in named or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
             try:
                 made = propose(job.facts, job.batch, one, job.loss, job.weight)
-                plan = expand(made.file, job.facts).plan
+                told = printer.to_text(made.file)
+                if dtype:
+                    cast = f'step "precision" relax(dtype) {{\n  cast({dtype}, params=true)\n}}\n\n'
+                    told = told.replace('step "', f'{cast}step "', 1)
+                plan = expand(parse(Source("init", told)), job.facts).plan
                 assert plan is not None
                 found.append(replace(priced(job, plan, {}), given=one))
             except Refusal:  # `init` tells why there is none; here it is no answer
@@ -190,6 +236,7 @@ def _told(
     took, solved = _seconds(best), best.found[0].seconds
     peak = f"{size(best.tried.peak)} on the fullest rank"
     yield f"          {seconds(took)} a step as played, {seconds(solved)} by its operators; {peak}"
+    yield from (f"          {row}" for row in best.found[0].above)
     if other is not None and other.time is not None:
         mesh = ", ".join(f"{axis} = {count}" for axis, count in other.mesh.items())
         share = other.time.seconds / took - 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
+from schedlang.verbs.laid import UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
 from schedlang.verbs.searched import Search, batch_of
 
@@ -106,7 +107,7 @@ def tune(
         print(fitted(planners(), columns()))
         return
     given = settings(knob, None)
-    if wanted.layouts:
+    if wanted.layouts or search.planner == UNITY:
         _lay(file, model, machine, search, given, as_json)
         return
     if file.suffix == PYTHON:
@@ -144,11 +145,15 @@ def _lay(
     from schedlang.passes.elaborate.expand import expand
     from schedlang.verbs import laid
 
-    if replace(search, out=None).given:
-        bad_option("`--layouts` takes none of the options of a search", "`--gpus`, `--on`, `-o`")
+    own = Search(out=search.out, planner=search.planner, dtype=search.dtype)
+    if own != search or search.planner not in (None, UNITY):
+        helps = "`--gpus`, `--on`, `--dtype`, `-o`"
+        bad_option("`--layouts` takes none of the options of a search but `--dtype`", helps)
     if file.suffix == PYTHON:
         begun, tree, model = None, None, str(file)
     else:
+        if search.dtype != Search().dtype:
+            bad_option("a schedule says its dtype itself", "leave out `--dtype`")
         source = read(file)
         tree = parse(source)
     cluster, ranks = _cluster(machine, tree)
@@ -158,7 +163,7 @@ def _lay(
         assert plan is not None
         begun = laid.Begun(source, plan)
         ranks = plan.mesh.world
-    laid.layouts(found, model or "model.py", cluster, ranks, begun, search.out, as_json)
+    laid.layouts(found, model or "model.py", cluster, ranks, begun, search, as_json)
 
 
 def _search(

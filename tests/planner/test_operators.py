@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from schedlang.ir.model import ModelFacts
 from schedlang.language import printer
 from schedlang.passes.complete.proposal import Trial, rows_text
+from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked
 from schedlang.passes.planner.operators.given import given_of
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
-from schedlang.passes.planner.operators.placements import ENTERED, SUM, WHOLE, Asked, Joint, Placed
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
@@ -174,12 +175,13 @@ def test_an_axis_that_would_be_idle_splits_what_costs_least() -> None:
     """Of all modules the one that is the best to split, since a mesh has its ranks."""
     trial, one = found(Pair(), X, costs=Slow(fixed=1e9))
     graph, tried = one.placed.graph, []
-    options = Placed(graph, Asked(2, Slow())).options
+    placed = Placed(graph, Asked(2, Slow(fixed=1e9)))
     for at, node in enumerate(graph.nodes):
         if node.step.module:
-            whole = [option for option in options[at] if not option.split]
-            bans = frozenset((node.site, option) for option in whole)
-            tried.append(laid(graph, [Asked(2, Slow(fixed=1e9), banned=bans)]))
+            problem, seconds = placed.problem, list(placed.problem.seconds)
+            whole = [not option.split for option in placed.options[at]]
+            seconds[at] = np.where(whole, np.inf, seconds[at])
+            tried.append(solve(replace(problem, seconds=tuple(seconds))))
     assert one.rows and one.seconds == min(each.seconds for each in tried if each)
 
 

@@ -392,10 +392,15 @@ def test_every_operator_is_laid_out_and_rows_of_a_schedule_stay(tmp_path: Path) 
     alone = ["tune", str(model), "--layouts", "--gpus", "2", "--on", "a100", "--json"]
     told = json.loads(CliRunner().invoke(app, alone).stdout)
     assert told["seconds"] > 0 and told["init"] > 0 and told["mesh"] == {"inner": 2}
+    assert "cast(bf16, params=true)" in told["schedule"]
+    united = ["tune", str(model), "--planner", "unity", *alone[3:], "--dtype", "none"]
+    other = json.loads(CliRunner().invoke(app, united).stdout)
+    assert "cast" not in other["schedule"] and other["seconds"] > 0
     out.write_text(told["schedule"])
     assert CliRunner().invoke(app, ["check", str(out), "--model", str(model)]).exit_code == 0
     file.write_text(BEGUN.replace("blocks.*.up  shard(col", "blocks.*.down  shard(row, input=R"))
     refused = CliRunner().invoke(app, asked)
     assert refused.exit_code == 1 and "nothing that is legal fits\nrefused " in refused.stdout
-    bad = CliRunner().invoke(app, [*asked, "--pin", "tp=2"])
-    assert bad.exit_code == 2 and "S109" in bad.output
+    for more in (["--pin", "tp=2"], ["--dtype", "fp16"], ["--planner", "piper"]):
+        bad = CliRunner().invoke(app, [*asked, *more])
+        assert bad.exit_code == 2 and "S109" in bad.output

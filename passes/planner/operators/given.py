@@ -12,8 +12,8 @@ from schedlang.ir.primitive import Facet
 from schedlang.language import lift
 from schedlang.language import nodes as n
 from schedlang.passes.complete.proposal import Row
+from schedlang.passes.planner.operators.asked import WHOLE, Asked
 from schedlang.passes.planner.operators.named import menu
-from schedlang.passes.planner.operators.placements import WHOLE, Asked
 
 if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
@@ -28,11 +28,13 @@ class Given:
 
     pins  parameters that are split, by their common names, and the dim; by axes
     told  modules whose input or output rows speak of, and the dims; by axes
+    above  rows of no axis, before all others
     """
 
     rows: tuple[tuple[str, Row], ...] = ()
     pins: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     told: Mapping[str, Mapping[str, Told]] = field(default_factory=dict)
+    above: tuple[Row, ...] = ()
 
     def beside(self, axis: str) -> list[Row]:
         """The rows along one axis."""

@@ -25,11 +25,21 @@ Dim = tuple[str, int]  # a value's name, and one of its dims
 
 @dataclass(frozen=True)
 class Node:
-    """Steps of blocks that are alike; `count` of them in the whole model."""
+    """Steps of blocks that are alike; `count` of them in the whole model.
+
+    kernels  how many operators it takes; 0 where another node's kernel does its work
+    within   values that stay in a kernel: neither moved nor kept
+    again    whether its forward is computed again in the backward
+    forgets  its results that are not kept until then
+    """
 
     key: Key
     step: Step
     count: int
+    kernels: int = 1
+    within: frozenset[str] = frozenset()
+    again: bool = False
+    forgets: frozenset[str] = frozenset()
 
     @property
     def site(self) -> str:
@@ -60,6 +70,7 @@ class Graph:
 
     values  by name: a parameter's or an input's own, else that of the node with the result's number
     scale   rows of the whole batch for each one that was recorded
+    wide    bytes of a gradient that is summed for each byte of a parameter as it is computed with
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -67,6 +78,7 @@ class Graph:
     values: dict[str, Value] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
+    wide: float = 1.0
 
     @cached_property
     def classes(self) -> Mapping[Dim, Dim]:
@@ -116,6 +128,14 @@ class Graph:
             if self.values[edge.value].kind == "parameter":
                 found.setdefault(edge.value, set()).add(self.nodes[edge.target].site)
         return frozenset(name for name, sites in found.items() if len(sites) > 1)
+
+    @cached_property
+    def summed(self) -> Mapping[str, tuple[int, int]]:
+        """The place where each parameter is read first: its gradient is summed once."""
+        found: dict[str, tuple[int, int]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.value, (edge.target, edge.place))
+        return found
 
     @cached_property
     def rows(self) -> frozenset[Dim]:
@@ -204,16 +224,23 @@ def kinds_of(blocks: Blocks) -> dict[str, str]:
     return {fqn: kind for fqn, kind in found.items() if kind != "grouped"}
 
 
-def graph_of(trial: Trial) -> Graph:
-    """The graph of a model that rows are tried on; raises what its forward raises."""
+def graph_of(trial: Trial, dtype: str = "") -> Graph:
+    """The graph of a model that rows are tried on; raises what its forward raises.
+
+    dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
+    """
     from schedlang.runtime.batch import rows_of
     from schedlang.runtime.propagation.wired import wired
     from schedlang.runtime.tracing.meta import meta_model
 
     blocks = trial.shorter(2) if trial.shortened else trial.all
     model = meta_model(blocks.facts.model, {})
-    found = wired(model, trial.sample, kinds_of(blocks), trial.loss)
-    return _graph(found, trial.all, blocks, rows_of(trial.batch) / rows_of(trial.sample))
+    stored = {name: one.element_size() for name, one in model.named_parameters()}
+    found = wired(model, trial.sample, kinds_of(blocks), trial.loss, dtype)
+    graph = _graph(found, trial.all, blocks, rows_of(trial.batch) / rows_of(trial.sample))
+    if dtype:
+        graph.wide = max(stored.values(), default=4) / 2
+    return graph
 
 
 def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
@@ -226,7 +253,8 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
         here = _block(common, step.site)
         if key not in at:
             at[key] = len(graph.nodes)
-            graph.nodes.append(Node(key, step, len(whole.named.get(common, ("",)))))
+            count = len(whole.named.get(common, ("",)))
+            graph.nodes.append(Node(key, step, count, step.kernels))
         node = at[key]
         instances.setdefault(node, []).append(here)
         for k, value in enumerate(step.outputs):
@@ -272,6 +300,11 @@ def _key(found: Wired, blocks: Blocks, step: Step) -> Key:
     """Equal for steps of blocks that are alike."""
     shapes = ",".join(str(list(found.values[one].shape)) for one in step.inputs)
     return blocks.common(step.site), step.turn, step.place, f"{step.name}({shapes})"
+
+
+def unit_of(name: str) -> str:
+    """The blocks in which a parameter stands, by a common name; "" outside of all."""
+    return name.rpartition("*")[0]
 
 
 def _block(common: str, fqn: str) -> str:

@@ -12,19 +12,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import Dim, Graph
-from schedlang.passes.planner.operators.placements import Asked, Joint, Placed
-from schedlang.passes.planner.operators.solve import Solution, solve
+from schedlang.passes.planner.operators.placements import Joint, Placed
+from schedlang.passes.planner.operators.solve import Problem, Solution, solve
 
 STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first
 
 
 @dataclass(frozen=True)
 class Laid:
-    """The layout over all axes."""
+    """The best layout over all axes, and of what."""
 
     joint: Joint
     solution: Solution
+    problem: Problem  # of the joint, less what has been refused since
 
     @property
     def seconds(self) -> float:
@@ -79,7 +81,7 @@ def laid(
     """The best layout of what is asked, beside axes that are done."""
     joint = Joint((*done, *(Placed(graph, asked) for asked in axes)))
     solution = solve(joint.problem, limit)
-    return None if solution is None else Laid(joint, solution)
+    return None if solution is None else Laid(joint, solution, joint.problem)
 
 
 def tofu(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid | None:

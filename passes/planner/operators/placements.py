@@ -12,66 +12,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from schedlang.passes.planner.operators.graph import Dim, Edge, Graph
+from schedlang.passes.planner.operators.asked import (
+    ANY,
+    ENTERED,
+    NONE,
+    SUM,
+    WHOLE,
+    ZERO1,
+    ZERO3,
+    Asked,
+    Option,
+)
+from schedlang.passes.planner.operators.graph import Edge, Graph, Node, unit_of
 from schedlang.passes.planner.operators.solve import Costs, Problem
-from schedlang.passes.planner.values import Recipe
-from schedlang.passes.simulate.machine import Cluster
 
-WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
-ENTERED = -3  # whole, and its gradient a part
-ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, lies in slices
-NONE = (None, None)  # what no row tells of a module
-ANY = -6  # whatever it is: what runs on some of the rows needs no rule
+BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, as by the runtime
 HALF = 2  # bytes of the numbers that operations are counted in
-Mode = Literal["tensors", "rows"]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question about one axis.
-
-    ranks, stride  of the axis; its ranks lie `stride` apart
-    mode    `tensors`: every rank has all rows; `rows`: each has some, as data parallelism
-    name    of a dim: it is split wherever it occurs, and nothing else is (Mesh-TensorFlow)
-    pins    parameters, by their common names, and the dim that is split (WHOLE: none)
-    tokens  whether activations may be split along a sequence, in the mode `tensors`
-    zero    stage of ZeRO for what is whole, in the mode `rows`
-    banned  options of modules, by their common names, that the language has refused
-    kept    whether results stay for the backward, and count among the bytes
-    told    by modules that rows stand at: the dims that these say of the first input and the output
-    """
-
-    ranks: int
-    costs: Cluster
-    stride: int = 1
-    mode: Mode = "tensors"
-    recipe: Recipe = field(default_factory=Recipe)
-    name: Dim | None = None
-    pins: Mapping[str, int] = field(default_factory=dict)
-    tokens: bool = True
-    zero: Literal[0, 1, 3] = 0
-    banned: frozenset[tuple[str, Option]] = frozenset()
-    kept: bool = True
-    told: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run a node: the layout of all that it is given, and of what it gives."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def split(self) -> bool:
-        """Whether each rank does a part."""
-        return any(d >= 0 or d == ANY for d in (*self.inputs, *self.outputs))
 
 
 @dataclass
@@ -96,12 +59,18 @@ class Placed:
         step, asked = self.graph.nodes[at].step, self.asked
         whole = Option((WHOLE,) * len(step.inputs), (WHOLE,) * len(step.outputs))
         found = [
-            Option(tuple(ENTERED if d == WHOLE else d for d in way.inputs), way.outputs)
+            Option(
+                # a bias is added to the whole sum
+                tuple(
+                    ENTERED if d == WHOLE and (place < 2 or SUM not in way.outputs) else d
+                    for place, d in enumerate(way.inputs)
+                ),
+                way.outputs,
+            )
             for way in step.ways
             if self._fits(at, way.inputs, way.outputs)
         ]
         site = self.graph.nodes[at].site
-        found = [one for one in found if (site, one) not in asked.banned]
         entered, left = asked.told.get(site, (None, None))
         if step.module and entered is not None and 0 <= entered == left:
             return [one for one in found if one.inputs[0] == entered]
@@ -111,8 +80,7 @@ class Placed:
             made = (self.graph.result(at, k) for k in range(len(step.outputs)))
             if any(name in self.graph.batched for name in made):
                 return [Option((ANY,) * len(step.inputs), (ANY,) * len(step.outputs))]
-        stays = [] if (site, whole) in asked.banned else [whole]
-        return [*stays, *found] if asked.mode == "tensors" else found or [whole]
+        return [whole, *found] if asked.mode == "tensors" else found or [whole]
 
     def _fits(self, at: int, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
         """Return whether a way is one of those asked for, and its dims can be dealt."""
@@ -215,6 +183,10 @@ class Placed:
             kernel = graph.values[graph.given(at)[1]].shape[option.inputs[0]]
             edge = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * (kernel - 1)
             return 2 * self._send("send", edge * share) if kernel > 1 else 0.0
+        if step.name == "cross_entropy" and option.inputs[0] > 0 and option.outputs == (WHOLE,):
+            each = graph.bytes(x) / graph.values[x].shape[option.inputs[0]] * share
+            classes = graph.name(x, option.inputs[0]) not in graph.rows | graph.tokens
+            return classes * (self._send("all_reduce", each) + self._send("all_reduce", 2 * each))
         return 0.0
 
     def _once(self, at: int) -> float:
@@ -231,25 +203,27 @@ class Placed:
         `share` is what other axes leave of the value.
         """
         one = self.graph.values[edge.value]
+        if one.kind == "parameter":
+            return self._parameter(edge, a, c, share)
         if a == c or ANY in (a, c):
             return 0.0
-        if one.kind == "parameter":
-            return self._parameter(edge.value, a, c, share)
         if not one.grad and (self.asked.mode == "rows" or {a, c} <= {WHOLE, ENTERED}):
             return 0.0
         if edge.value in self.graph.fills and not one.grad:
             return 0.0
         size, way = self.graph.bytes(edge.value) * share, (min(a, 0), min(c, 0))
         rooted = edge.value not in self.graph.batched
-        if rooted and self.asked.mode == "rows" and way == (WHOLE, 0):
-            return self._send("all_reduce", size / one.shape[c])  # each rank makes its own rows
+        if rooted and self.asked.mode == "rows" and a == WHOLE:
+            return 0.0  # each rank makes its own rows
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):
             return math.inf
         ops = CROSSINGS.get(way)
+        nodes, maker = self.graph.nodes, edge.source[0]
         if ops is None or way == (0, 0) or not self._said(edge, a, c):
             return math.inf
         back = ops[1] if one.grad else ""
-        return sum(self._send(op, size) for op in (ops[0], back) if op)
+        again = ops[0] if maker >= 0 and nodes[maker].again and nodes[edge.target].again else ""
+        return sum(self._send(op, size) for op in (ops[0], back, again) if op)
 
     def wanted(self, edge: Edge, a: int, c: int) -> bool:
         """Return whether a value may go from `a` to `c`, where rows say how it leaves and enters.
@@ -280,19 +254,52 @@ class Placed:
             return maker >= 0 and bool(nodes[maker].step.module)
         return a == WHOLE and bool(nodes[edge.target].step.module)
 
-    def _parameter(self, name: str, a: int, c: int, share: float) -> float:
-        """Seconds in which a parameter is used as `c` and its gradient summed."""
-        size, grad = self.graph.bytes(name) * share, self.graph.values[name].grad
-        if a == ZERO3 and c in (WHOLE, ENTERED):
-            return 2 * self._send("all_gather", size) + grad * self._send("reduce_scatter", size)
+    def _parameter(self, edge: Edge, a: int, c: int, share: float) -> float:
+        """Seconds in which a parameter is used as `c` and its gradient summed.
+
+        Those that one block holds are sent together, gradients of whole ones all together; what
+        blocks do not hold stays gathered for the backward.
+        """
+        name, graph, rows = edge.value, self.graph, self.asked.mode == "rows"
+        once = graph.summed[name] == (edge.target, edge.place)
+        sums = graph.values[name].grad and once
+        if rows and c in (WHOLE, ANY):
+            c = ENTERED  # whatever is made of it, each rank goes on with rows of its own
+        if a == c or c == ANY:
+            return 0.0
+        unit = self.together.get(unit_of(name), 0.0)
+        if a == ZERO3 and c == ENTERED:
+            often = (1 + bool(unit_of(name))) * once
+            gathered = often * self._portion("all_gather", name, unit, share)
+            return gathered + sums * self._portion("reduce_scatter", name, unit, share, graph.wide)
         if a == WHOLE and c == ENTERED:
-            if name in self.graph.tied and self.asked.mode == "tensors":
+            if name in graph.tied and not rows:
                 return math.inf  # another module's gradient is no part of a sum
-            return self._send("all_reduce", size) if grad else 0.0
-        if a == ZERO1 and c in (WHOLE, ENTERED):
-            sums = grad and c == ENTERED
-            return sum(self._send(op, size) for op in ("reduce_scatter", "all_gather") if sums)
+            bucket = min(self.together.get("*", 0.0), BUCKET / graph.wide)
+            return sums * self._portion("all_reduce", name, bucket, share, graph.wide)
+        if a == ZERO1 and c == ENTERED:
+            back = sums * self._portion("reduce_scatter", name, unit, share, graph.wide)
+            return back + sums * self._portion("all_gather", name, unit, share)
         return math.inf
+
+    @cached_property
+    def together(self) -> Mapping[str, float]:
+        """Bytes of whole parameters whose gradients are sent together, by blocks; "*" of all."""
+        found: dict[str, float] = {}
+        for name, menu in self.parameters.items():
+            size = self.graph.bytes(name) * self.graph.values[name].grad
+            if self.asked.mode == "tensors" or len(menu) == 1:  # else experts, as a rule
+                found[unit_of(name)] = found.get(unit_of(name), 0.0) + size
+                found["*"] = found.get("*", 0.0) + size * self.graph.counts[name]
+        return found
+
+    def _portion(
+        self, op: str, name: str, together: float, share: float, wide: float = 1.0
+    ) -> float:
+        """Seconds of a parameter's part of one message of so many bytes."""
+        size = self.graph.bytes(name)
+        together = max(size, together)
+        return self._send(op, together * share * wide) * size / together
 
     @property
     def problem(self) -> Problem:
@@ -318,12 +325,10 @@ class Joint:
 
     What an axis sends is as much of a value as the others leave, those that have moved already and
     those that will; one after the other, in the cheaper order.
-
-    banned  options of modules on all axes, which the language has refused
     """
 
     parts: tuple[Placed, ...]
-    banned: frozenset[tuple[str, tuple[Option, ...]]] = frozenset()
+    _known: dict[tuple[int, Node], tuple[Costs, Costs]] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> Graph:
@@ -338,7 +343,7 @@ class Joint:
         return [self._options(at) for at in range(len(self.graph.nodes))]
 
     def _options(self, at: int) -> list[tuple[Option, ...]]:
-        given, site = self.graph.given(at), self.graph.nodes[at].site
+        given = self.graph.given(at)
 
         def dealt(several: tuple[Option, ...]) -> bool:
             for place, value in given.items():
@@ -350,7 +355,7 @@ class Joint:
             return True
 
         every = itertools.product(*(part.options[at] for part in self.parts))
-        return [one for one in every if (site, one) not in self.banned and dealt(one)]
+        return [one for one in every if dealt(one)]
 
     @cached_property
     def parameters(self) -> dict[str, list[tuple[int, ...]]]:
@@ -398,24 +403,31 @@ class Joint:
         if not step.kept and step.kind == "other":
             return 0.0  # views
         shares = [1 / p.asked.ranks if o.split else 1.0 for p, o in zip(self.parts, options)]
-        share = math.prod(shares)
+        share, node = math.prod(shares), graph.nodes[at]
         rows = graph.scale if any(name in graph.batched for name in made) else 1.0
-        moved = sum(map(graph.bytes, [*given.values(), *made])) * share
+        moved = sum(graph.bytes(one) for one in [*given.values(), *made] if one not in node.within)
+        if node.kernels > 1:
+            moved += step.inside * rows
         wide = max((graph.values[name].width for name in made), default=HALF) / HALF
         kind, flops = step.kind, step.flops * rows * share * wide
         operator = self.parts[0].asked.costs.operator
-        seconds = operator(kind, flops, moved)
+        starts = (node.kernels - 1) * operator(kind, 0.0, 0.0)
+        forward = operator(kind, flops, moved * share) + starts
+        seconds = forward
         if any(graph.values[name].grad for name in made):
-            seconds += operator(kind, 2 * flops, 2 * moved)
+            seconds += operator(kind, 2 * flops, 2 * moved * share) + starts + forward * node.again
         inside = zip(self.parts, options, shares)
-        return seconds + sum(part.inside(at, o, share / own) for part, o, own in inside)
+        sent = sum(part.inside(at, o, share / own) for part, o, own in inside)
+        return seconds + sent * (1.5 if node.again else 1.0)
 
     def crossing(self, edge: Edge, a: Sequence[int], c: Sequence[int]) -> float:
         """Seconds, forward and backward, in which a value changes its layout on all axes."""
         before, after = self._shares(a), self._shares(c)
         if not all(part.wanted(edge, *both) for part, *both in zip(self.parts, a, c)):
             return math.inf
-        move = [k for k in range(len(self.parts)) if a[k] != c[k]]
+        rows = self.graph.values[edge.value].kind == "parameter"  # where every use is summed
+        modes = [part.asked.mode for part in self.parts]
+        move = [k for k, mode in enumerate(modes) if a[k] != c[k] or (rows and mode == "rows")]
         best = math.inf if move else 0.0
         for order in itertools.permutations(move):
             shares, took = list(before), 0.0
@@ -449,29 +461,69 @@ class Joint:
         beside = math.prod(r for r, d in zip(ranks, layouts) if d != WHOLE)
         return math.prod(one.shape) * (model / own + state / beside)
 
-    def _kept(self, at: int, options: Sequence[Option]) -> float:
-        graph, step = self.graph, self.graph.nodes[at].step
-        if not (step.kept and self.parts[0].asked.kept):
+    def kept(self, at: int, options: Sequence[Option]) -> float:
+        """Bytes of a node's results that stay for the backward, in the whole model.
+
+        Those that are computed again are there for one block at a time.
+        """
+        graph, node = self.graph, self.graph.nodes[at]
+        if not (node.step.kept and self.parts[0].asked.kept):
             return 0.0
-        made = [graph.result(at, k) for k in range(len(step.outputs))]
-        grads = [k for k, name in enumerate(made) if graph.values[name].grad]
-        laid = {k: self._shares([one.outputs[k] for one in options]) for k in grads}
-        return sum(graph.bytes(made[k]) * math.prod(shares) for k, shares in laid.items())
+        found = 0.0
+        for k in range(len(node.step.outputs)):
+            name = graph.result(at, k)
+            if graph.values[name].grad and name not in node.within:
+                shares = self._shares([one.outputs[k] for one in options])
+                count = 1 if name in node.forgets else node.count
+                found += count * graph.bytes(name) * math.prod(shares)
+        return found
 
     # -- the problem -------------------------------------------------------------------------------
+
+    def on(self, graph: Graph) -> Joint:
+        """The same of a graph in which some nodes do their work in another way."""
+        made = copy(self)
+        made.parts = tuple(copy(part) for part in self.parts)
+        for part in made.parts:
+            part.graph = graph
+        gone = ["graph", "problem"]
+        if [one.again for one in graph.nodes] != [one.again for one in self.graph.nodes]:
+            gone.append("_beside")
+        for name in gone:
+            made.__dict__.pop(name, None)
+        return made
 
     @cached_property
     def problem(self) -> Problem:
         """The variables with their costs, and the pairs of them that share a value."""
+        seconds, sizes, costs = self._beside
+        seconds, sizes = [*seconds], [*sizes]
+        for at in range(len(self.graph.nodes)):
+            own, sizes[at] = self._own(at)
+            seconds[at] = seconds[at] + own
+        return Problem(tuple(seconds), tuple(sizes), costs)
+
+    def _own(self, at: int) -> tuple[Costs, Costs]:
+        """Seconds and bytes of a node by itself, of each of its options."""
+        node = self.graph.nodes[at]
+        if (at, node) not in self._known:
+            took = [node.count * self.operator(at, one) for one in self.options[at]]
+            held = [self.kept(at, one) for one in self.options[at]]
+            self._known[at, node] = np.array(took), np.array(held)
+        return self._known[at, node]
+
+    def saves(self, before: Joint) -> float:
+        """Seconds at most by which the best is quicker than before some nodes were changed."""
+        pairs = enumerate(zip(self.graph.nodes, before.graph.nodes))
+        changed = [at for at, (node, other) in pairs if node != other]
+        return sum(max(0.0, float((before._own(k)[0] - self._own(k)[0]).max())) for k in changed)
+
+    @cached_property
+    def _beside(self) -> tuple[list[Costs], list[Costs], dict[tuple[int, int], Costs]]:
+        """All costs but those of what nodes do and keep by themselves."""
         graph = self.graph
-        seconds = [
-            np.array([node.count * self.operator(at, one) for one in self.options[at]])
-            for at, node in enumerate(graph.nodes)
-        ]
-        sizes = [
-            np.array([node.count * self._kept(at, one) for one in self.options[at]])
-            for at, node in enumerate(graph.nodes)
-        ]
+        seconds = [np.zeros(len(some)) for some in self.options]
+        sizes = [*seconds]
         for name, menu in self.parameters.items():
             often = graph.counts[name]
             seconds.append(np.array([often * self.update(name, one) for one in menu]))
@@ -482,14 +534,15 @@ class Joint:
             ways = (tuple(zip(*one)) for one in pairs)
             own = replace(first[name], place=-1)  # it enters no module yet
             took = [self.crossing(own, a, b) for a, b in ways]
-            seconds.append(graph.counts[name] * np.array(took))
+            read = [one.count for one in graph.edges if one.value == name and one.boundary]
+            seconds.append(max(graph.counts[name], *read) * np.array(took))
             sizes.append(np.zeros(len(pairs)))
         costs: dict[tuple[int, int], Costs] = {}
         for edge in graph.edges:
             self._edge(edge, seconds, costs)
         for name in self.shared:
             self._source(name, first[name], costs)
-        return Problem(tuple(seconds), tuple(sizes), costs)
+        return seconds, sizes, costs
 
     def _table(
         self, edge: Edge, given: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]

@@ -8,9 +8,11 @@ and what is written is legal nevertheless.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from schedlang.diagnostics.source import Source
 from schedlang.ir.placement import R, S
@@ -20,24 +22,19 @@ from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import pads_of
 from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
 from schedlang.passes.complete.tensor_rows import Finder
+from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked, Option
 from schedlang.passes.planner.operators.given import Given
 from schedlang.passes.planner.operators.graph import graph_of
-from schedlang.passes.planner.operators.named import Laid, laid, modes
-from schedlang.passes.planner.operators.placements import (
-    ENTERED,
-    SUM,
-    WHOLE,
-    Asked,
-    Joint,
-    Option,
-    Placed,
-)
+from schedlang.passes.planner.operators.named import Laid, modes
+from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.solve import Solution, solve
+from schedlang.passes.planner.operators.unity import Price, searched, substitutions
 
 if TYPE_CHECKING:
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.graph import Edge, Graph
 
+PROOF = "verify(forward, backward)"
 TRIES = 8  # options that are banned before it is given up
 
 
@@ -48,6 +45,7 @@ class Chosen:
     The solution's seconds and bytes are those of all axes.
 
     refused  the words in which options were refused, which are banned
+    above    rows of substitutions, of all axes
     """
 
     axis: str
@@ -55,6 +53,7 @@ class Chosen:
     solution: Solution
     rows: tuple[Row, ...]
     refused: tuple[str, ...] = ()
+    above: tuple[Row, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -69,7 +68,7 @@ def chosen(
 
     With activations split along the sequence, and without: the quicker of both that are legal.
     """
-    found = _quickest(trial, graph, (axis,), [(asked,)], limit, Given())
+    found = _quickest(trial, _joints(graph, [(asked,)]), (axis,), limit, Given())
     return found[0] if found else None
 
 
@@ -79,42 +78,64 @@ def layouts(
     limit: float = math.inf,
     given: Given | None = None,
     said: list[str] | None = None,
+    graph: Graph | None = None,
+    substituted: bool = False,
+    rows: bool | None = None,
 ) -> tuple[Chosen, ...] | None:
     """A legal layout over all axes at once, beside the rows that are given.
 
-    What is refused on the way is `said`.
+    What is refused on the way is `said`; `graph` is the model's, where it is known already.  An
+    axis splits `rows`, or none does; None: whatever is quicker.
 
     Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
-    that fits; rows are split over one axis at most, and stand last.  None where nothing fits in
-    `limit` bytes.
+    that fits; rows are split over one axis at most, and stand last.  With what is `substituted`
+    operators are chosen as well, as Unity does.  None where nothing fits in `limit` bytes.
     """
-    given = given or Given()
-    every = modes([given.asked(axis, asked) for axis, asked in axes.items()])
-    return _quickest(trial, graph_of(trial), tuple(axes), list(every), limit, given, said)
+    given, graph = given or Given(), graph or graph_of(trial)
+    menu = modes([given.asked(axis, asked) for axis, asked in axes.items()])
+    split = ((several, any(one.mode == "rows" for one in several)) for several in menu)
+    joints = _joints(graph, [several for several, own in split if rows in (None, own)])
+    if not joints:
+        return None
+    if not substituted:
+        return _quickest(trial, joints, tuple(axes), limit, given, said)
+    rules = substitutions(trial, graph)
+    price = Price(joints, rules, limit)
+    for _, state in searched(rules, price)[:TRIES]:
+        above = tuple(rules[k].row for k in sorted(state, key=lambda k: rules[k].again))
+        beside = replace(given, above=above)
+        found = _quickest(trial, price.on(state), tuple(axes), limit, beside, said)
+        if found is not None:
+            return tuple(replace(one, above=above) for one in found)
+    return None
+
+
+def _joints(graph: Graph, menu: Iterable[tuple[Asked, ...]]) -> list[Joint]:
+    """A menu as problems: with activations split along the sequence, and without."""
+    wide = list(menu)
+    for several in list(wide):
+        if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
+            wide.append(tuple(replace(one, tokens=False) for one in several))
+    return [Joint(tuple(Placed(graph, one) for one in several)) for several in wide]
 
 
 def _quickest(
     trial: Trial,
-    graph: Graph,
+    joints: Sequence[Joint],
     axes: tuple[str, ...],
-    menu: Sequence[tuple[Asked, ...]],
     limit: float,
     given: Given,
     said: list[str] | None = None,
 ) -> tuple[Chosen, ...] | None:
     """The quickest of a menu that is legal: the most promising are tried first."""
-    wide = list(menu)
-    for several in menu:
-        if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
-            wide.append(tuple(replace(one, tokens=False) for one in several))
-    bounds = [laid(graph, several, limit) for several in wide]
-    order = sorted((one.seconds, k) for k, one in enumerate(bounds) if one)
+    solved = ((joint, solve(joint.problem, limit)) for joint in joints)
+    bounds = [Laid(joint, one, joint.problem) for joint, one in solved if one]
     best: tuple[Chosen, ...] | None = None
-    for bound, k in order:
-        if best is not None and bound >= best[0].seconds:
+    for bound in sorted(bounds, key=lambda one: one.seconds):
+        if best is not None and bound.seconds >= best[0].seconds:
             break
         refused: list[str] = []
-        found = _legal(trial, bounds[k], axes, wide[k], limit, given, refused)
+        found = _legal(trial, bound, axes, limit, given, refused)
         if said is not None:
             said += refused
         if found is not None and (best is None or found[0].seconds < best[0].seconds):
@@ -124,18 +145,17 @@ def _quickest(
 
 def _legal(
     trial: Trial,
-    first: Laid | None,
+    found: Laid | None,
     axes: tuple[str, ...],
-    asked: tuple[Asked, ...],
     limit: float,
     given: Given,
     refused: list[str],
 ) -> tuple[Chosen, ...] | None:
     """The best of what the language takes: what it refuses is banned, and the next best tried."""
-    found, banned = first, frozenset[tuple[str, tuple[Option, ...]]]()
     for _ in range(TRIES):
         if found is None:
             return None
+        joint, solution = found.joint, found.solution
         made = _tried(trial, found, axes, given)
         if isinstance(made, dict):
             told = tuple(refused)
@@ -143,49 +163,55 @@ def _legal(
                 Chosen(
                     axis,
                     part,
-                    replace(found.solution, choice=found.joint.alone(found.solution.choice, k)),
+                    replace(solution, choice=joint.alone(solution.choice, k)),
                     made[axis],
                     told,
                 )
-                for k, (axis, part) in enumerate(zip(axes, found.joint.parts))
+                for k, (axis, part) in enumerate(zip(axes, joint.parts))
             ]
             return tuple(parts)
         if isinstance(made, int):  # its ranks would all do the same work
-            found = _busy(found.joint, made, limit)
-            asked = asked if found is None else tuple(one.asked for one in found.joint.parts)
+            found = _busy(found, made, limit)
             continue
         why, axis, blamed, alone = made
         refused.append(why)
         if not blamed:
             return None
-        joint, choice = found.joint, found.solution.choice
-        sites = [joint.graph.nodes[at].site for at in blamed]
-        mine = [joint.options[at][choice[at]] for at in blamed]
-        if alone:
-            bans = {(site, one[axis]) for site, one in zip(sites, mine)}
-            own = replace(asked[axis], banned=asked[axis].banned | bans)
-            asked = (*asked[:axis], own, *asked[axis + 1 :])
-        else:
-            banned |= set(zip(sites, mine))
-        again = Joint(tuple(Placed(joint.graph, one) for one in asked), banned)
-        solution = solve(again.problem, limit)
-        found = None if solution is None else Laid(again, solution)
+        found = _without(found, limit, blamed, [axis] if alone else range(len(axes)))
     return None
 
 
-def _busy(joint: Joint, axis: int, limit: float) -> Laid | None:
+def _without(found: Laid, limit: float, blamed: Iterable[int], axes: Sequence[int]) -> Laid | None:
+    """The best layout without what some nodes do on axes, and all others of the same modules."""
+    nodes, options = found.joint.graph.nodes, found.joint.options
+
+    def way(at: int, k: int) -> tuple[str, list[Option]]:
+        return nodes[at].site, [options[at][k][axis] for axis in axes]
+
+    bans = [way(at, found.solution.choice[at]) for at in blamed]
+    banned = ([way(at, k) in bans for k in range(len(one))] for at, one in enumerate(options))
+    return _masked(found, limit, dict(enumerate(banned)))
+
+
+def _masked(found: Laid, limit: float, banned: Mapping[int, Sequence[bool]]) -> Laid | None:
+    """The best layout without some options of nodes."""
+    seconds = list(found.problem.seconds)
+    for at, gone in banned.items():
+        seconds[at] = np.where(gone, np.inf, seconds[at])
+    problem = replace(found.problem, seconds=tuple(seconds))
+    solution = solve(problem, limit)
+    return None if solution is None else Laid(found.joint, solution, problem)
+
+
+def _busy(found: Laid, axis: int, limit: float) -> Laid | None:
     """The best layout in which an axis splits one module at least: of all modules, the best."""
     best: Laid | None = None
-    for at, node in enumerate(joint.graph.nodes):
-        options = joint.parts[axis].options[at]
-        if node.step.module and len(options) > 1:
-            asked = [part.asked for part in joint.parts]
-            bans = asked[axis].banned | {(node.site, one) for one in options if not one.split}
-            asked[axis] = replace(asked[axis], banned=bans)
-            made = Joint(tuple(Placed(joint.graph, one) for one in asked), joint.banned)
-            solution = solve(made.problem, limit)
-            if solution is not None and (best is None or solution.seconds < best.seconds):
-                best = Laid(made, solution)
+    for at, node in enumerate(found.joint.graph.nodes):
+        if node.step.module and len(found.joint.parts[axis].options[at]) > 1:
+            idle = [not one[axis].split for one in found.joint.options[at]]
+            made = _masked(found, limit, {at: idle})
+            if made is not None and (best is None or made.seconds < best.seconds):
+                best = made
     return best
 
 
@@ -201,7 +227,7 @@ def _tried(
     """
     sizes = {axis: part.asked.ranks for axis, part in zip(axes, found.joint.parts)}
     made: dict[str, tuple[Row, ...]] = {}
-    above: list[Row] = []
+    above: list[Row] = [*given.above]
     for k in sorted(range(len(axes)), key=lambda k: found.joint.parts[k].asked.mode == "rows"):
         axis, part = axes[k], found.joint.parts[k]
         mine = replace(found.solution, choice=found.joint.alone(found.solution.choice, k))
@@ -220,8 +246,10 @@ def _tried(
         told = finder.mended([row for _, row in rows])
         if isinstance(told, str):
             blamed = _blamed(rows, finder.blamed)
-            bare = Finder(trial, axis, sizes[axis], own, [])
-            alone = not above or isinstance(bare.mended([row for _, row in rows]), str)
+            bare = Finder(trial, axis, sizes[axis], [*given.above, *own], [])
+            alone = above == [*given.above] or isinstance(
+                bare.mended([row for _, row in rows]), str
+            )
             return told, k, blamed, alone
         if not (told or own):
             return k
@@ -331,13 +359,23 @@ def _lines(one: Chosen, trial: Trial) -> list[str]:
     return [*filter(None, [rows_text(named, trial.all)]), *whole]
 
 
-def _steps(found: Sequence[Chosen], trial: Trial) -> str:
-    """The rows of every axis, in a step of its own; those of rows are the last, and proven."""
+def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = "") -> str:
+    """The rows of every axis, in a step of its own; those of rows are the last, and proven.
+
+    What these give up is a word of `relax`.
+    """
     steps: list[list[str]] = []
+    if found[0].above:
+        steps.append(['step "operators" {', rows_text(found[0].above, trial.all), PROOF])
+    if dtype:
+        cast = str(Row((), call("cast", dtype, params=True)))
+        steps.append(['step "precision" relax(dtype) {', cast, PROOF])
     for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
         if one.rows:
-            steps.append([f'step "over {one.axis}" {{', *_lines(one, trial)])
-    steps = steps or [['step "whole" {']]
+            word = f" relax({relax})" if relax and one.placed.asked.mode == "rows" else ""
+            steps.append([f'step "over {one.axis}"{word} {{', *_lines(one, trial)])
+    if not any(one.rows for one in found):
+        steps.append(['step "whole" {'])
     steps[-1].append("verify(train, steps=2)")
     return "\n".join("\n".join([*lines, "}\n"]) for lines in steps)
 
@@ -359,7 +397,18 @@ def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> str:
     return printer.fmt(Source(source.name, "\n".join([*lines[:at], *first, *lines[at:], *last])))
 
 
-def text(name: str, mesh: Mapping[str, int], found: Sequence[Chosen], trial: Trial) -> str:
-    """The text of a schedule of these rows alone."""
-    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{_steps(found, trial)}"
+def text(
+    name: str,
+    mesh: Mapping[str, int],
+    found: Sequence[Chosen],
+    trial: Trial,
+    dtype: str = "",
+    relax: str = "",
+) -> str:
+    """The text of a schedule of these rows alone, which computes in a dtype.
+
+    A step that splits rows gives up what `relax` says.
+    """
+    steps = _steps(found, trial, dtype, relax)
+    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{steps}"
     return printer.fmt(Source("planned", made))

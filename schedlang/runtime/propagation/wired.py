@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree
 
 from schedlang.runtime.batch import forward, named_tensors
 from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.mixed_precision import DTYPES
 from schedlang.runtime.propagation import ways
 from schedlang.runtime.propagation.call_rules import LINEAR, SUMMING
 from schedlang.runtime.propagation.trace import Frame, Lattice, Running, Stack, Trace
@@ -59,6 +61,7 @@ class Step:
     kind        a product, attention, or other
     fills       whether it makes a tensor of one number
     kept        whether its results are new memory, and none of what it was given
+    kernels     how many operators a module runs, and the bytes that these move `inside` of it
     """
 
     site: str
@@ -73,6 +76,8 @@ class Step:
     flops: float
     kept: bool
     fills: bool = False
+    kernels: int = 1
+    inside: float = 0.0
 
 
 @dataclass
@@ -91,6 +96,7 @@ class Wiring(Lattice):
     def __init__(self, stack: Stack, names: Mapping[int, str]) -> None:
         self.stack, self.names = stack, names
         self.wired, self.muted = Wired(), 0
+        self.inner: list[float] = []
         self.places: Counter[tuple[Frame, str, tuple[tuple[int, ...], ...]]] = Counter()
 
     def value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
@@ -112,13 +118,15 @@ class Wiring(Lattice):
     def after(self, call: Running) -> None:
         """Write down a call that is outside of the modules that are one step."""
         if self.muted or not call.outputs:
+            if call.outputs and call.name not in LINEAR:
+                self.inner.append(_bytes((*call.inputs, *call.outputs)))
             return
         given = [self.known(one) for one in call.inputs]
         varies = any(self.wired.values[one].varies for one in given)
         found = ways.ways(call) if varies else ()
         attends = call.func is F.scaled_dot_product_attention
         kind = "attention" if attends else "product" if call.name in PRODUCTS else "other"
-        kept = not (call.name in LINEAR or all(o.dim() == 0 for o in call.outputs))
+        kept = call.name not in LINEAR
         self.step(call, given, found, "", kind, varies, kept)
 
     def step(
@@ -130,6 +138,7 @@ class Wiring(Lattice):
         kind: str,
         varies: bool,
         kept: bool = True,
+        inner: tuple[int, float] = (1, 0.0),
     ) -> None:
         """Write down one step, with values for what it gives."""
         flops = _flops(call, module if module == "experts" else kind)
@@ -150,6 +159,7 @@ class Wiring(Lattice):
                 flops,
                 kept,
                 call.name in FILLS,
+                *inner,
             )
         )
 
@@ -166,6 +176,7 @@ class Wiring(Lattice):
             own = list(module.parameters())
             given += [self.known(one) for one in own]
             self.muted += 1
+            self.inner.clear()
             try:
                 out = inner(*args, **kwargs)
             finally:
@@ -177,10 +188,17 @@ class Wiring(Lattice):
             simple = len(made) == 1 and bool(tensors) and made[0] is not tensors[0]
             found = _module_ways(module, kind, tensors, own) if simple else ()
             product = kind not in ("norm", "table")
-            self.step(call, given, found, kind, "product" if product else "other", True)
+            does = "product" if product else "other"
+            more = max(0.0, sum(self.inner) - _bytes((*call.inputs, *made)))
+            several = (len(self.inner), more) if kind == "norm" and self.inner else (1, 0.0)
+            self.step(call, given, found, kind, does, True, inner=several)
             return out
 
         return run
+
+
+def _bytes(tensors: Sequence[Tensor]) -> float:
+    return float(sum(one.numel() * one.element_size() for one in tensors))
 
 
 def _module_ways(
@@ -230,11 +248,20 @@ def wired(
     batch: Mapping[str, Any],
     kinds: Mapping[str, str],
     loss: Callable[..., Any] | None = None,
+    dtype: str = "",
 ) -> Wired:
     """Record one forward of a throwaway model on the meta device, with its loss.
 
     kinds  modules that are one step: linear, conv1d, table, norm, convolution, experts
+    dtype  in which all is computed, `bf16` or `fp16`; "": as it is stored
     """
+    if dtype:
+        low = DTYPES[dtype]
+        model.to(low)
+        batch = _pytree.tree_map(
+            lambda t: t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t,
+            dict(batch),
+        )
     stack = Stack()
     names = {id(one): name for name, one in model.named_parameters()}
     wiring = Wiring(stack, names)

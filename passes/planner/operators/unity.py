@@ -1,0 +1,222 @@
+"""Substitutions of operators, chosen together with their layouts.
+
+Unity (Unger et al., OSDI 2022), after TASO (Jia et al. 2019): best first over the graphs that
+substitutions make, each priced by its best layouts, which the solver finds value by value.
+
+* What the language has as rows: kernels, fused modules, merged products, blocks computed again.
+* The graph that they make.
+* The search.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from schedlang.ir.primitive import registry
+from schedlang.passes.complete.proposal import Row, call
+from schedlang.passes.planner.operators.solve import solve
+
+if TYPE_CHECKING:
+    from schedlang.passes.complete.proposal import Trial
+    from schedlang.passes.planner.operators.graph import Graph, Node
+    from schedlang.passes.planner.operators.placements import Joint
+
+UNITY = (
+    "substitutions and parallelization at once (Unger et al., OSDI 2022)",
+    "pipelines; of substitutions it has those that are rows; a module it lays out on all ranks",
+)
+ALPHA = 1.05  # what costs so many times the best is not gone on from, as in the paper
+BUDGET = 64  # graphs that are priced
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """A row that changes nothing of what is computed, and the nodes that it concerns.
+
+    again  they are computed again for the backward; else one kernel does the work of all
+    """
+
+    row: Row
+    nodes: frozenset[int]
+    again: bool = False
+
+    def clashes(self, other: Substitution) -> bool:
+        """Return whether both would do the work of one node."""
+        return self.again == other.again and bool(self.nodes & other.nodes)
+
+
+# -- what the language has as rows -----------------------------------------------------------------
+
+
+def substitutions(trial: Trial, graph: Graph) -> list[Substitution]:
+    """The substitutions of a graph that the language takes; of equal ones the first."""
+    found: dict[tuple[frozenset[int], bool], Substitution] = {}
+    for one in (*_kernels(trial, graph), *_merged(graph), *_again(graph)):
+        known = (one.nodes, one.again) in found
+        if one.nodes and not known and trial.refusal([one.row], "dp", 1) is None:
+            found[one.nodes, one.again] = one
+    return list(found.values())
+
+
+def _kernels(trial: Trial, graph: Graph) -> Iterator[Substitution]:
+    works = [k for k, one in enumerate(graph.nodes) if one.step.kept or one.step.kind != "other"]
+    bare = [k for k in works if not graph.nodes[k].step.module]
+    for site in dict.fromkeys(one.site for one in graph.nodes):
+        own = frozenset(k for k in works if graph.nodes[k].site == site)
+        modules = [k for k in own if graph.nodes[k].step.module]
+        below = frozenset(k for k in bare if f"{graph.nodes[k].site}.".startswith(f"{site}."))
+        if any(graph.nodes[k].kernels > 1 for k in modules):
+            yield from (Substitution(Row((site,), one), own) for one in NORMS)
+        elif site in graph.worded and any(graph.nodes[k].step.module == "linear" for k in own):
+            loss = frozenset(k for k in works if k >= min(own))
+            yield Substitution(Row((site,), LOSS), loss)
+        elif site and not modules and len(below) > 1:
+            yield from (Substitution(Row((site,), one), below) for one in POINTWISE)
+
+
+NORMS = (
+    call("replace_kernel", "rms_norm"),
+    call("replace_kernel", "layer_norm"),
+    call("fuse", backend="rowwise"),
+)
+LOSS = call("replace_kernel", "linear_cross_entropy")
+POINTWISE = call("replace_kernel", "gated"), call("fuse", backend="rowwise")
+
+
+def _merged(graph: Graph) -> Iterator[Substitution]:
+    """Products of one input by one, where the verb is known: an example defines it."""
+    if "merge_products" not in registry():
+        return
+    readers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, node in enumerate(graph.nodes):
+        if node.step.module == "linear" and 0 in graph.given(at):
+            readers[node.site.rpartition(".")[0], graph.given(at)[0]].append(at)
+    for (parent, _), those in readers.items():
+        names = [graph.nodes[at].site.rpartition(".")[2] for at in those]
+        if parent and len(those) > 1:
+            yield Substitution(Row((parent,), call("merge_products", *names)), frozenset(those))
+
+
+def _again(graph: Graph) -> Iterator[Substitution]:
+    heads = dict.fromkeys(
+        head + star for head, star, _ in (one.site.partition("*") for one in graph.nodes) if star
+    )
+    for head in heads:
+        those = (k for k, one in enumerate(graph.nodes) if f"{one.site}.".startswith(f"{head}."))
+        yield Substitution(Row((head,), call("checkpoint")), frozenset(those), again=True)
+
+
+# -- the graph that they make ----------------------------------------------------------------------
+
+
+def applied(graph: Graph, those: Iterable[Substitution]) -> Graph:
+    """The graph after substitutions: the same nodes, some of which do their work in another way."""
+    made = copy(graph)
+    made.nodes = list(graph.nodes)
+    for one in those:
+        change = _forgetting if one.again else _joined
+        for at, node in change(made, one.nodes):
+            made.nodes[at] = node
+    return made
+
+
+def _joined(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
+    """One kernel: what is handed on in it is neither moved nor kept, and all is read once."""
+    read: set[str] = set()
+    first = min(nodes)
+    for at in sorted(nodes):
+        given = {*graph.given(at).values()}
+        within = _inside(graph, at, nodes) | (given & read)
+        read |= given | {graph.result(at, k) for k in range(len(graph.nodes[at].step.outputs))}
+        yield at, replace(graph.nodes[at], kernels=int(at == first), within=frozenset(within))
+
+
+def _inside(graph: Graph, at: int, nodes: frozenset[int]) -> set[str]:
+    """The results of a node that no other nodes read, nor those of other blocks."""
+    read = [edge for edge in graph.edges if edge.source[0] == at]
+    out = {e.value for e in read if e.target not in nodes or e.count != graph.nodes[e.target].count}
+    return {edge.value for edge in read} - out
+
+
+def _forgetting(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
+    for at in nodes:
+        forgets = frozenset(_inside(graph, at, nodes))
+        yield at, replace(graph.nodes[at], again=True, forgets=forgets)
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+State = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of what substitutions make: the quickest of several layouts in so many bytes.
+
+    Those that save too little to be the quickest are not solved.
+    """
+
+    joints: Sequence[Joint]
+    rules: Sequence[Substitution]
+    limit: float = math.inf
+
+    def on(self, state: State) -> list[Joint]:
+        """The problems after substitutions."""
+        made = applied(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
+        return [joint.on(made) for joint in self.joints]
+
+    @cached_property
+    def free(self) -> Sequence[float]:
+        """The quickest of each problem before any, where bytes are free."""
+        found = [solve(joint.problem) for joint in self.joints]
+        return [one.seconds if one else math.inf for one in found]
+
+    def __call__(self, state: State) -> float:
+        """Seconds of the quickest."""
+        best = math.inf
+        after = zip(self.free, self.joints, self.on(state))
+        for free, before, joint in sorted(after, key=lambda one: one[0]):
+            if free - joint.saves(before) < best:
+                found = solve(joint.problem, self.limit)
+                best = min(best, found.seconds if found else math.inf)
+        return best
+
+
+def searched(
+    rules: Sequence[Substitution],
+    price: Callable[[State], float],
+    alpha: float = ALPHA,
+    budget: int = BUDGET,
+) -> list[tuple[float, State]]:
+    """Price what substitutions make, and give the quickest first: the numbers of those made.
+
+    Of the best so far one more is made at a time; with `alpha` infinite and no end of the budget
+    all that there are are priced.
+    """
+    turn, start = itertools.count(), State()
+    told = {start: price(start)}
+    heap = [(told[start], next(turn), start)]
+    best = told[start]
+    while heap and len(told) < budget:
+        seconds, _, here = heapq.heappop(heap)
+        if seconds > alpha * best:
+            break
+        for k, rule in enumerate(rules):
+            more = here | {k}
+            if more in told or any(rule.clashes(rules[one]) for one in here):
+                continue
+            told[more] = price(more)
+            best = min(best, told[more])
+            if told[more] <= alpha * best:
+                heapq.heappush(heap, (told[more], next(turn), more))
+    ranked = sorted((seconds, len(one), sorted(one)) for one, seconds in told.items())
+    return [(seconds, State(one)) for seconds, _, one in ranked if seconds < math.inf]

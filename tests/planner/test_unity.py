@@ -1,0 +1,216 @@
+"""Unity: substitutions and layouts chosen together, against all sequences, and proven."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostics.source import Source
+from schedlang.ir.modelfile import load_model_file
+from schedlang.ir.primitive import scratch
+from schedlang.language.syntax import parse
+from schedlang.passes.complete.proposal import Trial
+from schedlang.passes.elaborate.state import Settings
+from schedlang.passes.planner.operators.asked import Asked
+from schedlang.passes.planner.operators.graph import Graph, graph_of
+from schedlang.passes.planner.operators.named import menu
+from schedlang.passes.planner.operators.placements import Joint, Placed
+from schedlang.passes.planner.operators.rows import layouts, text
+from schedlang.passes.planner.operators.solve import solve
+from schedlang.passes.planner.operators.unity import (
+    Price,
+    Substitution,
+    applied,
+    searched,
+    substitutions,
+)
+from schedlang.passes.planner.values import Kind
+from schedlang.schedule import Schedule
+from tests.engine import Threads
+from tests.planner.test_operators import Slow, cheapest, trial_of
+from tests.proofs import proven
+
+
+class Starts(Slow):
+    """Costs in which an operator takes a start beside its bytes."""
+
+    def operator(self, kind: Kind, flops: float, moved: float) -> float:
+        return 50.0 + flops / 8 + moved
+
+
+class Norm(nn.Module):
+    """A norm of several operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class RMSNorm(Norm):
+    """By the name by which norms are known."""
+
+
+class Gated(nn.Module):
+    """Gates between projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A norm and gates, with a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Small(nn.Module):
+    """Blocks, and the mean of squares."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+X = {"x": torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0))}
+
+
+@cache
+def known() -> tuple[Trial, Graph, list[Substitution]]:
+    trial = trial_of(Small().double(), X)
+    graph = graph_of(trial)
+    return trial, graph, substitutions(trial, graph)
+
+
+def sequences(
+    rules: Sequence[Substitution], done: tuple[int, ...] = ()
+) -> Iterator[tuple[int, ...]]:
+    """All sequences of substitutions, one after the other."""
+    yield done
+    for k, rule in enumerate(rules):
+        if k not in done and not any(rule.clashes(rules[one]) for one in done):
+            yield from sequences(rules, (*done, k))
+
+
+def price(graph: Graph, those: Sequence[Substitution], limit: float) -> float:
+    """The best layouts of the graph that substitutions make, built anew."""
+    on, best = applied(graph, those), math.inf
+    for asked in menu(Asked(2, Starts(1.0))):
+        found = solve(Joint((Placed(on, asked),)).problem, limit)
+        best = min(best, found.seconds if found else math.inf)
+    return best
+
+
+def test_the_language_has_kernels_and_recomputation_as_substitutions() -> None:
+    """Found by what modules compute: a norm, gates, and blocks that run again."""
+    _, _, rules = known()
+    assert [str(one.row) for one in rules] == [
+        "blocks.*.norm  fuse(backend=rowwise)",
+        "blocks.*.mlp  replace_kernel(gated)",
+        "blocks.*  checkpoint()",
+    ]
+
+
+def test_products_of_one_input_are_merged_where_the_verb_is_known() -> None:
+    """What they read is read once, and one product starts."""
+    with scratch():
+        found = load_model_file("examples/techniques/merge_products/model.py", None)
+        trial = trial_of(found.model(), {"x": torch.ones(4, 6, 8), "y": torch.ones(4, 6, 8)})
+        graph = graph_of(trial)
+        rule = substitutions(trial, graph)[0]
+        sys.modules.pop("merge_products")
+    assert str(rule.row) == "layers.*  merge_products(q, k, v)"
+    nodes = [applied(graph, [rule]).nodes[at] for at in sorted(rule.nodes)]
+    assert [(one.kernels, *one.within) for one in nodes] == [(1,), (0, "x"), (0, "x")]
+
+
+@pytest.mark.parametrize("share", [math.inf, 1.0, 0.7])
+def test_equals_all_sequences_of_substitutions(share: float) -> None:
+    """Freely, and where memory binds; never worse than layouts alone."""
+    _, graph, rules = known()
+    alone = solve(Joint((Placed(graph, Asked(2, Starts(1.0))),)).problem)
+    assert alone is not None
+    limit = share * alone.bytes
+    joints = [Joint((Placed(graph, asked),)) for asked in menu(Asked(2, Starts(1.0)))]
+    fast = Price(joints, rules, limit)
+    every = [price(graph, [rules[k] for k in those], limit) for those in sequences(rules)]
+    whole = searched(rules, fast, alpha=math.inf)
+    assert whole[0][0] == min(every) and len(whole) == len(
+        {frozenset(s) for s, cost in zip(sequences(rules), every) if cost < math.inf}
+    )
+    assert searched(rules, fast)[0][0] == min(every) <= price(graph, [], limit)
+    for _, state in whole if math.isinf(share) else ():
+        for free, joint, on in zip(fast.free, joints, fast.on(state)):
+            after = solve(on.problem)
+            assert after and free - after.seconds <= on.saves(joint) * (1 + 1e-9)
+    chosen = {str(rules[k].row) for k in whole[0][1]}
+    assert any("fuse" in row for row in chosen)
+    assert any("checkpoint" in row for row in chosen) == (share < 1.0)
+
+
+def test_a_substitution_is_solved_as_exactly_as_a_graph() -> None:
+    """The layouts beside one are the best of all choices."""
+    _, graph, rules = known()
+    on = applied(graph, rules[1:])
+    for asked in menu(Asked(2, Starts(1.0)))[:2]:
+        placed = Placed(on, asked)
+        found = solve(placed.problem)
+        assert found is not None and math.isclose(found.seconds, cheapest(placed, math.inf))
+
+
+def test_a_kernel_moves_and_keeps_nothing_inside_and_starts_once() -> None:
+    """Gates: the activation between them is neither written nor kept."""
+    _, graph, rules = known()
+    costs = Asked(2, Starts(1.0))
+    before, after = (Joint((Placed(one, costs),)) for one in (graph, applied(graph, rules[1:2])))
+    nodes = sorted(rules[1].nodes)
+    whole = [before.options[at].index((before.parts[0].options[at][0],)) for at in nodes]
+    took = [
+        sum(joint.operator(at, joint.options[at][k]) for at, k in zip(nodes, whole))
+        for joint in (before, after)
+    ]
+    inside = graph.bytes(graph.result(nodes[0], 0))
+    assert took[0] - took[1] == 2 * 50.0 + 3 * 2 * inside  # forward, and twice backward
+    kept = [joint.kept(nodes[0], joint.options[nodes[0]][0]) for joint in (before, after)]
+    assert kept == [2 * inside, 0.0]
+
+
+def itself(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return out
+
+
+def test_what_is_written_computes_the_same(threads: Threads) -> None:
+    """Kernels, then blocks that run again where memory binds, then layouts: on two ranks."""
+    trial, graph, _ = known()
+    asked = {"tp": Asked(2, Starts(1e-3))}
+    free = layouts(trial, asked)
+    assert free is not None
+    found = layouts(trial, asked, 0.8 * free[0].solution.bytes, substituted=True)
+    assert found is not None and "checkpoint" in str(found[0].above[-1])
+    written = text("Small", {"tp": 2}, found, trial)
+    plan = Schedule(trial.facts.model, parse(Source("u.sched", written)), Settings()).plan()
+    proven(threads, plan, [X], loss=itself)
