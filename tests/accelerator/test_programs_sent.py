@@ -7,8 +7,10 @@ torchrun leaves it.  A program trains as the untouched model does on one CPU.
 from __future__ import annotations
 
 import math
+import os
 import socket
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +164,19 @@ def test_a_script_sets_nothing(device: str | None) -> None:
         free.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     check(spawn(trained, "zero 3", device, backend=None, set_device=False, environ=where))
+
+
+def unled(own: bool) -> Any:
+    """On a rank: what `trained` gives where nobody tells which rank of its machine this is."""
+    with mock.patch.dict(os.environ):
+        del os.environ["LOCAL_RANK"]
+        return trained("zero 3", f"sim:{world.rank()}" if own else "sim")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ranks_that_no_launcher_started(own: bool) -> None:
+    """As `mp.spawn` starts them, in a world of the user's: the model's device, or the rank's."""
+    check(spawn(unled, own, set_device=False))
 
 
 def test_a_world_with_its_device() -> None:
