@@ -140,10 +140,11 @@ class Assembly:
         ]
 
     def weigh_all(self, parts: Sequence[Part]) -> list[Number]:
-        """Return the weight of each part of a batch in the mean loss, on the device of the
-        labels."""
+        """Return the weight of each part of a batch in the mean loss, known to the host or, where
+        labels lie on a device, on this rank's."""
         weight = getattr(self.weight, "counted", self.weight)
-        return counted([weight(p.weighed if p.weighed is not None else p.inputs) for p in parts])
+        weights = [weight(p.weighed if p.weighed is not None else p.inputs) for p in parts]
+        return counted(weights, self.ranks.device)
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -44,19 +44,21 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def own_device() -> torch.device:
+def own_device(otherwise: int = 0) -> torch.device:
     """The device of this rank, made current: the one of LOCAL_RANK, or the CPU where there is none.
 
     A device other than the first that is current already was chosen by whoever started us, and
-    stays. Ranks beyond the devices of a machine share them, by turns; a rank that sees one device
-    (as starters that hide the others have it) takes that.
+    stays. `otherwise` is the place where no starter tells LOCAL_RANK. Ranks beyond the devices of a
+    machine share them, by turns; a rank that sees one device (as starters that hide the others have
+    it) takes that.
     """
     kind = accelerator()
     if kind is None:
         return HOST
     place = torch.accelerator.current_device_index()
     if place == 0:
-        place = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        told = os.environ.get("LOCAL_RANK", otherwise)
+        place = int(told) % torch.accelerator.device_count()
         torch.accelerator.set_device_index(place)
     return torch.device(kind.type, place)
 

@@ -16,19 +16,21 @@ from schedlang.runtime.device import has_float64, numbers, on_accelerator, sent
 Number = float | Tensor  # a tensor: of no dims, on an accelerator
 
 
-def counted(values: Sequence[Number]) -> list[Number]:
-    """Numbers as they may be computed with: on the device if any of them lies there, else plain."""
+def counted(values: Sequence[Number], there: torch.device | None = None) -> list[Number]:
+    """Numbers as they may be computed with: on a device if any of them lies on one, else plain; on
+    `there`, where that is told, also if they lie on another."""
     homes = dict.fromkeys([one.device for one in values if isinstance(one, Tensor)])
     device = next((home for home in homes if on_accelerator(home)), None)
     if device is None:
         return list(numbers(values))
+    device = there or device
     kind = torch.float64 if has_float64(device) else torch.float32
 
     def put(value: Number) -> Tensor:
         if not isinstance(value, Tensor):
             return torch.full((), value, dtype=kind, device=device)
         value = value.detach().reshape(()).to(kind)
-        return value if value.device == device else sent(value, device)
+        return value.to(device) if on_accelerator(value) else sent(value, device)
 
     return list(torch.stack([put(value) for value in values]).unbind())
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Site:
     function: str  # the outermost, by its qualified name
     line: int
     number: int  # among all calls of the module
-    text: str
+    text: str  # and which, of those that read alike in one function: "x.wait() (2)"
 
     def __str__(self) -> str:
         return f"{self.module.rpartition('.')[2]}.py:{self.line} {self.text}"
@@ -91,9 +92,13 @@ def sites(*modules: str, chosen: Chosen = by_name) -> list[Site]:
         for owner in tree.body:
             for node, qualified in _functions(owner):
                 owners |= {inner: qualified for inner in ast.walk(node)}
+        alike: Counter[tuple[str, str]] = Counter()
         for number, call in enumerate(_calls(tree)):
             if call in owners and chosen(module, call):
                 text = ast.unparse(call)
+                alike[owners[call], text] += 1
+                if (nth := alike[owners[call], text]) > 1:
+                    text += f" ({nth})"
                 found.append(Site(name, owners[call], call.lineno, number, text))
     return found
 

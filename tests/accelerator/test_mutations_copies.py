@@ -27,6 +27,7 @@ REDUNDANT = {
 UNREACHED = {
     ("Watch._now", "synchronize(self.device)"): _CLOCK,
     ("_seconds", "synchronize(device)"): _CLOCK,
+    ("_seconds", "synchronize(device) (2)"): _CLOCK,
     ("synchronize", "torch.accelerator.synchronize(indexed(where))"): _CLOCK,
 }
 _STORAGE = "schedlang.runtime.storage."

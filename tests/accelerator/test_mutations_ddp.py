@@ -36,8 +36,11 @@ UNREACHED = {
         "dist.all_reduce(state.q_memory_dict[bucket_index], group=group_to_use, async_op=True)"
         ".get_future().wait()",
     ): "this hook of torch fails before: it gives a matrix to what wants several",
-    ("quantization_pertensor_hook", "fut.wait()"): _LIST,
-    ("quantization_perchannel_hook", "fut.wait()"): _LIST,
+    **{
+        (f"quantization_{kind}_hook", f"fut.wait(){nth}"): _LIST
+        for kind in ("pertensor", "perchannel")
+        for nth in ("", " (2)", " (3)")
+    },
 }
 COLLECTIVES = [Unheard(name) for name in ("all_reduce", "broadcast", "all_gather")]
 

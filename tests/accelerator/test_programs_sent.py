@@ -7,8 +7,10 @@ torchrun leaves it.  A program trains as the untouched model does on one CPU.
 from __future__ import annotations
 
 import math
+import os
 import socket
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,8 +110,8 @@ def alone() -> tuple[list[float], list[float], dict[str, Tensor]]:
     return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def trained(rows: str, device: str | None, local: bool = False) -> Any:
-    """On a rank: what the same steps give, and where the program computes."""
+def trained(rows: str, device: str | None, local: bool = False, lies: str = "cpu") -> Any:
+    """On a rank: what the same steps give, and where the program computes; where batches lie."""
     made = (
         program(rows, device, local=local)
         if not local
@@ -118,7 +120,7 @@ def trained(rows: str, device: str | None, local: bool = False) -> Any:
     losses, norms = [], []
     for step in range(STEPS):
         given = part(batch(step)) if local else batch(step)
-        loss = made.train_step(given, local=local)
+        loss = made.train_step({k: v.to(lies) for k, v in given.items()}, local=local)
         losses.append(float(loss))
         norms.append(made.grad_norm)
     return losses, norms, made.state_dict(), str(made.assembly.ranks.device), str(loss.device)
@@ -162,6 +164,24 @@ def test_a_script_sets_nothing(device: str | None) -> None:
         free.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     check(spawn(trained, "zero 3", device, backend=None, set_device=False, environ=where))
+
+
+def test_batches_where_the_model_was_made() -> None:
+    """On the first device, as `model.device` tells: they come to the rank's, and weigh there."""
+    check(spawn(trained, "pipeline", "sim", False, "sim:0", set_device=False))
+
+
+def unled(own: bool) -> Any:
+    """On a rank: what `trained` gives where nobody tells which rank of its machine this is."""
+    with mock.patch.dict(os.environ):
+        del os.environ["LOCAL_RANK"]
+        return trained("zero 3", f"sim:{world.rank()}" if own else "sim")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ranks_that_no_launcher_started(own: bool) -> None:
+    """As `mp.spawn` starts them, in a world of the user's: the model's device, or the rank's."""
+    check(spawn(unled, own, set_device=False))
 
 
 def test_a_world_with_its_device() -> None:

@@ -31,6 +31,7 @@ from tests.accelerator.test_features_run import (
     on_ranks,
     ranks_of,
     single,
+    sized,
     words,
 )
 from tests.expert_models import tiny
@@ -235,8 +236,9 @@ STATE = {
 @pytest.mark.parametrize("layout", STATE)
 def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
     """A checkpoint and weights on disk go on as before."""
-    model, (mesh, rows) = words(), STATE[layout]
-    model.load_state_dict(alone(words)[2])
+    mesh, rows = STATE[layout]
+    model = sized(mesh)()
+    model.load_state_dict(alone(sized(mesh))[2])
     after = float(model(**batch(STEPS))["loss"])
     folder = str(tmp_path / "k")
     for _, ahead, again, told, *_ in spawn(kept, mesh, rows, folder, ranks=ranks_of(mesh)):

@@ -124,19 +124,21 @@ overlap(gradients)
 """
 
 
-def _rebuilt(times: int) -> list[int]:
-    """How many groups there are after each build of a program that trains."""
-    found = []
+def _rebuilt(times: int) -> list[tuple[int, ...]]:
+    """How many groups, threads and open files there are after each build of a program that
+    trains."""
+    found, there = [], [at for at in ("/proc/self/task", "/proc/self/fd") if os.path.isdir(at)]
     batch = models.tokens()
     for _ in range(times):
         program = build(planned(models.gpt2(2), ROWS, "dp=2, tp=2"), batch, optimizer=sgd)
         program.train_step(batch)
-        found.append(len(dist.distributed_c10d._world.pg_map))
+        groups = len(dist.distributed_c10d._world.pg_map)
+        found.append((groups, *(len(os.listdir(at)) for at in there)))
     return found
 
 
 def test_a_program_built_again_makes_no_groups(pool: Pool) -> None:
-    """The groups of the first are those of the tenth."""
+    """The groups of the first are those of the tenth; so are its threads and files."""
     for found in pool.run(_rebuilt, 4, 10):
         assert len(set(found)) == 1
 

@@ -87,8 +87,8 @@ class World:
         """The device on which this rank computes a model that lies there.
 
         The model's own, if the world serves it.  Of several accelerators the one that the world was
-        joined with, else that of LOCAL_RANK; so it is also for a model in host memory, if the world
-        serves no CPU or if torchrun's job was joined here.
+        joined with, else that of LOCAL_RANK, else the model's (of the first: the rank's); so it is
+        also for one in host memory, if the world serves no CPU or torchrun's job was joined here.
         """
         if devices.accelerator() is None:
             return devices.HOST
@@ -97,7 +97,7 @@ class World:
             return devices.indexed(lies)
         if devices.on_host(lies) and devices.HOST.type in self.backends and not self.ours:
             return lies
-        home = self.bound if self.bound is not None else devices.own_device()
+        home = self.bound if self.bound is not None else devices.own_device(lies.index or self.rank)
         devices.make_current(home)
         return home
 
