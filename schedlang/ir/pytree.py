@@ -64,7 +64,12 @@ __all__ = [
 
 IsLeaf = Callable[[Any], bool]
 _PLAIN = (Tensor, int, float, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
-_LEAVES = frozenset([Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device])
+_LEAVES = frozenset(
+    [
+        *(Tensor, nn.Parameter, int, float, bool, str, bytes, type(None), slice, type(...)),
+        *(torch.dtype, torch.device),
+    ]
+)
 _NAMED: dict[type, None] = {}  # classes that were made known here, in order
 
 
@@ -82,10 +87,31 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], A
 
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of a nest."""
-    if flat(tree):
-        return list(tree.values())
+    found: list[Any] = []
+    if is_leaf is None and _plainly(tree, found):
+        return found
     know(tree)
     return _pytree.tree_leaves(tree, is_leaf)
+
+
+def _plainly(value: Any, found: list[Any]) -> bool:
+    """Find the leaves of a nest if it is made of lists, tuples and dicts alone; return whether.
+
+    Torch asks of each value whether it is a named tuple, which takes longer than all else.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        found.append(value)
+        return True
+    if kind is dict:
+        value = value.values()
+    elif kind is not tuple and kind is not list:
+        return False
+    # no generator: called several times for each operator of a model
+    for one in value:  # noqa: SIM110
+        if not _plainly(one, found):
+            return False
+    return True
 
 
 def tree_flatten_with_path(

@@ -40,6 +40,9 @@ SCALES: dict[Any, bool] = {
 }
 
 
+ASKING = (Tensor.cpu, Tensor.tolist, Tensor.__float__, Tensor.__bool__)
+
+
 class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
@@ -62,7 +65,7 @@ class Answers(TorchFunctionMode):
         """Run the call, or make up its answer."""
         kwargs = dict(kwargs or {})
         given = args[0] if args else None
-        if isinstance(given, Tensor) and given.is_meta:
+        if func in ASKING and isinstance(given, Tensor) and given.is_meta:
             if func is Tensor.cpu:
                 return given
             if func is Tensor.tolist:

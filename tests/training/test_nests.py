@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from schedlang.ir import pytree
+from schedlang.ir.copied import deeply_copied
 from schedlang.runtime.batch import named_tensors, stack
 from schedlang.runtime.float64 import widened
 from schedlang.runtime.launch.pool import Pool
@@ -221,3 +223,74 @@ def test_leaves_are_written_into_what_is_there() -> None:
     assert nest["items"] is items and items[1][1] is inner and inner == {"a": 7}
     assert items[0] == 5 and items[1][0] == 6 and nest["frozen"] is changed["frozen"]
     assert nest["named"].a is inner and nest["named"].b == 8
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_leaves_are_those_of_torch(kind: str) -> None:
+    """However they are found: those of plain nests without torch's own walk."""
+    plain = {"a": [ONE, (1, None, {"b": slice(2), "c": torch.float64})], "d": (), "e": ONE.shape}
+    for nest in (plain, [plain, NESTS[kind][0]], NESTS[kind][0], None, 3, nn.Parameter(ONE)):
+        leaves, wanted = pytree.tree_leaves(nest), _pytree.tree_leaves(nest)
+        assert [id(one) for one in leaves] == [id(one) for one in wanted]
+    assert pytree.tree_leaves([(1, 2)], lambda one: isinstance(one, tuple)) == [(1, 2)]
+
+
+class Own(nn.Module):
+    """A module that copies itself, and notes it."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = Own()
+        made.note = "mine"
+        return made
+
+
+class Stateful(nn.Module):
+    """A module that leaves something out of its state."""
+
+    def __getstate__(self) -> Any:
+        return {k: v for k, v in super().__getstate__().items() if k != "secret"}
+
+
+def drawn_module() -> nn.Module:
+    """Modules with ties, modules of their own ways, shared tables, cycles, and what hooks hold."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Own(), Stateful())
+    made = nn.ModuleList([inner, inner[0], nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))])
+    inner[3].secret, inner[3].shown = [1], 2
+    made.table = made.other = {"a": inner[0].weight, "module": inner[1]}
+    made.around, made.empty = [inner], []
+    inner.empty = made.empty
+    inner.holder = (made,)
+    inner[0].register_forward_hook(inner[1].forward)
+    return made
+
+
+def form(value: Any, seen: dict[int, int]) -> Any:
+    """Equal for values that are alike, down to which of them are one."""
+    if id(value) in seen:
+        return "again", seen[id(value)]
+    kind = type(value).__name__
+    if isinstance(value, (dict, list, tuple, nn.Module, Tensor)):
+        seen[id(value)] = len(seen)
+    if isinstance(value, Tensor):
+        return kind, value.tolist(), value.requires_grad
+    if isinstance(value, nn.Module):
+        return kind, [(name, form(one, seen)) for name, one in vars(value).items()]
+    if isinstance(value, dict):
+        return kind, [(name, form(one, seen)) for name, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return kind, [form(one, seen) for one in value]
+    if hasattr(value, "__self__"):
+        return kind, form(value.__self__, seen)
+    return value if isinstance(value, (int, float, str, set)) else kind
+
+
+def test_a_copy_is_that_of_the_library() -> None:
+    """Every attribute, tie and shared table, whichever way a module has itself copied."""
+    module = drawn_module()
+    made = deeply_copied(module, {})
+    wanted = copy.deepcopy(module)
+    assert form(made, {}) == form(wanted, {}) != form(drawn_module(), {})
+    assert not hasattr(made[0][3], "secret") and made[0][2].note == "mine"
+    assert made[0].holder[0] is made and made[0].empty is made.empty is not module.empty
+    stood = nn.Linear(3, 3)
+    assert deeply_copied(module, {id(module[1]): stood})[0][0] is stood

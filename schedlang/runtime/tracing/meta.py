@@ -107,16 +107,11 @@ def meta_batch(batch: Any) -> Any:
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 MOST = 1 << 14  # results that are kept; a model asks for some hundreds
-LEAVES = (
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+LEAVES = frozenset(
+    [
+        *(int, float, bool, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    ]
 )
 
 
@@ -133,19 +128,20 @@ class Memo:
     """
 
     _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
-    _fresh: dict[Any, bool] = field(default_factory=dict)  # operators that only make new tensors
+    # by id, as a hash would ask torch: operators, and whether one only makes new tensors
+    _fresh: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of the operator `func`; remember their shapes."""
-        fresh = self._fresh.get(func)
-        if fresh is None:
+        known = self._fresh.get(id(func))
+        if known is None:
             ends = (*func._schema.arguments, *func._schema.returns)
             alias = any(one.alias_info is not None for one in ends)
-            fresh = self._fresh[func] = not (alias or draws(func))
+            known = self._fresh[id(func)] = func, not (alias or draws(func))
         inputs: list[Tensor] = []
-        alone = torch._C._len_torch_dispatch_stack() == 0
-        default = torch.get_default_dtype()
-        key = _key((default, func, args, *kwargs.items()), inputs) if fresh and alone else None
+        key = None
+        if known[1] and torch._C._len_torch_dispatch_stack() == 0:
+            key = _key((id(func), torch.get_default_dtype(), args, *kwargs.items()), inputs)
         if key is None or not inputs:
             return func(*args, **kwargs)
         found = self._known.get(key)
@@ -168,10 +164,15 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
         if not value.is_meta or value.layout is not torch.strided or value.is_conj():
             return None
         inputs.append(value)
-        return "t", tuple(value.shape), value.stride(), value.dtype
-    if kind in (tuple, list):
-        parts = tuple(_key(one, inputs) for one in value)
-        return None if any(part is None for part in parts) else (kind, parts)
+        return "t", value.shape, value.stride(), value.dtype
+    if kind is tuple or kind is list:
+        parts = []
+        for one in value:  # no generator: this is called some times for each operator of a model
+            part = _key(one, inputs)
+            if part is None:
+                return None
+            parts.append(part)
+        return kind, tuple(parts)
     if kind in LEAVES or isinstance(value, torch._ops.OpOverload):
         return kind, value
     return None
@@ -220,6 +221,7 @@ def remembered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     return _ATEN.run(func, args, kwargs) if own else func(*args, **kwargs)
 
 
+SCALAR = torch.ops.aten._local_scalar_dense.default
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
@@ -251,7 +253,7 @@ class Constants:
         unknown: Callable[[Any], Any],
     ) -> Any:
         """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
-        if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
+        if func is SCALAR and args[0].is_meta:
             value = self.real(args[0])
             return unknown(func) if value is None else self.tell(value.item())
         if func is torch.ops.aten.masked_select.default and args[0].is_meta:
@@ -267,9 +269,11 @@ class Constants:
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
-        parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
         first = args[0] if args else None
         with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
+            if self._idle(first, output):
+                return output
+            parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
             made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
             small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
             # where nothing is known, what is made of a tensor is not known either
@@ -288,6 +292,16 @@ class Constants:
         elif func._schema.is_mutable:
             self._forget(made)
         return output
+
+    def _idle(self, first: Any, output: Any) -> bool:
+        """Return whether a result is one of most operators of a model: nothing is known of it, nor
+        of what it is made of, nor has it been."""
+        if type(first) not in PLAIN or type(output) is not Tensor or output.dtype is torch.bool:
+            return False
+        if not (first.is_meta and output.is_meta):
+            return False
+        known = self.values
+        return not known or (storage(first) not in known and storage(output) not in known)
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with all tensors on the meta device; None where they lie on one device.
