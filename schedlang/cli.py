@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any
 
+from schedlang.uncollected import Process
+
 if TYPE_CHECKING:
     import typer
 
@@ -33,6 +35,7 @@ def main() -> None:
         code = plain(words[1:])
         if code is not None:
             sys.exit(code)
+    Process.own = True
     try:
         # a verb that is named needs none of the others; a word that is no verb is told all of them
         made(words[:1] if words and words[0] in VERBS else VERBS)()

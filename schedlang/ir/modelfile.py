@@ -205,7 +205,7 @@ class Importing:
 def _run(load: Callable[[], Any], what: str) -> Any:
     Importing.now = True
     try:
-        with uncollected():  # of torch and transformers it would take a second
+        with uncollected(imports=True):  # of torch and transformers it would take a second
             return load()
     except Refusal:
         raise

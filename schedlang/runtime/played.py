@@ -29,7 +29,7 @@ from schedlang.runtime.storage.footprint import Footprint
 from schedlang.runtime.tracing.graph import Cut
 from schedlang.runtime.tracing.meta import OnMeta, meta_batch, remembered, storage, tensors_in
 from schedlang.runtime.weights import Number
-from schedlang.uncollected import uncollected
+from schedlang.uncollected import Process, uncollected
 
 # what multiplies (True) or divides in place
 SCALES: dict[Any, bool] = {
@@ -215,7 +215,8 @@ def _at_marks() -> Iterator[None]:
 
     Each look is at what came since then alone: a model and its modules are very many objects.
     """
-    ours = not gc.get_freeze_count()  # else who keeps the collector from them goes on doing so
+    # a command has frozen what it imported; else who keeps the collector from it goes on doing so
+    ours = Process.own or not gc.get_freeze_count()
     with uncollected():
         if ours:
             gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from schedlang import primitives
 from schedlang.cli import VERBS
 from schedlang.ir.primitive import load_all, registry
+from schedlang.uncollected import Process, uncollected
 from schedlang.verbs.checking import plain
 from tests import forks
 
@@ -125,3 +127,22 @@ def test_answers_as_the_command_line_does(
             code = plain(words)
             short = capsys.readouterr()
             assert (code, short.out, short.err) == (long.exit_code, long.stdout, long.stderr)
+
+
+def test_a_command_looks_once_at_what_it_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own; elsewhere garbage is left to whoever made it."""
+    before = gc.get_freeze_count()
+    with uncollected(imports=True):
+        assert not gc.isenabled()
+    assert gc.get_freeze_count() == before
+    monkeypatch.setattr(Process, "own", True)
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() == before
+    try:
+        with uncollected(imports=True):
+            pass
+        assert gc.get_freeze_count() > before
+    finally:
+        if not before:
+            gc.unfreeze()
