@@ -88,30 +88,24 @@ def tree_flatten(tree: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], A
 def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """The leaves of a nest."""
     found: list[Any] = []
-    if is_leaf is None and _plainly(tree, found):
-        return found
+    todo = [tree]
+    # torch asks of each value whether it is a named tuple, which takes longer than all else
+    while todo and is_leaf is None:
+        value = todo.pop()
+        kind = type(value)
+        if kind in _LEAVES:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            todo += value[::-1]
+        elif kind is dict:
+            todo += reversed(value.values())
+        else:
+            break
+    else:
+        if is_leaf is None:
+            return found
     know(tree)
     return _pytree.tree_leaves(tree, is_leaf)
-
-
-def _plainly(value: Any, found: list[Any]) -> bool:
-    """Find the leaves of a nest if it is made of lists, tuples and dicts alone; return whether.
-
-    Torch asks of each value whether it is a named tuple, which takes longer than all else.
-    """
-    kind = type(value)
-    if kind in _LEAVES:
-        found.append(value)
-        return True
-    if kind is dict:
-        value = value.values()
-    elif kind is not tuple and kind is not list:
-        return False
-    # no generator: called several times for each operator of a model
-    for one in value:  # noqa: SIM110
-        if not _plainly(one, found):
-            return False
-    return True
 
 
 def tree_flatten_with_path(

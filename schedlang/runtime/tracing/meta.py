@@ -269,10 +269,13 @@ class Constants:
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
-            if self._idle(first, output):
-                return output
+            if type(first) in PLAIN and type(output) is Tensor and output.dtype is not torch.bool:
+                # most operators of a model: nothing is known of the result, nor has it been
+                known = self.values and any(storage(t) in self.values for t in (first, output))
+                if first.is_meta and output.is_meta and not known:
+                    return output
             parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
             made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
             small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
@@ -292,16 +295,6 @@ class Constants:
         elif func._schema.is_mutable:
             self._forget(made)
         return output
-
-    def _idle(self, first: Any, output: Any) -> bool:
-        """Return whether a result is one of most operators of a model: nothing is known of it, nor
-        of what it is made of, nor has it been."""
-        if type(first) not in PLAIN or type(output) is not Tensor or output.dtype is torch.bool:
-            return False
-        if not (first.is_meta and output.is_meta):
-            return False
-        known = self.values
-        return not known or (storage(first) not in known and storage(output) not in known)
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with all tensors on the meta device; None where they lie on one device.
