@@ -63,13 +63,19 @@ def within(
 ) -> Window:
     """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
 
-    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.
+    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.  Shards of a
+    dim that is cut further hold some of those positions.
     """
     whole = list(held.shape if held else shape)
     index = list(held.index if held else [None] * len(shape))
     for dim, positions in enumerate(along):
         if positions is not None:
-            whole[dim], index[dim] = total, positions
+            own, whole[dim] = index[dim], total
+            if own is not None and isinstance(positions, Tensor):
+                positions = positions[torch.as_tensor(own)]
+            elif own is not None:
+                positions = [positions[k] for k in own]
+            index[dim] = positions
     return Window(tuple(whole), tuple(index))
 
 
