@@ -67,6 +67,7 @@ USES = {
     "seldom": "short batches do not call it",
     "never": "a layer that no batch calls",
     "strided": "its weights are not contiguous",
+    "folded": "its rows and tokens are one dim",
     "buffers": "complex and integer buffers, each used twice",
 }
 
@@ -139,6 +140,8 @@ class Used(MLP):
                 given = given[0]._asdict() if isinstance(given, tuple) else given
                 given = given if isinstance(given, dict) else vars(given)
                 return x + self.down(self.drop(given["wide"])) * given["scale"]
+            case "folded":
+                return super().forward(x.flatten(0, 1), mask).view(x.shape)
             case "seldom":
                 return super().forward(x, mask) if x.shape[1] > 5 else torch.tanh(x)
             case "buffers":

@@ -49,7 +49,8 @@ def _smaller(drawn: Drawn) -> Iterator[Drawn]:
 def _simpler(config: Config) -> Iterator[Config]:
     """One setting, or one block, as by default."""
     plain = Config()
-    for name in "skip frozen dropout mask side tied returns entry use seed".split():
+    names = ("skip", "frozen", "dropout", "mask", "side", "tied", "returns", "entry", "use", "seed")
+    for name in names:
         if getattr(config, name) != getattr(plain, name):
             tied = {"tied": False} if name == "entry" else {}
             yield replace(config, **{name: getattr(plain, name), **tied})
