@@ -71,11 +71,12 @@ def within(
     for dim, positions in enumerate(along):
         if positions is not None:
             own, whole[dim] = index[dim], total
-            if isinstance(positions, Tensor) and own is not None:
-                positions = positions[torch.as_tensor(own)]
-            elif own is not None:
-                positions = [positions[int(k)] for k in own]
-            index[dim] = positions
+            if own is None:
+                index[dim] = positions
+            elif isinstance(positions, Tensor):
+                index[dim] = positions[torch.as_tensor(own)]
+            else:
+                index[dim] = [positions[int(k)] for k in own]
     return Window(tuple(whole), tuple(index))
 
 
