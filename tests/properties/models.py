@@ -250,6 +250,7 @@ class Drawn(nn.Module):
             h = block(h, mask)
             if self.skip is not None and place == self.skip[0]:
                 kept = h
+        decay = self._decay() if self.use == "decay" else 0.0
         if self.use == "block":
             h = self.blocks[0](h, mask)
         if self.use == "function":
@@ -258,8 +259,6 @@ class Drawn(nn.Module):
             out = self.head(self.norm(h))
         if self.use == "head":
             out = out + torch.tanh(self.head(h))
-        small = [p for p in (*self.blocks[0].parameters(), *self.norm.parameters()) if p.dim() == 1]
-        decay = sum(p.square().sum() for p in small) if self.use == "decay" else 0.0
         if self.returns == "tuple":
             return (out, h, decay) if self.use == "decay" else (out, h)
         if labels is not None:
@@ -271,6 +270,11 @@ class Drawn(nn.Module):
         if self.returns == "object":
             return Output(loss, out, (h,))
         return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
+
+    def _decay(self) -> Any:
+        """The squares of vectors of the first block and the last norm."""
+        parameters = (*self.blocks[0].parameters(), *self.norm.parameters())
+        return sum(p.square().sum() for p in parameters if p.dim() == 1)
 
 
 KINDS = (
