@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.plan import Plan
+    from schedlang.passes.analyze.prepare import Prepared
     from schedlang.passes.planner.search import Found
     from schedlang.passes.simulate.machine import Cluster
     from schedlang.report import Report
@@ -279,6 +280,7 @@ class Schedule(Scope):
         from schedlang.passes.simulate.expected import demand
         from schedlang.passes.simulate.gains import gained
         from schedlang.passes.simulate.played_step import repeated
+        from schedlang.passes.static_checks.static import check_sums
         from schedlang.passes.verify.probe import cheaply
         from schedlang.runtime.comm.collectives import on_ranks
         from schedlang.runtime.left import telling
@@ -297,16 +299,19 @@ class Schedule(Scope):
             weights=weights,
         )
         check_options(args, unknown, {"batch": batch, **options})
-        check = partial(cheaply, loss=loss, weight=weight)
 
         @on_ranks(ranks)
         def made(first: Mapping[str, Any], local: bool = False) -> Program:
             whole = repeated(first, plan.shares) if local else first
             demand(plan, whole, loss, weight)
             gained(plan, whole)
-            # rows of one rank are no whole batch that parts could be compared with
-            asked = None if local else check
-            return telling(build(plan, first, local=local, check=asked, **options))
+
+            def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
+                check_sums(plan, batch, found, loss=loss, local=local)
+                if not local:  # rows of one rank are no whole that parts could be compared with
+                    cheaply(plan, batch, found, loss=loss, weight=weight)
+
+            return telling(build(plan, first, local=local, check=check, **options))
 
         with on_ranks(ranks):
             if batch is not None:

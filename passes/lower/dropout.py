@@ -292,13 +292,14 @@ def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
     split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
 
     def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        _, tags = masks.get((site, call), ((), {}))
+        whole, tags = masks.get((site, call), ((), {}))
         here = current()
         if here is not None and here.evaluation:
-            tags = of_evaluation(masks, site, len(shape), split)
+            whole, tags = of_evaluation(masks, site, len(shape), split)
         if not tags:
             return None
-        first = 0 if is_unbatched(unbatched, site, call) else 1  # else dim 0 holds the samples
+        # dim 0 holds the samples: alone, or with something that each of them has several of
+        first = int(not is_unbatched(unbatched, site, call) and len(shape) < len(whole))
         logical = list(shape)
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.ir.plan import Plan
-from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.analyze.prepare import Prepared, prepare
 from schedlang.passes.analyze.taking import at_the_forward
 from schedlang.passes.simulate.played_step import Step
 from schedlang.passes.static_checks.claim import Claim
@@ -18,6 +18,7 @@ from schedlang.passes.static_checks.roles import (
     Role,
     executed,
     matching,
+    planned,
     roles,
     slices,
 )
@@ -82,6 +83,34 @@ def static(
         matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
         owners(plan, step.prepared, told, played),
     )
+
+
+def check_sums(
+    plan: Plan,
+    batch: Mapping[str, Any],
+    prepared: Prepared,
+    *,
+    loss: Loss | None = None,
+    local: bool = False,
+) -> None:
+    """Refuse (S711, S712) a program that would sum a gradient too seldom or too often.
+
+    It is asked before training where gradients are parts over an axis that splits activations: such
+    a sum hangs on every use of a parameter, and one that is wrong says nothing.  `batch` are the
+    keyword arguments of a step, of this rank alone where `local`.
+    """
+    from schedlang.diagnostics.diagnostic import Refusal
+    from schedlang.runtime.batch import sample_of
+    from schedlang.runtime.kept_outside import kept_outside
+
+    if not prepared.traced.partial or prepared.traced.lossless is not None:
+        return
+    with kept_outside(plan.model.model):
+        sample = sample_of(batch, 1 if local else plan.dealt, plan.micro)
+        told = gradients(plan, prepared, sample, loss)
+    if told is not None:
+        for problem in ledger(plan, prepared, told, planned(plan, prepared)).problems:
+            raise Refusal(problem)
 
 
 def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from schedlang.kernels import check
 from schedlang.kernels.device import capability, note, on_gpu
+from schedlang.kernels.halves import asked
 
 _ALIGNED = 16  # bytes at which the rows of a matrix begin that torch's product takes
 
@@ -48,14 +49,15 @@ def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _reference_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool
+    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+    left, right = (dy, x) if across else (x, dy)
     for group, rows in _spans(ends):
-        matrix = weight[group] if across else weight[group].T
-        torch.mm(dy[rows], matrix, out=dx[rows])
-        left, right = (dy, x) if across else (x, dy)
-        torch.mm(left[rows].T, right[rows], out=dweight[group])
+        if for_x:
+            torch.mm(dy[rows], weight[group] if across else weight[group].T, out=dx[rows])
+        if for_weight:
+            torch.mm(left[rows].T, right[rows], out=dweight[group])
     return dx, dweight
 
 
@@ -83,17 +85,23 @@ def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Ten
 
 @torch.library.custom_op("schedlang::grouped_backward", mutates_args=())
 def grouped_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int
+    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, gradient of weight), contiguous."""
+    """(gradient of x, gradient of weight), contiguous; not written where they are not asked for."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     if not _fits(dy, x, weight):
         note("reference")
-        return _reference_backward(dy, x, weight, ends, bool(across))
+        return _reference_backward(dy, x, weight, ends, bool(across), for_x, for_weight)
     note("torch")
-    dx = torch._grouped_mm(dy, weight if across else weight.mT, ends)
     left, right = (dy, x) if across else (x, dy)
-    return dx.contiguous(), torch._grouped_mm(left.mT, right, ends).contiguous()
+    dx = torch._grouped_mm(dy, weight if across else weight.mT, ends) if for_x else x
+    dweight = torch._grouped_mm(left.mT, right, ends) if for_weight else weight
+    return _own(dx, x), _own(dweight, weight)
+
+
+def _own(made: Tensor, given: Tensor) -> Tensor:
+    """A gradient, contiguous; something of its shape for one that was not asked for."""
+    return torch.empty_like(given) if made is given else made.contiguous()
 
 
 @grouped_forward.register_fake
@@ -102,7 +110,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor, across: int) -> Tensor:
 
 
 @grouped_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: int) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -112,8 +120,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight = grouped_backward(dy, *ctx.saved_tensors, ctx.across)
-    return dx, dweight, None, None
+    needed = asked(ctx, 2)
+    found = grouped_backward(dy, *ctx.saved_tensors, ctx.across, *needed)
+    return *(grad if need else None for grad, need in zip(found, needed)), None, None
 
 
 grouped_forward.register_autograd(_differentiate, setup_context=_save)
@@ -126,8 +135,8 @@ def _flop(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.schedlang.grouped_backward)
-def _flop_backward(dy: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return 2 * _flop(x, weight)
+def _flop_backward(dy: Any, x: Any, weight: Any, *more: Any, **__: Any) -> int:
+    return _flop(x, weight) * (int(more[-2]) + int(more[-1]))
 
 
 @dataclass(frozen=True)

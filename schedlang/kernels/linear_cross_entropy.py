@@ -16,7 +16,6 @@ The gradient of the weight adds up in float32 at least.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,6 +28,7 @@ from schedlang.kernels import check
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
+from schedlang.kernels.halves import asked
 
 LARGEST = 256 * 2**20  # bytes of a chunk of logits, where nothing else is said
 PARTS = 16  # and of how many chunks the logits are then
@@ -87,8 +87,8 @@ def weighed(
     `by` [tokens] is a constant.  Differentiable once, in `x`, `weight` and `bias`, by a gradient
     that is known up to one factor: it is made in forward.
     """
-    asked = [t is not None and t.requires_grad for t in (x, weight, bias)]
-    more = (*form.chunks(x, weight), asked[0], asked[1] or asked[2])
+    needed = [t is not None and t.requires_grad for t in (x, weight, bias)]
+    more = (*form.chunks(x, weight), needed[0], needed[1] or needed[2])
     loss: Tensor = linear_weighed(x, weight, bias, target, by, smoothing, *more)[0]
     return loss
 
@@ -309,11 +309,11 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
-    asked = _asked(ctx)
+    needed = asked(ctx, 3)
     found = linear_statistics_backward(
-        x, weight, bias, target, lse, *grads, *ctx.form, asked[0], asked[1] or asked[2]
+        x, weight, bias, target, lse, *grads, *ctx.form, needed[0], needed[1] or needed[2]
     )
-    return *_asked_for(asked, found, bias), None, None, None, None
+    return *_asked_for(needed, found, bias), None, None, None, None
 
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -363,7 +363,7 @@ def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse, z = ctx.saved_tensors
     assert grads[3] is None, "the logits are used by nobody else"
     by = (torch.zeros_like(lse) if each is None else each for each in grads[:3])
-    asked = _asked(ctx)
+    needed = asked(ctx, 3)
     # a backward that comes again, for the weights alone or of a second loss, needs the logits again
     found = held_backward(
         z.clone() if _again() else z,
@@ -374,34 +374,10 @@ def _through_held(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         lse,
         *by,
         *ctx.form,
-        asked[0],
-        asked[1] or asked[2],
+        needed[0],
+        needed[1] or needed[2],
     )
-    return *_asked_for(asked, found, bias), None, None, None
-
-
-def _asked(ctx: Any) -> tuple[bool, ...]:
-    """Tell which gradients of (x, weight, bias) the backward that runs now computes.
-
-    Halves of a backward (`split_backward`) come one after the other: for x, then for the weights.
-    """
-    found: tuple[bool, ...] = ctx.needs_input_grad[:3]
-    if torch.compiler.is_compiling():
-        return found
-    nodes = [node for node, _ in ctx.next_functions[:3]]  # of the tensors among the inputs
-    return tuple(
-        need and (node is None or _runs(node))
-        for need, node in itertools.zip_longest(found, nodes[: len(found)])
-    )
-
-
-def _runs(node: Any) -> bool:
-    """Tell whether the backward that runs now reaches a node, or returns what comes to it."""
-    try:
-        reached: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
-        return True
-    return reached
+    return *_asked_for(needed, found, bias), None, None, None
 
 
 def _asked_for(asked: Sequence[bool], found: Sequence[Tensor], bias: Any) -> list[Tensor | None]:

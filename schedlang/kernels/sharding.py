@@ -75,13 +75,13 @@ def _grouped(x: Any, weight: Any, ends: Any, across: bool) -> list[Way]:
     ]
 
 
-def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool) -> list[Way]:
+def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool, *_: Any) -> list[Way]:
     into, out = (2, 1) if across else (1, 2)
-    whole = Replicate()
+    whole, more = Replicate(), (None, None, None)
     return [
-        ([whole, whole], [whole, whole, whole, whole, None]),
-        ([Partial(), Shard(out)], [Shard(1), whole, Shard(out), whole, None]),
-        ([Shard(1), Shard(into)], [whole, Shard(1), Shard(into), whole, None]),
+        ([whole, whole], [whole, whole, whole, whole, *more]),
+        ([Partial(), Shard(out)], [Shard(1), whole, Shard(out), whole, *more]),
+        ([Shard(1), Shard(into)], [whole, Shard(1), Shard(into), whole, *more]),
     ]
 
 

@@ -83,6 +83,21 @@ def test_the_operator_is_whole() -> None:
     assert torch.autograd.gradcheck(lambda *two: grouped(*two, ends, True), (x, weight))
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_each_half_of_a_backward_makes_its_own(across: bool) -> None:
+    """First the gradient of what experts are given, then that of their weights: a product each."""
+    sizes = (3, 5, 4) if across else (3, 4, 5)
+    x, weight = (torch.randn(*s, dtype=torch.double, requires_grad=True) for s in ((6, 4), sizes))
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    y = grouped(x * 1, weight * 1, ends, across).square().sum()
+    expected = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    for leaf, grad in zip((x, weight), expected, strict=True):
+        with FlopCounterMode(display=False) as counted:
+            (found,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        assert counted.get_total_flops() == 2 * 6 * 4 * 5
+        assert torch.equal(found, grad)
+
+
 @pytest.mark.deep
 def test_compiles_as_one_graph() -> None:
     """How many tokens an expert has is not asked for: nothing breaks the graph."""

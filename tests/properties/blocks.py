@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,102 @@ class MLP(nn.Module):
         h = self.norm(x) if self.pre else x
         h = x + self.drop(self.down(self.drop(F.gelu(self.up(h)))))
         return h if self.pre else self.norm(h)
+
+
+# how a pair of layers may be used otherwise than once each, by position, in a row of their own
+USES = {
+    "norm": "its norm is called again, on what comes out",
+    "again": "all of it is called twice",
+    "functional": "its weights are also used by functions, beside their modules",
+    "gain": "the norm's weight is used by the block, beside its module",
+    "named": "layers are called with keyword arguments",
+    "dict": "an inner module gives a dict",
+    "object": "an inner module gives an object of a class of its own",
+    "named tuple": "an inner module gives a named tuple, and a value beside it",
+    "seldom": "short batches do not call it",
+    "never": "a layer that no batch calls",
+    "strided": "its weights are not contiguous",
+    "folded": "its rows and tokens are one dim",
+    "buffers": "complex and integer buffers, each used twice",
+}
+
+
+@dataclass
+class Given:
+    """What an inner module gives."""
+
+    wide: Tensor
+    scale: float = 1.0
+
+
+class Pair(NamedTuple):
+    """The same as a named tuple."""
+
+    wide: Tensor
+    scale: float = 1.0
+
+
+class Inner(nn.Module):
+    """A layer and a function, given back in a container; called with keyword arguments."""
+
+    def __init__(self, up: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.up, self.kind = up, kind
+
+    def forward(self, *, x: Tensor, mask: Tensor | None = None) -> Any:
+        wide = F.gelu(self.up(x))
+        if self.kind == "dict":
+            return {"wide": wide, "scale": 1.0}
+        return Given(wide) if self.kind == "object" else (Pair(wide), x)
+
+
+class Used(MLP):
+    """The residual pair of layers, used in one of the ways of `USES`."""
+
+    def __init__(self, width: int, hidden: int, norm: str, dropout: float, use: str) -> None:
+        super().__init__(width, hidden, norm, dropout, pre=True)
+        self.use = use
+        if use in ("dict", "object", "named tuple"):
+            self.inner = Inner(self.up, use)
+            del self.up
+        if use == "never":
+            self.spare = nn.Linear(width, width)
+        if use == "strided":
+            self.up.weight = nn.Parameter(torch.zeros(width, hidden).t())
+            self.down.weight = nn.Parameter(torch.zeros(hidden, 2 * width).t()[::2])
+        if use == "buffers":
+            places = torch.arange(1, width + 1)
+            self.register_buffer("places", places)
+            self.register_buffer("wave", torch.polar(torch.ones(width), places / 3.0))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        match self.use:
+            case "norm":
+                out = super().forward(x, mask)
+                return out + self.norm(out)
+            case "again":
+                return super().forward(super().forward(x, mask), mask)
+            case "functional":
+                own = F.linear(torch.sin(F.linear(x, self.up.weight)), self.down.weight)
+                return super().forward(x, mask) + own
+            case "gain":
+                return super().forward(x * self.norm.weight, mask)
+            case "named":
+                h = self.down(input=self.drop(F.gelu(self.up(input=self.norm(x)))))
+                return x + self.drop(input=h)
+            case "dict" | "object" | "named tuple":
+                given = self.inner(x=self.norm(x), mask=mask)
+                given = given[0]._asdict() if isinstance(given, tuple) else given
+                given = given if isinstance(given, dict) else vars(given)
+                return x + self.down(self.drop(given["wide"])) * given["scale"]
+            case "folded":
+                return super().forward(x.flatten(0, 1), mask).view(x.shape)
+            case "seldom":
+                return super().forward(x, mask) if x.shape[1] > 5 else torch.tanh(x)
+            case "buffers":
+                turned = (torch.complex(x, x) * self.wave).real / self.places
+                return super().forward(turned, mask) + self.wave.imag * self.places
+        return super().forward(x, mask)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,7 @@ class Drawn(Short):
     spare: int = 0  # rows above one for each part
     length: int = 3
     illegal: str = ""  # a row that must be refused
+    used: bool = False  # whether rows may split one of two uses of something
 
     @property
     def micro(self) -> int:
@@ -89,6 +90,12 @@ class Drawn(Short):
         whole = any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
         once = any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
         return "S703" if whole else "S708" if once else ""
+
+    @property
+    def may(self) -> frozenset[str]:
+        """Codes of refusals that this may end in, where a row may split one of two uses."""
+        codes = ("S405", "S427", "S506", "S601", "S659", "S664")
+        return frozenset(codes) if self.used else frozenset()
 
     @property
     def rows(self) -> int:

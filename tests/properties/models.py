@@ -44,6 +44,18 @@ class Block(Short):
     flag: bool = False
     count: int = 2
     average: bool = False
+    use: str = ""
+
+    @property
+    def paired(self) -> bool:
+        """Whether it is a norm and a pair of layers, by these names."""
+        inside = ("dict", "object", "named tuple")
+        return self.kind == "mlp" or (self.kind == "used" and self.use not in inside)
+
+    @property
+    def up(self) -> str:
+        """The path of the first layer of a pair."""
+        return "up" if self.kind != "used" or self.paired else "inner.up"
 
     @property
     def turns(self) -> bool:
@@ -57,6 +69,8 @@ class Block(Short):
                 return kinds.Chain(width)
             case "mlp":
                 return kinds.MLP(width, self.hidden, self.norm, dropout, self.pre)
+            case "used":
+                return kinds.Used(width, self.hidden, self.norm, dropout, self.use)
             case "attention":
                 return kinds.Attention(
                     width,
@@ -95,8 +109,9 @@ class Config(Short):
     """A whole model; it is built the same from the same values.
 
     `entry` is "floats" or "words" (an embedding, and a head over the vocabulary); `returns` the
-    "loss", a "dict" with it, or a "tuple" without it, for which a loss function is given.  `skip`
-    names a block whose output is added before a later one; `frozen` is a path that is not trained.
+    "loss", a "dict" or an "object" (of a class of its own) with it, or a "tuple" without it, for
+    which a loss function is given.  `skip` names a block whose output is added before a later one;
+    `frozen` is a path that is not trained; `use` says what is used twice (`USES`).
     """
 
     blocks: tuple[Block, ...] = (Block(),)
@@ -111,6 +126,7 @@ class Config(Short):
     mask: bool = False
     side: bool = False
     seed: int = 0
+    use: str = ""
 
     def model(self) -> nn.Module:
         """The module, in float64, with no unit gain and no zero bias."""
@@ -153,6 +169,26 @@ class Config(Short):
         return batch
 
 
+USES = {
+    "norm": "the last norm stands behind the embedding, too",
+    "block": "the first block is called again behind the last",
+    "same": "all blocks are one module",
+    "embed": "the embedding's weight is used by a function, too",
+    "head": "the head is called twice",
+    "function": "the head is a function of the embedding's weight",
+    "decay": "squares of some weights are a part of the loss",
+}
+
+
+@dataclass
+class Output:
+    """What a model gives, in a class of its own."""
+
+    loss: Tensor
+    out: Tensor
+    parts: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Cotangent:
     """A loss for models that return none: unlike weights for the features, and their squares."""
@@ -161,12 +197,12 @@ class Cotangent:
     seed: int
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
-        out = output[0]
+        out, _, *decay = output
         if self.entry == "words":
-            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()) + sum(decay)
         places = torch.arange(out[0].numel(), dtype=torch.float64)
         weights = torch.sin(7.1 * places + self.seed).view(out.shape[1:])
-        return (out * weights).flatten(1).sum(1).mean() + (out**2).mean()
+        return (out * weights).flatten(1).sum(1).mean() + (out**2).mean() + sum(decay)
 
 
 class Drawn(nn.Module):
@@ -176,11 +212,13 @@ class Drawn(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.returns, self.skip = config.returns, config.skip
+        self.returns, self.skip, self.use = config.returns, config.skip, config.use
         width, words = config.width, config.entry == "words"
         out = config.vocab if words else 1
         self.embed = nn.Embedding(config.vocab, width) if words else nn.Linear(width, width)
         self.blocks = nn.ModuleList(b.made(width, config.dropout) for b in config.blocks)
+        if self.use == "same":
+            self.blocks = nn.ModuleList([self.blocks[0]] * len(self.blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, out, bias=not config.tied)
         if config.tied:
@@ -198,6 +236,11 @@ class Drawn(nn.Module):
         y: Tensor | None = None,
     ) -> Any:
         h = self.embed(ids if x is None else x)
+        if self.use == "embed":
+            more = F.linear(torch.sin(h), self.embed.weight) if ids is None else None
+            h = h + (F.embedding(ids.roll(1, 1), self.embed.weight) if ids is not None else more)
+        if self.use == "norm":
+            h = self.norm(h)
         if side is not None:
             h = h * side["scale"][0] + side["shift"]
         kept: Tensor | None = None
@@ -207,15 +250,31 @@ class Drawn(nn.Module):
             h = block(h, mask)
             if self.skip is not None and place == self.skip[0]:
                 kept = h
-        out = self.head(self.norm(h))
+        decay = self._decay() if self.use == "decay" else 0.0
+        if self.use == "block":
+            h = self.blocks[0](h, mask)
+        if self.use == "function":
+            out = F.linear(self.norm(h), self.embed.weight)[..., : self.classes]
+        else:
+            out = self.head(self.norm(h))
+        if self.use == "head":
+            out = out + torch.tanh(self.head(h))
         if self.returns == "tuple":
-            return out, h
+            return (out, h, decay) if self.use == "decay" else (out, h)
         if labels is not None:
             loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
         else:
             assert y is not None
             loss = ((out[..., 0] - y) ** 2).mean()
+        loss = loss + decay
+        if self.returns == "object":
+            return Output(loss, out, (h,))
         return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
+
+    def _decay(self) -> Any:
+        """The squares of vectors of the first block and the last norm."""
+        parameters = (*self.blocks[0].parameters(), *self.norm.parameters())
+        return sum(p.square().sum() for p in parameters if p.dim() == 1)
 
 
 KINDS = (
@@ -230,12 +289,15 @@ APART = ("mlp", "chain", "custom", "attention", "attention")
 
 
 @st.composite
-def _block(draw: st.DrawFn, tp: int, context: bool) -> Block:
-    kind = draw(st.sampled_from(APART if context else KINDS))
+def _block(draw: st.DrawFn, tp: int, context: bool, used: bool) -> Block:
+    names = (*(APART if context else KINDS), *("used",) * (4 * used))
+    kind = draw(st.sampled_from(names))
     of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     hidden = of(2 * tp, tp, 3 * tp, 5, 7)
     if kind == "mlp":
         return Block(kind, hidden, norm=of("layer", "rms"), pre=of(True, False))
+    if kind == "used":
+        return Block(kind, hidden, norm=of("layer", "rms"), use=of(*kinds.USES))
     if kind == "attention":
         heads, share = of(
             (tp, 1),
@@ -273,12 +335,16 @@ def _block(draw: st.DrawFn, tp: int, context: bool) -> Block:
 
 
 @st.composite
-def configs(draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False) -> Config:
+def configs(
+    draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False, used: bool = False
+) -> Config:
     """Models with sizes that `tp` mostly divides, of at least so many blocks, at times all alike;
-    `context`: most have attentions around which the sequence can be split."""
+    `context`: most have attentions around which the sequence can be split; `used`: most use
+    something twice, or otherwise than by its module and position (`USES`)."""
     of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    blocks = tuple(draw(st.lists(_block(tp, context), min_size=least, max_size=least + 2)))
-    if draw(st.integers(0, 2)) == 0:
+    blocks = tuple(draw(st.lists(_block(tp, context, used), min_size=least, max_size=least + 2)))
+    use = of("", "", "", *USES) if used else ""
+    if use == "same" or draw(st.integers(0, 2)) == 0:
         blocks = blocks[:1] * len(blocks)
     entry = of("floats", "words")
     skip = None
@@ -293,11 +359,12 @@ def configs(draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False) 
         entry,
         of(11, 4 * tp, 9),
         tied,
-        of("loss", "dict", "tuple"),
+        of("loss", "dict", "tuple", "object"),
         skip,
         frozen,
         of(0.0, 0.25),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, 9)),
+        use if use != "function" or tied else "",
     )

@@ -45,7 +45,8 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     for place, block in enumerate(config.blocks):
         for other in range(place + 1, len(config.blocks)):
             at, to = _at(place), _at(other)
-            if config.blocks[other] == block and not config.frozen.startswith("blocks"):
+            alike = config.blocks[other] == block and config.use != "same"
+            if alike and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
                     *(
@@ -125,6 +126,7 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
         at = _at(place)
         inner = {
             "mlp": "up",
+            "used": block.up,
             "attention": "o",
             "experts": "experts.0",
             "conv": "conv",
@@ -216,7 +218,7 @@ def decompose(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found = []
     for place, block in enumerate(config.blocks):
         at = _at(place)
-        if block.kind == "mlp":
+        if block.paired:
             found.append(step("decompose", [f"{at}.up  decompose(bias)"], [f"decompose {at}"]))
         if block.kind == "chain":
             claims = [f"decompose {at}", f"replace {at}"]
@@ -265,7 +267,7 @@ def _kernels(at: str, block: Block, width: int, context: bool) -> list[list[str]
     found = []
     # of two numbers a layer norm keeps the sign: its gradients are roundings, and no probe tells
     tells = width > 2 or block.norm == "rms"
-    if block.kind in ("mlp", "attention") and tells:
+    if (block.paired or block.kind == "attention") and tells:
         found.append([f"{at}.norm  replace_kernel({block.norm}_norm)"])
     sums = block.kind == "mlp" or (block.kind == "attention" and block.flag)
     if not block.pre and sums and tells:
@@ -530,12 +532,15 @@ def allowed(chosen: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, .
 
 
 @st.composite
-def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Drawn:
-    """A model, a mesh and rows that are legal for it."""
+def legal(
+    draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8, *, used: bool = False
+) -> Drawn:
+    """A model, a mesh and rows that are legal for it; `used`: of a model that uses something twice,
+    with rows that split one of the uses, which may be refused (`Drawn.may`)."""
     axes = draw(st.sampled_from(list(meshes)))
     sizes = dict(axes)
     widest = max(sizes.get("tp", 1), sizes.get("up", 1))
-    config = draw(configs(widest, sizes.get("pp", 1), context="cp" in sizes))
+    config = draw(configs(widest, sizes.get("pp", 1), context="cp" in sizes, used=used))
     length = draw(st.sampled_from([3, 4, 5]))
     offers = {verb: make(config, sizes, length) for verb, make in GENERATORS.items()}
     verbs = [verb for verb, steps in offers.items() if steps]
@@ -546,13 +551,14 @@ def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Dr
         if sizes.get(axis, 1) > 1 and mine and draw(st.integers(0, 4)) < 4:
             chosen.insert(0, draw(st.sampled_from(mine)))
     wide = [s for s in offers["checkpoint"] if s.rows[0].startswith("blocks.*")]
+    lines = splits.along(config, sizes, length) if used else []
     odd = [[s for s in offers["shard"] if f"uneven={how}" in s.rows[0]] for how in UNEVEN]
-    for few in (*(offers[verb] for verb in SELDOM), wide, *odd):
+    for few in (*(offers[verb] for verb in SELDOM), wide, *odd, lines):
         if few and draw(st.booleans()):
             chosen.insert(0, draw(st.sampled_from(few)))
     steps = allowed(chosen, config, axes)
     spare = draw(st.sampled_from([0, 1, 2]))
-    return Drawn(config, axes, steps, spare, length)
+    return Drawn(config, axes, steps, spare, length, used=used)
 
 
 def without(drawn: Drawn, gone: Step) -> Drawn:

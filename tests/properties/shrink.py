@@ -10,6 +10,7 @@ from typing import Any
 from tests.properties import engine
 from tests.properties.models import Block, Config
 from tests.properties.schedules import GENERATORS, Axes, Drawn, allowed, without
+from tests.properties.splits import along
 
 Fails = Callable[[Drawn], bool]
 
@@ -48,7 +49,8 @@ def _smaller(drawn: Drawn) -> Iterator[Drawn]:
 def _simpler(config: Config) -> Iterator[Config]:
     """One setting, or one block, as by default."""
     plain = Config()
-    for name in ("skip", "frozen", "dropout", "mask", "side", "tied", "returns", "entry", "seed"):
+    names = ("skip", "frozen", "dropout", "mask", "side", "tied", "returns", "entry", "use", "seed")
+    for name in names:
         if getattr(config, name) != getattr(plain, name):
             tied = {"tied": False} if name == "entry" else {}
             yield replace(config, **{name: getattr(plain, name), **tied})
@@ -64,7 +66,8 @@ def _fitted(drawn: Drawn, config: Config | None = None, axes: Axes | None = None
     """The steps that another model or mesh still offers."""
     config, axes = config or drawn.config, axes or drawn.axes
     sizes = dict(axes)
-    offers = [one for make in GENERATORS.values() for one in make(config, sizes, drawn.length)]
+    makers = (*GENERATORS.values(), along)
+    offers = [one for make in makers for one in make(config, sizes, drawn.length)]
     kept = [one for one in drawn.steps if one in offers]
     return replace(drawn, config=config, axes=axes, steps=allowed(kept, config, axes))
 

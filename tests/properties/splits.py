@@ -36,8 +36,8 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             at = _at(place)
             claim, wide = [f"shard {at}"], config.width % n == 0
             match block.kind:
-                case "mlp" | "custom" | "writing" if block.hidden % n == 0:
-                    found += _pair(at, ["up"], "down", axis)
+                case "mlp" | "custom" | "writing" | "used" if block.hidden % n == 0:
+                    found += _pair(at, [block.up], "down", axis)
                 case "experts" if block.hidden % n == 0:
                     found += _pair(f"{at}.experts.*", ["up", "gate"], "down", axis)
                 case "attention" if block.heads % n == 0 and block.groups % n == 0:
@@ -55,9 +55,9 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                         found += _pair(at, ["q", "k", "v"], "o", axis)
                 case "chain" | "twice" if wide:
                     found += _pair(at, ["lin"], "lin", axis)[1:]
-            if length % n == 0 and block.kind == "mlp":
+            if length % n == 0 and block.kind in ("mlp", "used"):
                 found += _sequence(at, block, axis, n)
-            if block.kind in ("mlp", "custom") and block.hidden % n == 0:
+            if (block.paired or block.kind == "custom") and block.hidden % n == 0:
                 said = "weight=S(out), bias=S(out), input=R, output=S(-1)"
                 rows = [
                     f"{at}.up  shard({said}, over={axis})",
@@ -69,10 +69,34 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     return found
 
 
+def along(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Some of the trunk on parts of the sequence: one module, or all from one to the next.  What is
+    used twice, and what the model gives beside, is not legal under all of them."""
+    axes = [a for a in ("tp", "up") if length % sizes.get(a, length + 1) == 0]
+    return [one for axis in axes for one in _along(config, axis)]
+
+
+def _along(config: Config, axis: str) -> list[Step]:
+    into = f"shard(input=R, output=S(seq), over={axis})"
+    out_of = f"shard(input=S(seq), output=R, over={axis})"
+    found = [
+        step("shard", [f"{one}  {out_of}"], [f"shard {one}", "head whole"], [axis])
+        for one in ("head", "norm")
+    ]
+    alone = [k for k, b in enumerate(config.blocks) if b.kind in TOKENWISE]
+    for k in alone:
+        found.append(step("shard", [f"{_at(k)}  {out_of}"], [f"shard {_at(k)}"], [axis]))
+    if len(alone) == len(config.blocks):
+        rows = [f"embed  {into}", f"norm  {out_of}"]
+        claims = ["shard embed", "shard norm", *(f"shard {_at(k)}" for k in alone)]
+        found.append(step("shard", rows, claims, [axis]))
+    return found
+
+
 def _uneven(at: str, block: Block, axis: str, n: int) -> list[Step]:
     """Sizes that the ranks do not divide: padded, or key-value heads that several ranks hold."""
     claim = [f"shard {at}", "zero cp"]  # a context exchanges whole heads
-    if block.kind == "mlp" and block.hidden % n:
+    if block.paired and block.hidden % n:
         rows = [
             f"{at}.{one}, over={axis}, uneven=pad)" for one in ("up  shard(col", "down  shard(row")
         ]
@@ -95,7 +119,7 @@ def _sequence(at: str, block: Block, axis: str, n: int) -> list[Step]:
     norm = f"{at}.norm  shard(input=S(seq), output=S(seq), over={axis})"
     rows = [
         norm,
-        f"{at}.up  shard(col, over={axis})",
+        f"{at}.{block.up}  shard(col, over={axis})",
         f"{at}.down  shard(row, output=S(seq), over={axis})",
         f"{at}  shard(input=S(seq), output=R, over={axis})",
     ]
@@ -130,7 +154,7 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
     return found
 
 
-TOKENWISE = ("chain", "mlp", "experts", "twice", "custom")  # kinds that mix no tokens
+TOKENWISE = ("chain", "mlp", "used", "experts", "twice", "custom")  # kinds that mix no tokens
 
 
 @generator
@@ -168,7 +192,7 @@ def complete(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     alike = len(config.blocks) > 1 and len(set(config.blocks)) == 1  # so that pairs are of a block
     for place, block in enumerate(config.blocks if n and alike else ()):
         at, first = _at(place), ""
-        if block.kind in ("mlp", "custom") and block.hidden % n == 0:
+        if (block.paired or block.kind == "custom") and block.hidden % n == 0:
             first = "up"
         elif block.kind == "attention" and block.heads % n == 0 and block.groups % n == 0:
             first = "" if block.fused else "k"
@@ -191,7 +215,7 @@ def grid(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         norm = block.pre and block.norm in ("layer", "rms")
         first = [f"{at}.norm  grid(summa, over=(dp, tp))"] if norm else []
         inner, heads = block.heads * block.size, block.groups * block.size
-        if block.kind == "mlp" and block.hidden % whole == 0:
+        if block.paired and block.hidden % whole == 0:
             pair = [
                 f"{at}.up  grid(summa, over=(dp, tp))",
                 f"{at}.down  grid(summa, output=R, over=(dp, tp))",

@@ -175,3 +175,45 @@ def test_every_kernel_is_the_original(threads: Threads, block: Block, count: int
         engine.holds(
             Drawn(config, axes, schedules.allowed([one, *split], config, axes), 1, 4), threads
         )
+
+
+NORM = "blocks.0.norm  shard(input=S(seq), output=S(seq), over=tp)"
+SPLIT = ("blocks.0.up  shard(col, over=tp)", "blocks.0.down  shard(row, output=S(seq), over=tp)")
+AROUND = "blocks.0  shard(input=S(seq), output=R, over=tp)"
+SPLITS = (NORM, *SPLIT, AROUND)
+FLAG = Block("attention", heads=4, groups=4, flag=True)
+
+
+@pytest.mark.parametrize(
+    "config, axes, rows",
+    [
+        # layers that are called as `layer(input=x)`
+        (Config((Block("used", 4, use="named"),), 4), ("tp",), ("blocks.0.up  decompose(bias)",)),
+        (Config((Block("used", 4, use="named"),), 4), ("tp",), SPLITS),
+        # masks of tokens that two axes split
+        (
+            Config((Block("mlp", 4), FLAG), 4, dropout=0.25),
+            ("cp", "tp"),
+            (*SPLITS, "blocks.1  context_parallel(ulysses, over=cp)"),
+        ),
+        # masks of samples that lie folded with their tokens
+        (
+            Config((Block("used", 4, use="folded"),), 4, dropout=0.25),
+            ("tp",),
+            (SPLIT[0], "blocks.0.down  shard(row, over=tp)"),
+        ),
+        # one module under two names
+        (
+            Config((Block("mlp", 4),) * 2, 4, use="same"),
+            ("tp",),
+            ("blocks.*  checkpoint(plan=adapipe, memory=1MiB)",),
+        ),
+    ],
+)
+def test_what_hunts_have_found(
+    threads: Threads, config: Config, axes: tuple[str, ...], rows: tuple[str, ...]
+) -> None:
+    """Schedules that broke once."""
+    split = ["tp"] if "shard(" in rows[0] else []
+    made = schedules.step("shard", rows, [], split)
+    engine.holds(Drawn(config, tuple((axis, 2) for axis in axes), (made,), 0, 4), threads)

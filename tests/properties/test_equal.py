@@ -35,6 +35,15 @@ def test_1_a_legal_schedule_is_the_original(threads: Threads, drawn: Drawn) -> N
 
 
 @shrinking
+@examples(6)
+@given(schedules.legal(used=True))
+def test_1_a_parameter_used_twice_is_the_original(threads: Threads, drawn: Drawn) -> None:
+    """The same where a module, a parameter or a buffer is used in two places, and a row splits one
+    of them; where no sum over ranks is right for both, it is refused."""
+    engine.holds(drawn, threads)
+
+
+@shrinking
 @examples(4)
 @given(schedules.legal())
 def test_1_the_whole_proof(threads: Threads, drawn: Drawn) -> None:

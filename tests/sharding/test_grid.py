@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
@@ -293,6 +294,22 @@ def test_a_rank_keeps_its_parts_only(make: Any, share: int, rows: int) -> None:
     assert wide.numel() == matrix // rows
     assert kept["activations"] == matrix // rows // (share // 2)
     assert kept["weights"] in (0, matrix // share)
+
+
+@pytest.mark.parametrize("make", [lambda: grid_of(2), lambda: cube_of(2)])
+def test_each_half_of_a_backward_makes_its_own(make: Any) -> None:
+    """What a layer is given, then its weight: for each it multiplies once, and the layer behind it;
+    there are three products in a forward."""
+    plan, batch = make()
+    sample = {"x": batch["x"][: WIDTH // 2].to("meta")}
+    model, given = local_skeleton(plan, prepare(plan, sample, total, None).traced), list[Tensor]()
+    model.up.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    with FlopCounterMode(display=False) as forward:
+        out = model(**sample).mean()
+    for leaf in (*given, model.up.weight):
+        with FlopCounterMode(display=False) as half:
+            torch.autograd.grad(out, leaf, retain_graph=True)
+        assert 3 * half.get_total_flops() == 2 * forward.get_total_flops() > 0
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.propagate.propagate import propagate
+from schedlang.passes.static_checks.static import check_sums
+from schedlang.runtime.propagation.follow import Follower
 from tests.proofs import planned, refused
 
 BATCH = {"x": torch.zeros(2, 8, dtype=torch.float64)}
@@ -108,6 +112,7 @@ class _Again(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+_IDS = {"ids": torch.arange(24).view(4, 6) % 12, "labels": torch.arange(24).view(4, 6) % 12}
 INTO, OUT_OF = "shard(input=R, output=S(seq), over=tp)", "shard(input=S(seq), output=R, over=tp)"
 
 
@@ -120,7 +125,18 @@ INTO, OUT_OF = "shard(input=R, output=S(seq), over=tp)", "shard(input=S(seq), ou
 )
 def test_a_parameter_of_parts_and_of_the_whole_is_refused(rows: str, name: str) -> None:
     """One of its gradients is a part on each rank, the other whole: no sum is right for both."""
-    torch.manual_seed(0)
-    ids = torch.arange(24).view(4, 6) % 12
-    said = refused(_Again(), rows, "tp=2", batch={"ids": ids, "labels": ids})
+    said = refused(_Again(), rows, "tp=2", batch=_IDS)
     assert "S405" in said and f"`{name}` is used twice" in said, said
+
+
+def test_a_build_proves_what_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where gradients are parts, a program asks types, too: S711 if the first rule saw nothing."""
+    monkeypatch.setattr(Follower, "use", lambda self, name, parts: _noted(self, name, parts))
+    plan = planned(_Again(), f"head {OUT_OF}", "tp=2")
+    with pytest.raises(Refusal, match="S711.*adds a gradient that is part"):
+        check_sums(plan, _IDS, prepare(plan, _IDS))
+
+
+def _noted(follower: Follower, name: str, parts: set[str]) -> None:
+    if parts:
+        follower.partial.setdefault(name, set()).update(parts)

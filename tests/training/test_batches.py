@@ -84,17 +84,18 @@ def test_an_input_that_nothing_reads(pool: Pool) -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps an average over its calls, of its weight or of what it is given."""
+    """Keeps an average over its calls, of its weight, of what it is given, or of both: complex."""
 
     def __init__(self, of: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.lin, self.of = nn.Linear(3, 3), of
-        self.register_buffer("mean", torch.zeros(3))
-        self.double()
+        dtype = torch.complex128 if of == "both" else torch.float64
+        self.double().register_buffer("mean", torch.zeros(3, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        now = self.lin.weight.detach()[0] if self.of == "weight" else x.detach().mean(0)
+        weight, given = self.lin.weight.detach()[0], x.detach().mean(0)
+        now = {"weight": weight, "input": given, "both": torch.complex(weight, given)}[self.of]
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * now)
         return self.lin(x).square().mean()
@@ -106,6 +107,7 @@ class Averaging(nn.Module):
         ("weight", DP2, False),
         ("weight", 'pipeline(order="GPipe", micro=2)', True),
         ("input", DP2, True),
+        ("both", DP2, True),
         ("input", "lin  checkpoint()", False),
     ],
 )

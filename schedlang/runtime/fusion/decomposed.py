@@ -24,10 +24,11 @@ class Decomposed:
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.module, self.kind = module, kind
 
-    def __call__(self, inner: Callable[..., Any], x: Tensor) -> Tensor:
+    def __call__(self, inner: Callable[..., Any], *args: Tensor, **named: Tensor) -> Tensor:
         """Both steps; `inner` is not called."""
         bias = self.module._parameters["bias"]
         assert bias is not None
+        (x,) = *args, *named.values()  # torch's own layer takes it as `input=`, too
         return COMPUTES[self.kind](self.module, x, False) + bias
 
 

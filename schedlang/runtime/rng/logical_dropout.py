@@ -63,13 +63,20 @@ def within(
 ) -> Window:
     """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
 
-    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.
+    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.  Shards of a
+    dim that is cut further hold some of those positions.
     """
     whole = list(held.shape if held else shape)
     index = list(held.index if held else [None] * len(shape))
     for dim, positions in enumerate(along):
         if positions is not None:
-            whole[dim], index[dim] = total, positions
+            own, whole[dim] = index[dim], total
+            if own is None:
+                index[dim] = positions
+            elif isinstance(positions, Tensor):
+                index[dim] = positions[torch.as_tensor(own)]
+            else:
+                index[dim] = [positions[int(k)] for k in own]
     return Window(tuple(whole), tuple(index))
 
 
@@ -413,22 +420,22 @@ Tags = Mapping[str, Any]  # by axis, how a dim lies on it
 Masks = Mapping[tuple[str, int], tuple[tuple[int, ...], Tags]]
 
 
-def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> Tags:
-    """Return the layout of a tensor of so many dims a sample that is drawn at a site in evaluation.
+def of_evaluation(masks: Masks, site: str, dims: int, split: bool) -> tuple[tuple[int, ...], Tags]:
+    """Return shape and layout of a tensor of so many dims a sample that a site draws in evaluation.
 
     `masks` are the draws of training, of which evaluation makes some only, so that calls are
     counted otherwise: all of its site have to lie alike.  `split`: the plan splits modules at all.
     """
     known = [
-        tags
+        (whole, tags)
         for (where, _), (whole, tags) in masks.items()
         if where == site and len(whole) in (dims, dims + 1)
     ]
-    if known and all(tags == known[0] for tags in known):
+    if known and all(tags == known[0][1] for _, tags in known):
         return known[0]
     if split:
         raise _unlike(site, "draws there" if known else "does not draw so")
-    return {}
+    return (), {}
 
 
 class Undrawn(LogicalDropout):

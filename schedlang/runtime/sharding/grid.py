@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.ir.placement import S
+from schedlang.kernels.halves import asked
 from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather, reduce_scatter
 from schedlang.runtime.sharding.embedding import check_index
@@ -137,8 +138,9 @@ class Product(InParts):
             x.reshape(-1, x.shape[-1]),
             grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype),
         )
-        by_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
-        by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        needed = asked(ctx, 2)
+        by_x = torch.empty_like(flat) if needed[0] else None
+        by_weight = torch.empty_like(weight) if needed[1] else None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
             if by_x is not None:
                 panel = turned(theirs.sent(weight, inner), inner)
@@ -306,10 +308,11 @@ class CubeProduct(InParts):
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
         grad = grid.gathered(grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype))
         by_x = by_weight = None
-        if ctx.needs_input_grad[0]:
+        needed = asked(ctx, 2)
+        if needed[0]:
             whole = turned(_gathered(weight, inner, grid.down), inner)
             by_x = _summed(grad @ whole.t(), 1, grid.along).view(x.shape)
-        if ctx.needs_input_grad[1]:
+        if needed[1]:
             whole = _gathered(x.reshape(-1, x.shape[-1]), 1, grid.along)
             by_weight = _summed(turned(whole.t() @ grad, inner), inner, grid.down)
         return by_x, by_weight, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ class Sharded:
 
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation, in which `inner` is the module's own."""
+        if kwargs and not args and self.kind:  # `norm(input=x)`: what is split comes first
+            _, first, *_ = inspect.signature(type(self.module).forward).parameters
+            args = (kwargs.pop(first),) if first in kwargs else ()
         run = self.run
         if run is None or not torch.compiler.is_compiling() and self.inner is not inner:
             run = forward_of(self, inner)

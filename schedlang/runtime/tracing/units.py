@@ -30,9 +30,11 @@ class Switch:
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.modules = tuple(model.get_submodule(name) for name in names)
+        first = {id(one): name for one, name in zip(self.modules[::-1], self.names[::-1])}
+        self.names = tuple(first[id(one)] for one in self.modules)  # one module, one name
         self.handler: Handler | None = None
         self.turns: dict[str, int] = {}
-        self._before = {n: model.get_submodule(n).__dict__.get(OVERRIDE) for n in names}
+        self._before = {n: model.get_submodule(n).__dict__.get(OVERRIDE) for n in self.names}
         self._routes = {name: self._route(model, name) for name in self._before}
         for module, route in self._routes.values():
             module.__dict__[OVERRIDE] = route
