@@ -187,7 +187,7 @@ def _class(case: Case) -> str:
     """The equivalence class of a schedule, in a word."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
     names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
-    names += ["dtype"] * bool(case.plan.casts)
+    names += ["dtype"] * ("dtype" in case.plan.gives_up)
     names += sorted(case.plan.gives_up & IN_ORACLE)
     if names:
         return f"relaxed ({', '.join(names)})"

@@ -115,10 +115,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         """Refuse what cannot be split so, with the sizes that can."""
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
-        if not self._named(site):
+        named = self._named(site)
+        if not named:
             check_called(self, site, plan)
         kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is not None and self._named(site) and not plain(site, kind, plan):
+        if kind is not None and named and not plain(site, kind, plan):
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` whose forward does not compute a plain `{kind}`",
@@ -132,13 +133,13 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 helps=("leave out `heads=` and `uneven=`",),
             )
         module = plan.model.model.get_submodule(site.fqn)
-        if getattr(module, "max_norm", None) is not None and self._named(site):
+        if getattr(module, "max_norm", None) is not None and named:
             refuse(
                 "S404",
                 f"`{site}` changes its weight during lookup (`max_norm`)",
                 helps=("keep it replicated", "or build it without `max_norm`"),
             )
-        if self._named(site) and (kind is None or kind in TABLED):
+        if named and (kind is None or kind in TABLED):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
@@ -280,8 +281,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                         f"shard both along `{dim}`, or neither",
                         helps=("use a style: it shards both",),
                     )
-        head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
-        if head and ("weight", "out") in splits and self.blocks != 1:
+        in_blocks = self.blocks != 1 and ("weight", "out") in splits
+        if in_blocks and self._edges(site)[1] == S("vocab"):
             refuse(
                 "S406",
                 f"the classes of `{site}` cannot be split into blocks",

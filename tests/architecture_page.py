@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from schedlang.doors import SIDE, WAY
-from tests.figures import parsed, statements, table
+from tests.figures import parsed, statements
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -39,53 +39,9 @@ their kind, in one order (`passes/lower/build.py`); what one feature alone asks 
 class that the primitive derives from (`ir/features.py`). `prepare` and `build` look once at what a
 plan has of each kind, and enter nothing that it has not: a row that shards a linear layer meets no
 cast, store, cut or order (`python -m tests.walk --list` names what it meets).
-[How it works](how_it_works.md) follows one schedule through the doors. The command
+[How it works](how_it_works.md) follows two rows through the doors, and says how a forward is
+[recorded](how_it_works.md#a-forward-recorded) before there are ranks. The command
 `python -m schedlang.testing.gpu` stands beside them: it uses any of them, and none uses it.
-
-## A forward, recorded
-
-Whatever is asked of a model before there are ranks is asked of a forward without values:
-`runtime/tracing/meta.py` lays the batch on the meta device (`without_values`), one mode runs
-beside the model and tells of every call of torch (`runtime/propagation/trace.py`: `Trace`), and
-what is followed from tensor to tensor is a lattice over these calls.
-
-| lattice | in | follows | read by |
-|---|---|---|---|
-| `Recorded` | `propagation/trace.py` | calls, labels, draws | `propagate/original.py` |
-| `Follower` | `propagation/follow.py` | how a rank's tensors lie | `propagate/dryrun.py` |
-| `Typed` | `adjoint.py` | which differ by rank, both ways | `static_checks/gradients.py` |
-| `Wiring` | `propagation/wired.py` | operators and the values between | `planner/operators` |
-| `Sums` | `batch_statistics.py` | sums over rows | `propagate/original.py` |
-| `_Feeding` | `propagation/feeds.py` | outputs of projections | `complete` |
-| `_Naming` | `propagation/feeds.py` | numbers that name rows | `analyze/taking.py` |
-
-`Typed` reads nothing of the layouts that `Follower` finds: the two derive apart what is compared.
-Modes that are no lattice, and why: the recorder of units (`tracing/record.py`) follows storages
-through operators, since what flows between stages by views and writes in place no function shows;
-`Watched` of `rng` and the `Ambient` modes of `sequence_pipelining` and `context_parallel` open
-functions that are composed of others, and change what these are given while a model really runs;
-`activation_memory/second_run.py` runs each module twice and compares the two.
-
-A step of each kind of rank is played once (`simulate/played_step.py`), and memory, time, what is
-parked on a peer and the static proofs are read off such steps. Traffic is not: one forward of a
-microbatch shows all stages together, on a rank of a job too, in 0.06 s of processor for `gpt2/3d`
-where the played steps take 0.8 (0.08 and 1.1 for `llama/3d`, 0.03 and 0.17 for `mixtral/ep`), and
-tests compare it with real ranks.
-
-`rehearse` plays one rank of each kind with its kernels, slices and storages; the proofs play every
-rank of a small world as bare as it sends, since they compare what two ranks send each other. Both
-are built by `alone` and run by `runtime/played.py`. Which gradients are partial is derived beside
-them, by `Typed`, for a proof may not read what it proves. Stand-ins for units of other stages
-(`pipeline/stage.py: Stub`) run these for their shapes when a batch of a new shape comes, for which
-nothing was recorded; programs of one preparation share what is found.
-
-Whole tensors come of parts in one way for what has a holding (`checkpointing/holding.py:
-assemble`), and are handed over as values where nothing tells beforehand how they lie: outputs, and
-gradients of inputs (`runtime/whole.py`). `runtime/assembly.py` only names the parts of a program.
-
-Text is parsed where somebody else may have written it, or will read it: a schedule, a plan that was
-saved, a call that a help offers, a schedule that `init` proposes; these two are tried as they will
-be pasted. Rows that are only tried are calls of the language (`elaborate/expand.py: of_calls`).
 
 ## Rooms
 
@@ -182,7 +138,7 @@ def rooms(within: str = "") -> str:
 def page() -> str:
     """The text of docs/architecture.md."""
     inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
-    return HEAD + doors() + ROOMS + rooms() + inside + table()
+    return (HEAD + doors() + ROOMS + rooms() + inside).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -14,13 +14,6 @@ from schedlang.uncollected import uncollected
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("the language", "primitives", "passes", "runtime", "kernels", "tests")
-HEAD = """## Figures
-
-Of `python -m tests.figures`, rounded: counts to tens, the longest upwards to tens. `typed` is the
-share of functions and methods without a leading underscore whose every argument and result has a
-type (Triton's own have none); `mypy --strict` checks them all. Lines count comments and blanks.
-
-"""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 HOLDS = (ast.stmt, ast.excepthandler, ast.match_case)
 
@@ -87,8 +80,12 @@ def is_typed(node: Function) -> bool:
 
 
 def table() -> str:
-    """The section of docs/architecture.md."""
-    text = HEAD + "| room | files | lines | file: median, longest | function: median, longest |"
+    """The figures of all rooms, rounded: counts to tens, the longest upwards to tens.
+
+    Lines count comments and blanks; `typed` is the share of public functions whose every argument
+    and result has a type (Triton's own have none).
+    """
+    text = "| room | files | lines | file: median, longest | function: median, longest |"
     text += " typed |\n|---|---|---|---|---|---|\n"
     for room in ROOMS:
         found = figures(room)

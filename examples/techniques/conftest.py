@@ -12,10 +12,15 @@ from schedlang.ir.primitive import scratch
 @pytest.fixture(autouse=True)
 def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """Import what is in the folder of a test anew, and forget afterwards what it has registered."""
-    path = list(sys.path)
-    for file in Path(request.node.path).parent.glob("*.py"):
-        if not file.stem.startswith("test_"):
-            sys.modules.pop(file.stem, None)
+    path, folder = list(sys.path), Path(request.node.path).parent
+    own = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("test_")}
+    _forget(own)
     with scratch():
         yield
+    _forget(own)  # who imports one of them later gets its verb
     sys.path[:] = path
+
+
+def _forget(names: set[str]) -> None:
+    for name in names:
+        sys.modules.pop(name, None)

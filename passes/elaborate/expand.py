@@ -114,7 +114,7 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
         runner = Expander(start(facts, settings))
         runner.problems += whole.problems
         for header in whole.headers:
-            runner.attempt(partial(declare.header, header, runner.state))
+            runner.declare(partial(declare.header, header, runner.state))
         for item in whole.items:
             runner.item(item)
     if runner.problems:
@@ -207,15 +207,6 @@ class Expander:
         """Whether the rest is not looked at: there are rows or mistakes enough."""
         return self.rows > bases.ROWS or len(self.problems) > MOST
 
-    def attempt(self, step: Callable[[], State]) -> bool:
-        """Take the state that `step` gives, or note why it refuses."""
-        try:
-            self.state = step()
-        except Refusal as refusal:
-            self.problems += [d for d in refusal.diagnostics if d not in self.problems]
-            return False
-        return True
-
     # ---- declarations -----------------------------------------------------------------
 
     def item(self, item: n.Item) -> None:
@@ -225,24 +216,24 @@ class Expander:
         state = self.state
         match item:
             case n.Knob(name):
-                self._declare(lambda: declare.knob(item, state), name)
+                self.declare(lambda: declare.knob(item, state), name)
             case n.Mesh():
-                if not self._declare(lambda: declare.mesh(item, state)):
+                if not self.declare(lambda: declare.mesh(item, state)):
                     self.state = declare.stand_in(item, self.state)
             case n.View(name):
-                self._declare(lambda: declare.view(item, state), name)
+                self.declare(lambda: declare.view(item, state), name)
             case n.Require():
-                self._declare(lambda: declare.require(item, state))
+                self.declare(lambda: declare.require(item, state))
             case n.Search():
-                self._declare(lambda: declare.search(item, state))
+                self.declare(lambda: declare.search(item, state))
             case n.Def(name):
-                self._declare(lambda: declare.define(item, state), name)
+                self.declare(lambda: declare.define(item, state), name)
             case n.Use():
                 self._use(item)
             case n.Step():
                 self.step(item)
             case n.Pattern(name):
-                self._declare(lambda: declare.pattern(item, state), name)
+                self.declare(lambda: declare.pattern(item, state), name)
             case n.Override() | n.Drop():
                 raise AssertionError("bases were not spliced in")
             case _:
@@ -257,14 +248,14 @@ class Expander:
     def _used(self, node: n.Use, above: tuple[Path, ...]) -> None:
         base = bases.opened(node, above)
         for header in base.headers:
-            self.attempt(partial(declare.header, header, self.state))
+            self.declare(partial(declare.header, header, self.state))
         for item in base.items:
             self.item(item)
         if not base.items:
             given = partial(declare.use, node, self.state, above)
-            self._declare(given, f"{node.alias}.")
+            self.declare(given, f"{node.alias}.")
 
-    def _declare(self, step: Callable[[], State], *names: str) -> bool:
+    def declare(self, step: Callable[[], State], *names: str) -> bool:
         """A declaration; if it is refused, what uses its names is not blamed."""
         before = self.state.broken
         try:
@@ -297,7 +288,7 @@ class Expander:
     @contextmanager
     def inside(self, node: n.Step) -> Iterator[None]:
         """The state within a step, and after it."""
-        if not self.attempt(lambda: open_step(node, self.state)):
+        if not self.declare(lambda: open_step(node, self.state)):
             self.state = replace(self.state, steps=(*self.state.steps, node.name))
         self.state = replace(self.state, step=node)
         yield

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
     from schedlang.runtime.mixed_precision import Region
     from schedlang.runtime.program import Program
-    from schedlang.runtime.step_batch import Comparing
 
 
 # Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
@@ -337,22 +336,28 @@ def _held(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
 
 
 def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:
-    """The program with its optimizer."""
+    """The program with its optimizer; refuses optimizers that ranks have set otherwise."""
+    from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.program import Program
+    from schedlang.runtime.step_batch import Comparing
 
-    whole = optimizer = None
+    whole = optimizer = comparing = None
     if given.optimizer is not None:
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)
-    comparing = _steered_alike(a.parameters, optimizer, given)
-    scale = loss_scale(plan) if plan.casts else None
+    if given.compare != "nothing" and not given.on_meta and shared_store() is not None:
+        names = {id(parameter): name for name, parameter in a.parameters.items()}
+        if given.optimizer is not None:  # alike on all ranks, those too that train nothing
+            agree(optimized_by(optimizer, names), given.wait)
+        settings = partial(optimized_by, optimizer, names)
+        comparing = Comparing(settings, given.compare == "batches")
     return Program(
         a,
         optimizer,
         given.clip,
         whole=whole,
         offloaded=lying,
-        loss_scale=scale,
+        loss_scale=loss_scale(plan) if plan.casts else None,
         comparing=comparing,
     )
 
@@ -377,21 +382,6 @@ def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> Dr
     kind = given.dropout or ("logical" if given.seed is not None else None)
     sample = sample_of(batch, 1 if given.local else plan.dealt, plan.micro)
     return DropoutOptions(kind, given.seed, rows_of(sample), given.on_meta)
-
-
-def _steered_alike(
-    found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
-) -> Comparing | None:
-    """Refuse optimizers with other settings; what compares the batches of steps."""
-    from schedlang.runtime.comm.agreement import agree, shared_store
-    from schedlang.runtime.step_batch import Comparing
-
-    if given.compare == "nothing" or given.on_meta or shared_store() is None:
-        return None
-    names = {id(parameter): name for name, parameter in found.items()}
-    if given.optimizer is not None:  # alike on all ranks, those too that train nothing
-        agree(optimized_by(optimizer, names), given.wait)
-    return Comparing(lambda: optimized_by(optimizer, names), given.compare == "batches")
 
 
 def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:

@@ -29,11 +29,6 @@ class Mesh:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def __post_init__(self) -> None:
-        names = [name for name, _ in self.axes] + [name for name, _ in self.views]
-        assert len(names) == len(set(names)), f"two axes share a name: {names}"
-        assert all(size >= 1 for _, size in self.axes), self.axes
-
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The size of each axis, in mesh order."""
@@ -73,12 +68,16 @@ class Mesh:
 
     def size(self, over: str | Sequence[str]) -> int:
         """Return how many ranks lie along one axis, a view, or a tuple of axes."""
-        return math.prod(self._line(axis)[1] for axis in self.fold(over))
+        return math.prod(count for _, count in self._lines(over))
 
-    def _line(self, axis: str) -> tuple[str, int]:
-        """The declared axis along which ranks lie, and how many of them a group has."""
-        declared, _, run = axis.partition("/")
-        return declared, int(run) if run else self.sizes[declared]
+    def _lines(self, over: str | Sequence[str]) -> list[tuple[str, int]]:
+        """The declared axes along which a group lies, and how many of its ranks lie along each.
+
+        By these the places in the group are counted, the slowest first.
+        """
+        order = over.split(".") if isinstance(over, str) and "." in over else self.fold(over)
+        lines = (axis.partition("/") for axis in order)
+        return [(axis, int(run) if run else self.sizes[axis]) for axis, _, run in lines]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis; 0 <= rank < world."""
@@ -102,8 +101,7 @@ class Mesh:
     def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
         """The place within a group along `over` of the rank with these coordinates."""
         place = 0
-        for axis in self._numbered(over):
-            name, extent = self._line(axis)
+        for name, extent in self._lines(over):
             place = place * extent + coordinates[name] % extent
         return place
 
@@ -114,21 +112,14 @@ class Mesh:
     def member(self, rank: int, over: str | Sequence[str], place: int) -> int:
         """The rank at one place of the group of `rank` along `over`, without the others."""
         here = self.coordinates(rank)
-        for axis in reversed(self._numbered(over)):
-            name, extent = self._line(axis)
+        for name, extent in reversed(self._lines(over)):
             place, at = divmod(place, extent)
             here[name] += at - here[name] % extent
         return self.rank(here)
 
-    def _numbered(self, over: str | Sequence[str]) -> tuple[str, ...]:
-        """The plain axes by which the places of a group are counted, the slowest first."""
-        if isinstance(over, str) and "." in over:
-            return tuple(over.split("."))
-        return self.fold(over)
-
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `over`; every rank is in exactly one."""
-        lines = dict(map(self._line, self.fold(over)))
+        lines = dict(self._lines(over))
         stride, offsets, firsts = self.world, [0], [0]
         for name, size in self.axes:
             stride //= size

@@ -25,10 +25,6 @@ class Uneven:
     wide: Fraction = Fraction(1)
     repeat: int = 1
 
-    def parts(self, ranks: int) -> int:
-        """Return the number of different parts that a block is cut into."""
-        return ranks // self.repeat
-
     def padded(self, size: int) -> int:
         """The size of a block with its zeros."""
         held = size * self.wide / self.repeat
@@ -155,7 +151,7 @@ class Layout:
         held = [[[Segment(0, size)]] for size in self.padded]
         cut: set[int] = set()
         for split in self.splits:
-            parts = split.uneven.parts(mesh.size(split.axis))
+            parts = mesh.size(split.axis) // split.uneven.repeat
             place = mesh.index_at(at, split.axis) // split.uneven.repeat
             if split.dim not in cut:
                 held[split.dim] = strips(split.blocks, split.uneven)
@@ -167,7 +163,7 @@ class Layout:
         """The shape that every rank holds (padding included)."""
         shape = list(self.padded)
         for split in self.splits:
-            shape[split.dim] //= split.uneven.parts(mesh.size(split.axis))
+            shape[split.dim] //= mesh.size(split.axis) // split.uneven.repeat
         return tuple(shape)
 
     def show(self, names: Sequence[str] | None = None) -> str:
@@ -205,7 +201,7 @@ def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[HeldRun]:
     for rank in range(ranks):
         at = 0
         for strip in strips(sizes, uneven):
-            for run in _part(strip, uneven.parts(ranks), rank // uneven.repeat):
+            for run in _part(strip, ranks // uneven.repeat, rank // uneven.repeat):
                 found.append(HeldRun(rank, at, run.start, run.length))
                 at += run.length
     return found

@@ -146,6 +146,9 @@ ITEMS: Mapping[str, Callable[..., n.Node]] = {
     "sum": n.Chain,
     "term": n.Chain,
 }
+# rules whose first part is a field, and all others the next one; or whose last part is
+FIRST_AND_REST: Mapping[str, Callable[..., n.Node]] = {"call": n.Call}
+REST_AND_LAST: Mapping[str, Callable[..., n.Node]] = {"rule": n.Rule}
 
 
 def _plain(part: Any) -> Any:
@@ -168,10 +171,14 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     def __default__(self, rule: str, parts: list[Any], at: Meta) -> Any:
         """Make the node of a rule that has no method of its own."""
-        made = map(_plain, parts)
+        made = tuple(map(_plain, parts))
         if rule in FIELDS:
             return FIELDS[rule](*made, span=self._span(at))
-        return ITEMS[rule](tuple(made), span=self._span(at))
+        if rule in FIRST_AND_REST:
+            return FIRST_AND_REST[rule](made[0], made[1:], span=self._span(at))
+        if rule in REST_AND_LAST:
+            return REST_AND_LAST[rule](made[:-1], made[-1], span=self._span(at))
+        return ITEMS[rule](made, span=self._span(at))
 
     def INT(self, token: Token) -> Token:
         """A number, which is not too large to be counted with."""
@@ -196,10 +203,6 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
 
     SIGNED = FLOAT = QUANTITY = INT
 
-    def call(self, at: Meta, name: n.Name, *args: Any) -> n.Call:
-        """shard(col, over=tp)"""
-        return n.Call(name, args, span=self._span(at))
-
     # ---- selectors --------------------------------------------------------------------
 
     def seg(self, at: Meta, text: Token, *index: Any) -> tuple[n.Seg, ...]:
@@ -217,11 +220,6 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return n.Path(flat, maybe is not None, _plain(kind), span=self._span(at))
 
     # ---- statements -------------------------------------------------------------------
-
-    def rule(self, at: Meta, *parts: Any) -> n.Rule:
-        """h.*, g.*  checkpoint()"""
-        *paths, call = parts
-        return n.Rule(tuple(paths), call, span=self._span(at))
 
     def do(self, at: Meta, path: n.Path, *args: Any) -> n.Do:
         """verify(forward)"""

@@ -298,18 +298,20 @@ class Binder:
         """Take the arguments in; whether there is no problem with them."""
         free = list(self.surface.positional)
         for argument in arguments:
-            if argument.name in self.surface.keywords:
-                self._set(argument.name, argument)
-            elif argument.name is not None:
-                self._keyword(argument.name, argument)
-            elif self.surface.many:
+            name = argument.name
+            if name is not None and name not in self.surface.keywords:
+                self._keyword(name, argument)
+            elif name is None and self.surface.many:
                 self._put(self.many, self.surface.many, argument)
-            elif free:
-                self._set(free.pop(0), argument)
-            else:
+            elif name is None and not free:
                 self._surplus(argument)
-        tried = set(self.bound)
-        lacking = [name for name in self.surface.required if name not in tried]
+            elif (field := name or free.pop(0)) in self.bound:
+                self._twice(field, argument)
+            else:
+                self.bound[field] = None  # tried, whatever comes of it
+                for value in self._convert(field, self.surface.types[field], argument):
+                    self.bound[field] = value
+        lacking = [name for name in self.surface.required if name not in self.bound]
         if lacking:
             self._missing(lacking)
         return not self.problems
@@ -370,14 +372,6 @@ class Binder:
         """A value for one of the fields that take several."""
         label = argument.name if field == self.surface.rest else field
         into += self._convert(label or field, self._one_of(field), argument)
-
-    def _set(self, field: str, argument: Argument) -> None:
-        if field in self.bound:
-            self._twice(field, argument)
-            return
-        self.bound[field] = None
-        for value in self._convert(field, self.surface.types[field], argument):
-            self.bound[field] = value
 
     def _twice(self, name: str, argument: Argument) -> None:
         self._problem("S302", f"`{name}` is given twice", Label(argument.span), "drop one")

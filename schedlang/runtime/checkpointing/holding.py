@@ -334,9 +334,16 @@ def copies(
 
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
     """This rank's part of a whole tensor, a new tensor; padding is zero."""
-    part = value.detach().new_zeros(holding.local_shape(mesh, rank))
-    copied(value.detach(), whole(value.shape), part, holding.part(mesh, rank))
-    return part
+    part = value.detach()
+    for dim, runs in enumerate(holding.segments(mesh, rank)):
+        size, pieces = part.shape[dim], [part.narrow(dim, 0, 0)]  # a rank may hold nothing
+        for run in runs:
+            true = max(0, min(run.length, size - run.start))
+            beyond = (*part.shape[:dim], run.length - true, *part.shape[dim + 1 :])
+            pieces += [part.narrow(dim, min(run.start, size), true), part.new_zeros(beyond)]
+        if runs != (Segment(0, size),):
+            part = torch.cat(pieces, dim)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:

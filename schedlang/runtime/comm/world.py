@@ -167,7 +167,7 @@ class World:
         if self.part:
             return self._once(groups, purpose, lambda: self._own(groups, None, purpose))
         if not purpose and [*groups] == [tuple(range(self.size))]:
-            return self.group
+            return dist.group.WORLD
         how = self._split if self._splits else self._each
         return self._once(groups, purpose, lambda: how(groups))
 
