@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 VERBS = (
     *("fmt", "check", "tree", "init", "plan", "diff", "why"),
-    *("verify", "ci", "run", "launch", "doctor", "simulate", "tune", "calibrate", "explain", "lsp"),
+    *("verify", "ci", "run", "launch", "doctor", "simulate", "tune", "fabric", "calibrate"),
+    *("explain", "lsp"),
 )
 HELP = "The model says what to compute, the schedule says how, and the two are proven to agree."
 

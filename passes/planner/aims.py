@@ -1,93 +1,268 @@
-"""Aims other than the time of a step: money within a deadline, and energy.
+"""Aims other than the time of a step: money or energy of a training, within a deadline.
 
-* The cheapest number of ranks, or some of unlike nodes, that meet a deadline (lambda-DNN).
-* Batch and power limit by energy and time, known or found while training (Zeus).
+* The nodes, their power limits and the batch for which a training is worth least.
+* Costs of batches and power limits that are only found out while training (Zeus).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, product
+from typing import TYPE_CHECKING
 
-from schedlang.ir.limits import Limits
-from schedlang.passes.planner.fill import Filled
-from schedlang.passes.planner.search import ANY, Profiles, search
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.tables import seconds as briefly
+from schedlang.passes.planner.reasons import Rejected
+from schedlang.passes.planner.search import Counts, Found
 from schedlang.passes.planner.space import Job
-from schedlang.passes.simulate.nodes import Nodes
+from schedlang.passes.planner.tuned import REASONS, TRIES, Find, Tuned, tuned
+from schedlang.passes.planner.values import Chain, Placement
+from schedlang.passes.simulate.machine import Cluster
+from schedlang.passes.simulate.nodes import Node, Nodes
 
-# -- money -----------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from schedlang.passes.planner.profile import Profiles
+
+# -- a training ------------------------------------------------------------------------------------
+
+AIMS = TIME, COST, ENERGY = ("time", "cost", "energy")
+NEEDS = {COST: "price", ENERGY: "power"}  # of each node
+MOST = 1000  # offers
+KWH = 3.6e6
 
 
 @dataclass(frozen=True)
-class Cheapest:
-    """The number of ranks whose training is cheapest: money and seconds of all steps."""
+class Aim:
+    """What of a training is to be least, and until when it must end.
 
-    ranks: int
-    money: float
+    name      "time", "cost" or "energy"
+    samples   rows of a step -> rows that a training with such steps takes to its target
+    deadline  seconds of all steps, at most
+    eta       share of the energy; the rest is time, at the watts of all nodes (`energy_cost`)
+    """
+
+    name: str
+    samples: Mapping[int, float]
+    deadline: float = math.inf
+    eta: float = 1.0
+
+    def worth(self, seconds: float, on: Cluster, most: float) -> float:
+        """Seconds, money, or joules as Zeus weighs them, of a training on some nodes."""
+        if self.name == TIME or not isinstance(on, Nodes):
+            return seconds
+        if self.name == COST:
+            return seconds * on.rate(on.ranks)
+        return energy_cost(Run(seconds, on.watts(on.ranks)), most, self.eta)
+
+    def told(self, seconds: float, on: Cluster) -> str:
+        """41.2 h, 1,204.50: of a training on some nodes."""
+        found = [_duration(seconds)]
+        if self.name == COST and isinstance(on, Nodes):
+            found.append(f"{seconds * on.rate(on.ranks):,.2f} by their prices")
+        if self.name == ENERGY and isinstance(on, Nodes):
+            found.append(f"{seconds * on.watts(on.ranks) / KWH:,.4g} kWh")
+        return ", ".join(found)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes, each as it is or held to a limit of power, with a batch; `steps` of a training."""
+
+    job: Job
+    steps: int
+    text: str
+
+    def floor(self, chain: object) -> float:
+        """Seconds below which no training is: operations of `chain`, a row, at all speeds."""
+        if not isinstance(chain, Chain):
+            return 0.0
+        flops = sum(
+            run.count * op.flops * op.count
+            for run in chain.runs
+            for work in (run.unit.forward, run.unit.backward)
+            for op in work.operators
+        )
+        speed = sum(self.job.cluster.of(rank).speed for rank in range(self.job.ranks))
+        return self.steps * self.job.rows * flops / speed
+
+
+@dataclass(frozen=True)
+class Bid:
+    """The best setting that was found on an offer; seconds of a training, and what it is worth."""
+
+    offer: Offer
+    found: Found
     seconds: float
-    filled: Filled
+    worth: float
 
 
-def cheapest(
-    profiles: Profiles,
-    job: Callable[[int], Job],
-    counts: Iterable[int],
-    steps: int,
-    deadline: float,
-    rate: Callable[[int], float],
-    limits: Limits = ANY,
-) -> Cheapest | None:
-    """The cheapest of some numbers of ranks that ends all steps within the deadline.
+def check(aim: Aim, cluster: Cluster) -> None:
+    """Refuse (S109) a cluster that does not say what is aimed at."""
+    need = NEEDS.get(aim.name)
+    if need is None:
+        return
+    said = {"price": "price = 24.5", "power": "power = 400"}[need]
+    unit = {"price": "of an hour of the node", "power": "watts of a rank"}[need]
+    help_ = f"write `{said}`, {unit}, into each `[[node]]` of a file: `--on cluster.toml`"
+    if not isinstance(cluster, Nodes):
+        title = f"`--aim {aim.name}` asks for a {need}, and `{cluster.name}` says none"
+        raise Refusal.of("S109", title, helps=(help_,))
+    for number, one in zip(cluster.numbers, cluster.nodes):
+        if getattr(one, need) is None:
+            title = f"`--aim {aim.name}`: node {number} of `{cluster.name}` says no `{need}`"
+            raise Refusal.of("S109", title, helps=(help_,))
 
-    job   for a number of ranks; `rate` money for a second of so many
-    Returns None where none meets the deadline, or fits.  Of two that cost the same the quicker one.
-    Numbers are provisioned so by lambda-DNN (Xu et al., IEEE Transactions on Computers 2022).
+
+def offers(job: Job, aim: Aim) -> list[Offer]:
+    """All numbers of nodes of each kind, for energy each held to one of its limits too, with each
+    batch; for time all nodes.
+
+    Raises Refusal S109 for too many.
     """
-    found: list[Cheapest] = []
-    for ranks in counts:
-        *_, last = search(profiles, job(ranks), limits)
-        if last.best is None or last.best.priced is None:
-            continue
-        seconds = steps * last.best.priced.seconds
-        if seconds <= deadline:
-            found.append(Cheapest(ranks, seconds * rate(ranks), seconds, last.best))
-    return min(found, key=lambda one: (one.money, one.seconds), default=None)
+    some = [(job.cluster, job.ranks, "")]
+    if isinstance(job.cluster, Nodes) and aim.name != TIME:
+        some = [(one, one.ranks, text) for one, text in _chosen(job.cluster, aim.name == ENERGY)]
+    found = []
+    for rows, samples in aim.samples.items():
+        for cluster, ranks, text in some:
+            words = [text] * bool(text) + [f"{rows} rows"] * (len(aim.samples) > 1)
+            each = replace(job, ranks=ranks, rows=rows, cluster=cluster)
+            found.append(Offer(each, math.ceil(samples / rows), ", ".join(words) or "all nodes"))
+    return found
 
 
-def cheapest_nodes(
-    profiles: Profiles,
-    job: Job,
-    steps: int,
-    deadline: float,
-    rate: Callable[[Nodes], float] = lambda nodes: nodes.rate(nodes.ranks),
-    limits: Limits = ANY,
-) -> tuple[Nodes, Cheapest] | None:
-    """The cheapest of a cluster's nodes that together end all steps within the deadline.
+def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
+    """Some nodes of each kind, the first of it, and how they are told."""
+    kinds: dict[Node, list[int]] = {}
+    for at, one in enumerate(nodes.nodes):
+        kinds.setdefault(one, []).append(at)
+    menus = [
+        [(0, one), *((k + 1, h) for h in (one.held if limited else (one,)) for k in range(len(at)))]
+        for one, at in kinds.items()
+    ]
+    if (many := math.prod(map(len, menus)) - 1) > MOST:
+        title = f"{many} choices of nodes and limits are too many: at most {MOST} are looked at"
+        raise Refusal.of("S109", title, helps=("give fewer `limits`, or fewer nodes: `--gpus`",))
+    for chosen in product(*menus):
+        places = {p: one for (k, one), at in zip(chosen, kinds.values()) for p in at[:k]}
+        if places:
+            told = [
+                f"{k} node{'s' * (k > 1)} of {one.device.node} {one.device.name}"
+                + f" at {one.power:g} W" * (one not in kinds)
+                for k, one in chosen
+                if k
+            ]
+            order = sorted(places)
+            yield nodes.some(order, [places[at] for at in order]), ", ".join(told)
 
-    rate  money for a second of some nodes; or their watts, and it is energy that is least
-    Raises TypeError for a cluster that is no `Nodes`.
+
+@dataclass
+class Auction:
+    """Offers of a job, each searched when no other can be worth less.
+
+    find  the best on a job
+    seen  bids so far, those that end too late as well
     """
-    nodes = job.cluster
-    if not isinstance(nodes, Nodes):
-        raise TypeError("nodes are chosen of a cluster that says which it has")
-    every = range(len(nodes.nodes))
-    some = (one for count in every for one in combinations(every, count + 1))
-    offers = list({nodes.ordered(one) for one in some})
-    found = cheapest(
-        profiles,
-        lambda at: replace(job, ranks=offers[at].ranks, cluster=offers[at]),
-        range(len(offers)),
-        steps,
-        deadline,
-        lambda at: rate(offers[at]),
-        limits,
-    )
-    if found is None:
-        return None
-    return offers[found.ranks], replace(found, ranks=offers[found.ranks].ranks)
+
+    profiles: Callable[[Placement], object]
+    job: Job
+    aim: Aim
+    find: Callable[[Job], Found]
+    seen: list[Bid] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check(self.aim, self.job.cluster)
+        self.offers = offers(self.job, self.aim)
+        whole = self.job.cluster
+        self.most = whole.watts(whole.ranks) if isinstance(whole, Nodes) else 0.0
+
+    def bids(self) -> Iterator[Bid]:
+        """Those that end within the deadline, the least worth first (lambda-DNN, Xu et al., IEEE
+        Transactions on Computers 2022)."""
+        row, turn = self.profiles(Placement()), count()
+        heap: list[tuple[float, int, Offer | Bid]] = []
+        for one in self.offers:
+            if (floor := one.floor(row)) <= self.aim.deadline:
+                heapq.heappush(heap, (self.worth(one, floor), next(turn), one))
+        while heap:
+            *_, at = heapq.heappop(heap)
+            if isinstance(at, Bid):
+                yield at
+                continue
+            found = self.find(at.job)
+            if found.best is None or found.best.priced is None:
+                continue
+            took = at.steps * found.best.least
+            bid = Bid(at, found, took, self.worth(at, took))
+            self.seen.append(bid)
+            if took <= self.aim.deadline:
+                heapq.heappush(heap, (bid.worth, next(turn), bid))
+
+    def worth(self, offer: Offer, seconds: float) -> float:
+        """What a training of so many seconds is worth there."""
+        return self.aim.worth(seconds, offer.job.cluster, self.most)
+
+    def told(self, bid: Bid) -> Rejected:
+        """A bid that was not taken, in words."""
+        said = self.aim.told(bid.seconds, bid.offer.job.cluster)
+        late = ": too late" if bid.seconds > self.aim.deadline else ""
+        return Rejected(bid.offer.text, bid.found.best, f"{said} by its price{late}")
+
+
+def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tuned]:
+    """The bid of least worth whose own simulated steps end within the deadline, and its job.
+
+    Of a job on all nodes; without such a bid nothing is written, and what is quickest is told.
+    Raises Refusal S109 for a cluster that does not say what is aimed at, and what `tuned` does.
+    """
+    auction = Auction(profiles, job, aim, lambda job: find(profiles, job))
+    best: tuple[float, Job, Tuned] | None = None
+    for tries, bid in enumerate(auction.bids(), 1):
+        if best is not None and bid.worth >= best[0]:
+            break
+        made = _played(profiles, auction, bid, find)
+        took = math.inf if made.written is None else bid.offer.steps * made.written.seconds
+        worth = auction.worth(bid.offer, took)
+        if took <= aim.deadline and (best is None or worth < best[0]):
+            best = worth, bid.offer.job, made
+        if tries == TRIES:
+            break
+    if best is not None:
+        return best[1:]
+    quickest = sorted(auction.seen, key=lambda bid: bid.seconds)
+    none = Found(None, 0.0, Counts(), tuple(map(auction.told, quickest)), done=True)
+    return job, Tuned(none, None, job)
+
+
+def _played(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned:
+    """The schedule of a bid, with the others as its reasons."""
+    offer, aim = bid.offer, auction.aim
+    others = sorted((one for one in auction.seen if one is not bid), key=lambda one: one.worth)
+    rejected = (*map(auction.told, others[: REASONS - 1]), *bid.found.rejected)
+    first = replace(bid.found, rejected=rejected)
+
+    def again(profiles: Profiles, job: Job) -> Found:
+        return first if job is offer.job else find(profiles, job)
+
+    def say(took: float) -> Iterator[str]:
+        rows = f"{offer.steps:,} steps of {offer.job.rows} rows"
+        yield f"Training: {rows} take {aim.told(offer.steps * took, offer.job.cluster)}."
+        within = "" if aim.deadline == math.inf else f" within {_duration(aim.deadline)}"
+        best = f"least {aim.name} of {len(auction.offers)} choices{within}"
+        yield f"On {offer.text}: {best}, of which {len(auction.seen)} were searched."
+
+    return tuned(profiles, offer.job, again, say)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return briefly(seconds)
 
 
 # -- energy ----------------------------------------------------------------------------------------

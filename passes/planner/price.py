@@ -171,8 +171,8 @@ def causes(
     found = dict.fromkeys(step.names, 0.0)
     again = way.inputs @ step.again
     vector = (way.forward @ made + again) @ step.forward
-    vector = vector + (way.inputs @ made) @ (step.backward - step.half)
-    vector = vector + (way.weights @ made) @ step.half
+    vector = vector + (way.inputs @ made) @ step.backward
+    vector = vector + ((way.weights - way.inputs) * apart(setting)) @ made @ step.half
     found |= {cause: float(took) for cause, took in zip(step.names, vector)}
     for cause, took in step.sent:
         found[cause] = found.get(cause, 0.0) + took * way.sends
@@ -225,7 +225,8 @@ def _step(
     made, again = composition(chain, cuts, setting.again)
     sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
-    f, i, w = made @ ahead, made @ (back - weigh) + again @ ahead, made @ weigh
+    w = apart(setting) * (made @ weigh)
+    f, i = made @ ahead, made @ back - w + again @ ahead
     sizes = (setting.pp, setting.chunks, setting.micro)
     way = longest(setting.order, *sizes, f, i, w, send)
     rank = homes(setting.order, setting.pp, setting.chunks)
@@ -257,6 +258,14 @@ def _step(
         data,
         {"optimizer": updating(setting, held, cluster, recipe)},
     )
+
+
+def apart(setting: Setting) -> NDArray[np.bool_]:
+    """Stages whose backward is run in halves, where an order has halves: not those whose weights
+    are slices that are gathered, nor where units are computed again."""
+    stages = setting.pp * setting.chunks
+    whole = setting.zero > 0 and setting.dp > 1
+    return np.array(setting.again or (0,) * stages) == 0 if not whole else np.zeros(stages, bool)
 
 
 def alike(cluster: Cluster) -> None:

@@ -108,7 +108,7 @@ class Profiles:
     @property
     def recipe(self) -> Recipe:
         """Bytes of numbers: in 16 bits beside masters in 32, or all as they are stored."""
-        return Recipe() if self.dtype else recipe_of(self.facts)
+        return CAST if self.dtype else recipe_of(self.facts)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
         """The rows that split tensors, by what for; raises Refusal where nothing can be split.
@@ -210,6 +210,9 @@ class Profiles:
         units = [made[name] for name in played.values()]
         runs = tuple(Run(unit, len(list(same))) for unit, same in groupby(units))
         return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
+
+
+CAST = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients are those of the masters
 
 
 def recipe_of(facts: ModelFacts) -> Recipe:

@@ -106,7 +106,7 @@ def search(
     """
     check(limits)
     filler = filler_of(profiles, job, limits)
-    return _Search(profiles, job_bound(job), limits, progress, moves, filler).run()
+    return _Search(profiles, job_bound(job, limits), limits, progress, moves, filler).run()
 
 
 @dataclass

@@ -101,7 +101,7 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
         for cp in _contexts(job, limits, job.ranks // tp)
         for ep in _experts(job, limits, job.ranks // tp // cp)
     ]
-    away = job.offload and not isinstance(job.cluster, Nodes)
+    away = job.offload and ("offload" in limits.pinned or not isinstance(job.cluster, Nodes))
     for offload in limits.admitted("offload", CHOICES["offload"] if away else ("none",)):
         for _, ep, tp, cp in sorted(sizes):
             for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
 
 Find = Callable[[Profiles, Job], Found]
+Say = Callable[[float], Iterable[str]]  # of the seconds of a step
 TRIES = 4  # searches, each for the memory that the last one's best has shown to be there
 REASONS = 3  # rejected settings that are told
 
@@ -69,12 +70,14 @@ def job_of(
 
 @dataclass(frozen=True)
 class Written:
-    """The schedule of a setting, and what the simulated step of just this schedule takes."""
+    """The schedule of a setting, and what the simulated step of just this schedule takes; what of
+    its figures is `said`, line by line."""
 
     text: str
     seconds: float
     peak: int
     fits: bool
+    said: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ class Tuned:
     room: Job
 
 
-def tuned(profiles: Profiles, job: Job, find: Find) -> Tuned:
+def tuned(profiles: Profiles, job: Job, find: Find, say: Say = lambda took: ()) -> Tuned:
     """The best whose own simulated step fits: a price tells its bytes only nearly.
+
+    What else there is to `say` stands beside its figures.
 
     Raises Refusal where the schedule that is written is refused, and where there is no way at all.
     """
@@ -99,7 +104,7 @@ def tuned(profiles: Profiles, job: Job, find: Find) -> Tuned:
             raise found.refused[0][1]
         if found.best is None or found.best.priced is None:
             return Tuned(found, None, room)
-        made = _simulated(profiles, job, found)
+        made = _simulated(profiles, job, found, say)
         if made.fits:
             return Tuned(found, made, room)
         share = min(0.99, found.best.priced.peak / made.peak)
@@ -107,7 +112,7 @@ def tuned(profiles: Profiles, job: Job, find: Find) -> Tuned:
     return Tuned(found, None, room)
 
 
-def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
+def _simulated(profiles: Profiles, job: Job, found: Found, say: Say) -> Written:
     """Write the best, and play a step of it."""
     assert found.best is not None
     text = written(profiles, found.best.setting)
@@ -123,17 +128,17 @@ def _simulated(profiles: Profiles, job: Job, found: Found) -> Written:
     )
     tried = tune.priced(whole, plan, {})
     took = found.best.least if tried.time is None else tried.time.seconds
-    if found.best.setting.placement.offload != "none":  # no link to the host is played
-        took = max(took, found.best.least)
-    remarks = [*figures(job, found, took, tried.peak), *_reasons(found.rejected)]
+    said = (*say(took), *_figures(job, found, took, tried.peak))
+    remarks = [*said, *_reasons(found.rejected)]
     fits = tried.peak <= job.cluster.memory and tried.lacks <= 0
-    return Written(written(profiles, found.best.setting, remarks), took, tried.peak, fits)
+    text = written(profiles, found.best.setting, remarks)
+    return Written(text, took, tried.peak, fits, said)
 
 
 # -- what is told ----------------------------------------------------------------------------------
 
 
-def figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
+def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
     """Time of the simulated step, where it goes by the planner's price, memory of a rank; whose
     the setting is."""
     best = found.best
@@ -147,8 +152,8 @@ def figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
     yield f"Memory of the fullest rank: {size(peak)} of {size(job.cluster.memory)}{places}."
     if isinstance(job.cluster, Nodes):
         nodes, said = best.setting.nodes, ""
-        if nodes != tuple(range(len(nodes))):
-            order = [at + 1 for at in nodes]
+        order = list(job.cluster.ordered(nodes).numbers)
+        if order != [*range(1, len(order) + 1)]:
             said = f": `order = {order}` in its file, with hosts in that order"
         yield f"Ranks lie node by node on {job.cluster.text(nodes)}{said}."
     yield from found.by

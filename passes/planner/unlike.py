@@ -26,6 +26,7 @@ from schedlang.passes.planner.fill import Filled, Filler, Held, cuts_near
 from schedlang.passes.planner.price import (
     COMPUTING,
     NONE,
+    apart,
     axes_of,
     by_run,
     composition,
@@ -167,8 +168,9 @@ def dealt(rows: int, took: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
 Profiles = Callable[[Placement], object]
 
 
-def job_bound(job: Job) -> Job:
-    """The job on a machine that is no slower than any of unlike nodes, wherever ranks lie."""
+def job_bound(job: Job, limits: Limits) -> Job:
+    """The job on a machine that is no slower than any of unlike nodes, wherever ranks lie; there
+    offloading is tried where it is pinned alone."""
     if not isinstance(job.cluster, Nodes):
         return job
     best, devices = job.cluster.best, [job.cluster.of(rank) for rank in range(job.ranks)]
@@ -177,7 +179,7 @@ def job_bound(job: Job) -> Job:
     none = dict.fromkeys(("hop", "far", "start", "ramp"), 0.0)
     quick = replace(best, **free, **none)  # type: ignore[arg-type]
     worth = sum(max(one / two for one, two in zip(_figures(d), _figures(quick))) for d in devices)
-    return replace(job, cluster=quick, worth=worth / job.ranks, offload=False)
+    return replace(job, cluster=quick, worth=worth / job.ranks, offload="offload" in limits.pinned)
 
 
 def _figures(one: Cluster) -> tuple[float, ...]:
@@ -373,15 +375,12 @@ class Unlike(Filler):
         home = homes(way.order, way.pp, way.chunks)
         each = np.array([self._table(way, rows, machines[at]) for at in home])
         ahead, back, half = each.transpose(1, 0, 2)
-        return (
-            (made * ahead).sum(1),
-            (made * (back - half) + more * ahead).sum(1),
-            (made * half).sum(1),
-        )
+        weights = (made * half).sum(1) * apart(way)
+        return (made * ahead).sum(1), (made * back + more * ahead).sum(1) - weights, weights
 
     def _span(self, way: Setting, kind: Kind) -> tuple[float, float]:
         """Seconds of a replica's pipeline, and of its messages on the longest way."""
-        key = replace(way, zero=0, rows=()), kind
+        key = replace(way, zero=min(way.zero, 1), rows=()), kind
         if key not in self._spans:
             self._spans[key] = self._longest(way, kind)
         return self._spans[key]

@@ -79,6 +79,10 @@ class Cluster:
         """The device of a rank: all are alike."""
         return self
 
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.node
+
     @property
     def slowest(self) -> Cluster:
         """The device that computes slowest: all are alike."""

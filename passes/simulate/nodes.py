@@ -38,12 +38,22 @@ if TYPE_CHECKING:
 class Node:
     """Ranks of one node, as many as its device's `node` says.
 
-    price  of an hour of the node; `power` watts of a rank
+    price   of an hour of the node; `power` watts of a rank (None: nobody says)
+    limits  watts that a rank may be held to, and what share of its `speed` it reaches then
     """
 
     device: Cluster
-    price: float = 0.0
-    power: float = 0.0
+    price: float | None = None
+    power: float | None = None
+    limits: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def held(self) -> Iterator[Node]:
+        """The node as it is, and with its ranks held to each of its limits."""
+        yield self
+        for watts, share in self.limits:
+            device = replace(self.device, speed=self.device.speed * share)
+            yield replace(self, device=device, power=watts, limits=())
 
 
 ENGINE, DEVICE = "engine", "device"
@@ -63,6 +73,7 @@ class Nodes(Cluster):
     endpoint  who runs a collective beside computing: the "device" itself, or an "engine" beside it
               (ACE, Rashidi et al., ISCA 2021); "": as the devices' `overlap` says
     only      of all ranks those that work is told of; (): all
+    numbers   of the nodes in their file, from 1 on
     """
 
     nodes: tuple[Node, ...] = ()
@@ -71,6 +82,7 @@ class Nodes(Cluster):
     rails: bool = False
     endpoint: str = ""
     only: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -95,6 +107,10 @@ class Nodes(Cluster):
         """The device of a rank."""
         return self.nodes[self._places[rank][0]].device
 
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return self._places[rank][0]
+
     def at(self, ranks: Sequence[int]) -> Nodes:
         """The same as some ranks find it that wait for each other: operators take what they take on
         the slowest, and messages stay among these ranks."""
@@ -110,14 +126,11 @@ class Nodes(Cluster):
 
     def part(self, ranks: int) -> Nodes:
         """The first nodes, with so many ranks at least."""
-        count = self._places[ranks - 1][0] + 1
-        return of_nodes(self.name, self.nodes[:count], **self._network)
+        return self.some(range(self._places[ranks - 1][0] + 1))
 
     def ordered(self, order: Sequence[int]) -> Nodes:
         """The same nodes in another order of the ranks; of none as they are."""
-        if not order:
-            return self
-        return of_nodes(self.name, [self.nodes[at] for at in order], **self._network)
+        return self.some(order) if order else self
 
     def holding(self, share: float) -> Nodes:
         """The same with a share of each memory."""
@@ -125,7 +138,13 @@ class Nodes(Cluster):
             replace(one, device=replace(one.device, memory=int(one.device.memory * share)))
             for one in self.nodes
         ]
-        return of_nodes(self.name, less, **self._network)
+        return self.some(range(len(less)), less)
+
+    def some(self, places: Sequence[int], nodes: Sequence[Node] = ()) -> Nodes:
+        """The nodes of some places, in this order; or others that stand for these."""
+        own = tuple(self.numbers[at] for at in places)
+        nodes = nodes or [self.nodes[at] for at in places]
+        return of_nodes(self.name, nodes, numbers=own, **self._network)
 
     @property
     def _network(self) -> dict[str, Any]:
@@ -133,11 +152,11 @@ class Nodes(Cluster):
 
     def rate(self, ranks: int) -> float:
         """Money for a second of the nodes of the first ranks."""
-        return sum(one.price for one in self.part(ranks).nodes) / 3600
+        return sum(one.price or 0.0 for one in self.part(ranks).nodes) / 3600
 
     def watts(self, ranks: int) -> float:
         """Watts of the first ranks."""
-        return sum(self.nodes[at].power for at, _ in self._places[:ranks])
+        return sum(self.nodes[at].power or 0.0 for at, _ in self._places[:ranks])
 
     def text(self, order: Sequence[int] = ()) -> str:
         """`8 a100 of 80 GiB, 8 v100 of 32 GiB`: ranks of each node, in order."""
@@ -269,6 +288,7 @@ def of_nodes(name: str, nodes: Sequence[Node], **network: Any) -> Nodes:
     if who := network.get("endpoint"):
         share = min(one.link * one.linked / one.stream / 2 for one in devices)  # a sum goes twice
         best["overlap"] = _left(who, "all_reduce", 2**20, share)
+    network.setdefault("numbers", tuple(range(1, len(nodes) + 1)))
     return Nodes(name, nodes=tuple(nodes), **best, **network)
 
 
@@ -288,7 +308,7 @@ def _left(endpoint: str, op: str, ranks: int, sends: float) -> float:
 
 
 KEYS = ("node", "leaf", "oversubscription", "rails", "endpoint", "order")
-OF_NODE = ("device", "count", "ranks", "link", "network", "price", "power")
+OF_NODE = ("device", "count", "ranks", "link", "network", "price", "power", "limits")
 LEGAL = """a cluster is `[[node]]` tables, each with a `device`, and `leaf`, `oversubscription`, \
 `rails`, `endpoint`, `order` above them"""
 
@@ -337,24 +357,35 @@ def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
         "rails": (isinstance(rails, bool), "true or false is needed"),
         "endpoint": (endpoint in ("", ENGINE, DEVICE), f'"{ENGINE}" or "{DEVICE}" is needed'),
         "order": (
-            isinstance(order, list) and sorted(map(str, order)) == _numbers(len(nodes)),
-            f"each of the {len(nodes)} nodes by its number is needed, from 1 on, once",
+            _numbers(order, len(nodes)),
+            f"some of the {len(nodes)} nodes by their numbers are needed, from 1 on, each once",
         ),
     }
     for key, (good, need) in checks.items():
         if not good:
             reader.refuse(f"`{key}` is {tables[key]!r}: {need}", key)
-    named = path.stem.lower()
-    in_turn = [nodes[at - 1] for at in order]
-    return of_nodes(named, in_turn, leaf=leaf, over=float(over), rails=rails, endpoint=endpoint)
+    network = {"leaf": leaf, "over": float(over), "rails": rails, "endpoint": endpoint}
+    return of_nodes(path.stem.lower(), nodes, **network).some([at - 1 for at in order])
+
+
+def _limits(value: Any, power: float) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, list)
+        and len(one) == 2
+        and all(number(part) and part > 0 for part in one)
+        and one[0] < power
+        and one[1] <= 1
+        for one in value
+    )
 
 
 def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _numbers(count: int) -> list[str]:
-    return sorted(map(str, range(1, count + 1)))
+def _numbers(order: Any, nodes: int) -> bool:
+    every = isinstance(order, list) and order and all(_count(at) and at <= nodes for at in order)
+    return bool(every) and len(set(order)) == len(order)
 
 
 @dataclass(frozen=True)
@@ -383,10 +414,16 @@ class _Reader:
             low = 0 if key in ("price", "power") else 1e-9
             if key in table and not (number(table[key]) and table[key] >= low):
                 self.refuse(f"`{key}` is {table[key]!r}: a number above 0 is needed", key, at)
-        own = {key: float(table[key]) for key in ("link", "network") if key in table}
-        device = changed(machines[named.lower()], **own, node=table.get("ranks"))
-        one = Node(device, float(table.get("price", 0)), float(table.get("power", 0)))
-        return [one] * table.get("count", 1)
+        if not _limits(limits := table.get("limits", []), table.get("power", 0)):
+            why = "pairs of watts, below `power`, and a share of the speed are needed: [[250, 0.8]]"
+            self.refuse(f"`limits` is {limits!r}: {why}", "limits", at)
+        own = {key: float(table[key]) for key in OF_NODE[3:7] if key in table}
+        link, network = own.pop("link", None), own.pop("network", None)
+        device = changed(
+            machines[named.lower()], link=link, network=network, node=table.get("ranks")
+        )
+        pairs = tuple((float(watts), float(share)) for watts, share in limits)
+        return [Node(device, **own, limits=pairs)] * table.get("count", 1)
 
     def refuse(
         self, why: str, key: str, at: int = -1, known: tuple[str, ...] = (), said: str | None = None

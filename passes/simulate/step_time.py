@@ -141,7 +141,8 @@ class StepTime:
     """Seconds of one step, and of them those of the rank that is busy longest.
 
     computing  of that rank
-    sending    in which it waits for collectives; transfers between stages are left out
+    sending    in which it waits for collectives, and copies of its host; transfers between stages
+               are left out
     """
 
     seconds: float
@@ -293,7 +294,9 @@ class _Clock:
 
     def took(self, work: Work) -> _Took:
         """An operation: computing, with what it has to wait for."""
-        computing, waits, beside, hides = self.cluster.computing(work, self.share), 0.0, 0.0, 0.0
+        computing, waits = self.cluster.computing(work, self.share), 0.0
+        beside = self.cluster.copying(work.copied * self.share)
+        hides = beside * self.cluster.overlap
         for message, often in work.messages.items():
             if self._between_stages(message) or message.op == "recv":
                 continue
@@ -336,7 +339,19 @@ class _Clock:
                 if message.op != "recv"
             )
             found += _Took(ready.computing(run.work), sent)
-        return found
+        return _Took(found.computing + self._hosted(), found.sending)
+
+    def _hosted(self) -> float:
+        """Seconds of an optimizer whose state the host has: its processor reads and writes that,
+        gradients come, values come and go, all at the pace of the link, as a price has it."""
+        from schedlang.passes.analyze.residence import tiers_of
+        from schedlang.runtime.storage.tiers import CPU
+
+        of = self.of
+        if not of.cpu or not any(one.each[2] == CPU for one in tiers_of(self.plan).values()):
+            return 0.0
+        share = of.cpu / (of.cpu + of.optimizer)
+        return self.cluster.copying(2 * of.cpu + share * (2 * of.gradients + 3 * of.parameters))
 
     def transfer(self, played: Played) -> float:
         """The longest that one operation sends to another stage."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.verbs.aimed import Aims, whole
 from schedlang.verbs.ending import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import check_folders, to_try, write_asked
 
@@ -90,6 +91,7 @@ def searched(
     ranks: int,
     limits: Limits,
     asked: Search,
+    aims: Aims,
     as_json: bool,
 ) -> None:
     """Search, write and tell; exit 1 where nothing fits.
@@ -103,7 +105,7 @@ def searched(
     from schedlang.passes.planner.named import planner_named
     from schedlang.passes.planner.profile import Profiles
     from schedlang.passes.planner.search import why
-    from schedlang.passes.planner.tuned import job_of, tuned
+    from schedlang.passes.planner.tuned import job_of, length_of, tuned
     from schedlang.runtime.batch import rows_of
 
     start = time.perf_counter()
@@ -118,9 +120,17 @@ def searched(
     facts = ModelFacts(to_try(model, model.model(meta=True)))
     profiles = Profiles(facts, batch, model.loss, model.weight, dtype)
     job = job_of(profiles, cluster, ranks, _rows(batch, asked), [limits, *questions])
-    made = tuned(
-        profiles, job, lambda profiles, job: _best(profiles, job, limits, asked.planner, as_json)
-    )
+    aim = aims.read(job.rows, length_of(batch))
+
+    def find(profiles: Profiles, job: Job) -> Found:
+        return _best(profiles, job, limits, asked.planner, as_json)
+
+    if aim is None:
+        made = tuned(profiles, job, find)
+    else:
+        from schedlang.passes.planner.aims import aimed
+
+        job, made = aimed(profiles, job, aim, find)
     last, written = made.found, made.written
     answers = [why(profiles, made.room, one, last, limits) for one in questions]
     if asked.out is not None and written is not None:
@@ -154,16 +164,6 @@ def batch_of(found: ModelFile) -> Mapping[str, Any]:
     return found.batch(0)
 
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def _tokens(text: str) -> int:
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if unit not in UNITS or not number.isdecimal() or int(number) < 1:
-        bad_option(f"cannot read `--batch {text}`", "write `--batch 4M`: 4 x 2^20 tokens")
-    return int(number) * UNITS[unit]
-
-
 def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
     """Rows of a step, as options say them."""
     from schedlang.passes.planner.tuned import length_of
@@ -173,7 +173,7 @@ def _rows(batch: Mapping[str, Any], asked: Search) -> int | None:
     length = length_of(batch)
     if asked.rows is not None:
         bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
-    tokens = _tokens(asked.batch)
+    tokens = whole(asked.batch, "--batch")
     if not length or tokens % length:
         said = f"rows of {length} tokens" if length else "rows without tokens"
         title = f"`--batch {asked.batch}` is no number of {said}, which this model's batch has"
@@ -226,7 +226,7 @@ def _told(
 ) -> Iterator[str]:
     """The best in words, what was rejected, and answers to what was asked."""
     from schedlang.diagnostics.tables import size
-    from schedlang.passes.planner.tuned import REASONS, figures
+    from schedlang.passes.planner.tuned import REASONS
 
     ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
@@ -236,8 +236,7 @@ def _told(
         yield "nothing fits"
     else:
         yield f"best      {_way(found)}"
-        figured = figures(job, found, written.seconds, written.peak)
-        yield from (f"          {line}" for line in figured)
+        yield from (f"          {line}" for line in written.said)
     yield from (f"rejected  {one.kind}: {one.reason}" for one in found.rejected[:REASONS])
     yield from (f"asked     {one.kind}: {one.reason}" for one in answers)
     for placement, refusal in found.refused:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.verbs.aimed import Aims
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
 from schedlang.verbs.laid import UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
@@ -80,6 +81,7 @@ def tune(
     *,
     machine: Machine,
     search: Search,
+    aims: Aims,
     wanted: Wanted,
     model: Model = None,
     knob: Knobs = None,
@@ -108,6 +110,8 @@ def tune(
         return
     given = settings(knob, None)
     if wanted.layouts or search.planner == UNITY:
+        if aims.given:
+            bad_option("`--layouts` looks for the quickest step alone", "leave out `--aim`")
         _lay(file, model, machine, search, given, as_json)
         return
     if file.suffix == PYTHON:
@@ -115,14 +119,14 @@ def tune(
             bad_option(
                 "a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule"
             )
-        _search(file, str(file), machine, None, search, as_json)
+        _search(file, str(file), machine, None, search, aims, as_json)
         return
     tree = parse(read(file))
     limits = expand(tree, None, given).limits
     if limits != Limits():
-        _search(file, model, machine, tree, search, as_json, limits)
+        _search(file, model, machine, tree, search, aims, as_json, limits)
         return
-    if search.given:
+    if search.given or aims.given:
         bad_option(
             "a schedule without `search` says how it trains: only its knobs are tried",
             "give the model file alone, or let the schedule say `search pin tp = 4`",
@@ -172,6 +176,7 @@ def _search(
     machine: Machine,
     tree: File | None,
     search: Search,
+    aims: Aims,
     as_json: bool,
     limits: Limits | None = None,
 ) -> None:
@@ -182,7 +187,7 @@ def _search(
     cluster, ranks = _cluster(machine, tree)
     found = load_model_file(model, file)
     bound = limits or Limits()
-    searched(found, model or "model.py", cluster, ranks, bound, search, as_json)
+    searched(found, model or "model.py", cluster, ranks, bound, search, aims, as_json)
 
 
 def _rank(

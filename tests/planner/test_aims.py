@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.aims import (
+    COST,
+    ENERGY,
+    TIME,
+    Aim,
+    Auction,
     Run,
     by_energy,
-    cheapest,
-    cheapest_nodes,
     energy_cost,
     found_while_training,
 )
@@ -25,46 +32,106 @@ from schedlang.passes.planner.fabric import (
     routes,
     seconds,
     strides,
+    traffic_of,
     wired,
     wired_in_turn,
 )
-from schedlang.passes.planner.search import search
+from schedlang.passes.planner.search import Found, search
 from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.values import Placement
+from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
 from tests.planner.decoders import decoder
+from tests.proofs import planned
+from tests.tuning.test_played_time import ROWS, WIDTH, Net, loss
 
-A100 = replace(CLUSTERS["a100"], memory=16 << 30)
 SMALL = decoder(12, 2048, 16, 8192, 32000, 1024)
-COUNTS = (1, 2, 4, 8, 16)
+LIMITS = Limits(pinned={"zero": (0, 1), "rows": (1, 2), "sequence": (False,)})
 
 
-def job(ranks: int) -> Job:
-    """Small enough to be searched often."""
-    return Job(ranks, 32, A100, orders=("1F1B",))
+def mixed(*nodes: Node) -> Nodes:
+    """A cluster of nodes of one rank each."""
+    return of_nodes("mixed", nodes)
 
 
-def rate(ranks: int) -> float:
-    """Money for a second: more for each rank of a second node."""
-    return ranks * (1.0 if ranks <= 8 else 1.5)
+QUICK, SLOW = (
+    Node(replace(CLUSTERS[name], node=1), price, watts, limits)
+    for name, price, watts, limits in (
+        ("a100", 36.0, 300.0, ((150.0, 0.7),)),
+        ("v100", 10.0, 350.0, ()),
+    )
+)
+TASK = Job(3, 12, mixed(QUICK, SLOW, SLOW), orders=("1F1B",))
 
 
-def test_the_cheapest_number_of_ranks_meets_the_deadline() -> None:
-    """Equal to pricing every number of ranks, for every deadline between their times."""
-    took: dict[int, float] = {}
-    for ranks in COUNTS:
-        *_, last = search(SMALL, job(ranks))
-        if last.best is not None and last.best.priced is not None:
-            took[ranks] = 100 * last.best.priced.seconds
-    assert len(took) > 2
-    for deadline in [0.0, *took.values(), 1e9]:
-        meet = {ranks: t * rate(ranks) for ranks, t in took.items() if t <= deadline}
-        found = cheapest(SMALL, job, COUNTS, 100, deadline, rate)
-        if not meet:
-            assert found is None
-            continue
-        assert found is not None and found.seconds <= deadline
-        assert found.money == pytest.approx(min(meet.values()))
+@cache
+def quickest(job: Job) -> Found:
+    """What a search finds in the end."""
+    *_, last = search(SMALL, job, LIMITS)
+    return last
+
+
+def auction(aim: Aim, job: Job = TASK) -> Auction:
+    """All that nodes of the task can be."""
+    return Auction(SMALL, job, aim, quickest)
+
+
+@pytest.mark.parametrize("aim", [COST, ENERGY, TIME])
+def test_bids_come_by_what_they_are_worth_within_the_deadline(aim: str) -> None:
+    """Equal to pricing all nodes, limits and batches that there are, for deadlines between their
+    times; what cannot be the best is not searched."""
+    held = list(QUICK.held) if aim == ENERGY else [QUICK]
+    some = [mixed(SLOW), mixed(SLOW, SLOW)]
+    some += [mixed(one, *[SLOW] * k) for one in held for k in range(3)]
+    if aim == TIME:
+        some = [TASK.cluster]
+    samples = {12: 120.0, 24: 130.0}
+    took = {}
+    for nodes, rows in product(some, samples):
+        job = replace(TASK, ranks=nodes.ranks, cluster=nodes, rows=rows)
+        steps = -(-samples[rows] // rows)
+        if (best := quickest(job).best) is not None:
+            took[nodes, rows] = steps * best.least
+    weigh = {COST: lambda n: n.rate(n.ranks), ENERGY: lambda n: n.watts(n.ranks), TIME: lambda n: 1}
+    for deadline in (0.0, sorted(took.values())[len(took) // 2], 1e9):
+        meet = sorted(t * weigh[aim](key[0]) for key, t in took.items() if t <= deadline)
+        made = auction(Aim(aim, samples, deadline))
+        first = next(made.bids(), None)
+        searched = len(made.seen)
+        assert len(made.offers) == len(some) * len(samples)
+        assert [one.worth for one in made.bids()] == pytest.approx(meet)
+        assert (first is None) == (not meet)
+        if first is not None:
+            assert first.seconds <= deadline and searched <= len(made.offers)
+            assert first.offer.job.ranks == first.offer.job.cluster.ranks
+    weighed = auction(Aim(ENERGY, samples, eta=0.5))
+    most = 300.0 + 2 * 350.0
+    for one in weighed.bids():
+        nodes = one.offer.job.cluster
+        assert one.worth == pytest.approx(one.seconds * (nodes.watts(nodes.ranks) + most) / 2)
+
+
+def test_floors_lie_below_all_that_is_found() -> None:
+    """No training is quicker than its operations on all ranks at full speed."""
+    made = auction(Aim(ENERGY, {12: 120.0}))
+    row = SMALL(Placement())
+    bids = list(made.bids())
+    assert len(bids) == len(made.offers) == 8
+    assert all(0 < one.offer.floor(row) <= one.seconds for one in bids)
+
+
+def test_what_is_aimed_at_must_be_told() -> None:
+    """Prices and powers that nobody says, and too many choices, are refused."""
+    kinds = mixed(*[replace(SLOW, price=float(at)) for at in range(11)])
+    dear = replace(TASK, cluster=mixed(QUICK, replace(SLOW, price=None)))
+    for aim, job, said in (
+        (COST, dear, "node 2 of `mixed` says no `price`"),
+        (ENERGY, replace(TASK, cluster=CLUSTERS["a100"]), "`a100` says none"),
+        (COST, replace(TASK, cluster=kinds), "2047 choices of nodes and limits are too many"),
+    ):
+        with pytest.raises(Refusal, match=said):
+            auction(Aim(aim, {12: 120.0}), job)
 
 
 RUNS = st.dictionaries(
@@ -102,38 +169,6 @@ def test_sampling_finds_the_best_batch_of_noisy_runs(seed: int) -> None:
     assert chosen[-20:].count(32) >= 12
 
 
-@pytest.mark.parametrize("weigh", ["money", "energy"])
-def test_the_cheapest_of_unlike_nodes_meet_the_deadline(weigh: str) -> None:
-    """Equal to pricing all that some of three nodes can be, for deadlines between their times."""
-    quick, slow = (
-        Node(replace(CLUSTERS[name], node=1), price, watts)
-        for name, price, watts in (("a100", 36.0, 300.0), ("v100", 10.0, 350.0))
-    )
-    whole = of_nodes("mixed", [quick, slow, slow])
-    task = Job(3, 12, whole, orders=("1F1B",))
-    limits = Limits(pinned={"zero": (0, 1), "rows": (1, 2), "sequence": (False,)})
-
-    def rate(nodes: Nodes) -> float:
-        return nodes.rate(nodes.ranks) if weigh == "money" else nodes.watts(nodes.ranks)
-
-    took = {}
-    for some in ([quick], [slow], [quick, slow], [slow, slow], [quick, slow, slow]):
-        nodes = of_nodes("mixed", some)
-        one = replace(task, ranks=nodes.ranks, cluster=nodes)
-        *_, last = search(SMALL, one, limits)
-        assert last.best is not None
-        took[nodes] = 10 * last.best.least
-    for deadline in (0.0, sorted(took.values())[2], 1e9):
-        meet = {nodes: t * rate(nodes) for nodes, t in took.items() if t <= deadline}
-        found = cheapest_nodes(SMALL, task, 10, deadline, rate, limits)
-        assert (found is None) == (not meet)
-        if found is not None:
-            assert found[1].money == pytest.approx(min(meet.values()))
-            assert found[1].ranks == found[0].ranks and found[1].seconds <= deadline
-    with pytest.raises(TypeError, match="nodes are chosen"):
-        cheapest_nodes(SMALL, job(2), 10, 1.0)
-
-
 # -- fabrics ---------------------------------------------------------------------------------------
 
 
@@ -167,9 +202,9 @@ def test_fabrics_of_eight_hosts_equal_brute_force(
     messages: dict[tuple[int, int], float], reduced: int, degree: int
 ) -> None:
     """No other set of strides is quicker; choosing them in turn is legal, and never better."""
-    traffic = Traffic(float(reduced), messages)
+    traffic = Traffic(float(reduced), messages, {(1, 5): 9.0, (0, 2, 4, 6): 7.0, (0, 1, 2): 3.0})
     chosen, took = wired(8, degree, traffic, 2.0)
-    assert took == min(seconds(8, s, traffic, 2.0) for s in combinations((1, 3, 5, 7), degree))
+    assert took == min(seconds(8, s, traffic, 2.0) for s in combinations(range(1, 8), degree))
     quick, then = wired_in_turn(8, degree, traffic, 2.0)
     assert len(set(quick)) == degree and then >= took
     for distance, way in enumerate(routes(8, chosen)):
@@ -191,6 +226,42 @@ def test_messages_load_each_link_of_their_way() -> None:
     assert seconds(8, (1, 3), Traffic(8.0, both.messages), 2.0) == (7.0 + 4.0) / 2
 
 
+def test_rings_over_some_hosts_go_round_strides_of_their_own() -> None:
+    """By hand: every second host by strides 2 and 6, no link of which is used by the others; hosts
+    that are not as far apart all the way send round their ring as messages."""
+    half = Traffic(0.0, {}, {(0, 2, 4, 6): 6.0, (1, 3, 5, 7): 4.0})
+    assert seconds(8, (1, 2), half, 1.0) == 6.0 and seconds(8, (1, 2, 6), half, 1.0) == 3.0
+    assert seconds(8, (1,), half, 1.0) == 10.0  # all links are on a way of either
+    assert seconds(8, (2, 6), half, 1.0) == math.inf  # odd hosts meet no even ones
+    assert seconds(8, (1, 7), Traffic(0.0, {}, {(0, 1, 2): 5.0}), 1.0) == 5.0  # 2 to 0 by 7 + 7
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "node", "expected"),
+    [
+        ("dp=4", "zero(stage=0, over=dp)", 1, "ring"),
+        ("dp=4", "zero(stage=0, over=dp)", 2, "ring"),
+        ("pp=4", 'blocks  pipeline_split(over=pp)\npipeline(order="GPipe", micro=2)', 1, "sends"),
+    ],
+)
+def test_traffic_between_hosts_is_that_of_the_plan(
+    mesh: str, rows: str, node: int, expected: str
+) -> None:
+    """A sum goes round all hosts once, a stage hands its activations to the next and back."""
+    net = Net(8)
+    sent = account(planned(net, rows, mesh), {"ids": torch.zeros(ROWS, dtype=torch.long)}, loss)
+    found = traffic_of(planned(net, rows, mesh), sent.collectives or (), lambda rank: rank // node)
+    if expected == "ring":
+        ((hosts, much),) = found.rings.items()
+        numbers = sum(p.numel() for p in net.parameters())
+        assert hosts == tuple(range(4 // node)) and not found.messages
+        assert much == pytest.approx(2 * 3 / 4 * 4 * numbers, rel=0.01)
+        return
+    pairs = {(k, k + 1) for k in range(3)} | {(k + 1, k) for k in range(3)}
+    assert found.messages == dict.fromkeys(pairs, ROWS * WIDTH * 4)
+    assert sum(found.rings.values()) < 100  # the loss is told to all
+
+
 @given(
     plans=st.lists(
         st.tuples(
@@ -210,7 +281,7 @@ def test_plan_and_fabric_in_turns_never_get_slower(plans: list[tuple[str, int, T
     best = min(
         computing + seconds(8, s, traffic, 1.0)
         for _, computing, traffic in plans
-        for s in combinations(strides(8), 2)
+        for s in combinations(range(1, 8), 2)
     )
     assert found.turns[-1] >= best - 1e-9
     alone = min(computing + wired(8, 2, traffic, 1.0)[1] for _, computing, traffic in plans[:1])

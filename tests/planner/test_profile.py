@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 from torch import nn
 
 from schedlang.diagnostics.source import Source
+from schedlang.ir.limits import Limits
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
@@ -15,10 +17,13 @@ from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.affine import of_rows
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
+from schedlang.passes.planner.space import ORDERS, Job
+from schedlang.passes.planner.unlike import AXES, Unlike
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
 from schedlang.passes.planner.write import cuts_of, written
-from schedlang.passes.simulate.machine import CLUSTERS
+from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from schedlang.passes.simulate.memory import rank_classes
+from schedlang.passes.simulate.nodes import Node, of_nodes
 from schedlang.passes.simulate.played_step import repeated
 from schedlang.passes.simulate.rehearse import held, rehearse
 from schedlang.passes.simulate.step_time import step_time
@@ -47,15 +52,18 @@ def plan_of(profiles: Profiles, setting: Setting) -> Plan:
     return plan
 
 
-def exact(profiles: Profiles, setting: Setting) -> tuple[float, float, float]:
+def exact(
+    profiles: Profiles, setting: Setting, cluster: Cluster = A100
+) -> tuple[float, float, float]:
     """Seconds but for the update, bytes of the fullest rank, and of its state, as simulated."""
     plan = plan_of(profiles, setting)
     one = profiles.some_rows(setting.placement.rows)
     batch = repeated(one, plan.shares * plan.micro)
     prepared = prepare(plan, sample_of(batch, plan.shares, plan.micro))
     played = rehearse(plan, batch, None, prepared, works=True)
-    took = step_time(plan, prepared, played, A100).seconds
-    ready = replace(A100, start=0.0)  # an update goes over many parameters in one kernel
+    took = step_time(plan, prepared, played, cluster).seconds
+    # an update goes over many parameters in one kernel
+    ready = replace(cluster.slowest, start=0.0)
     update = max(sum(ready.computing(run.work) for run in p.rest) for p in played.of.values())
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     peak = max(one.peak for one in held(plan, prepared, played))
@@ -80,6 +88,8 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
+    Setting(P(8), dp=2, pp=2, micro=4, order="ZB-H1"),
+    Setting(P(8), pp=2, micro=4, order="ZB-H1", again=(3, 0)),
 ]
 NEAR = [SETTINGS[2], SETTINGS[12]]  # what an ordinary run looks at
 
@@ -112,6 +122,39 @@ def test_every_price_is_that_of_the_schedule(make: object, dtype: str, setting: 
     recipe = MIXED if dtype else replace(FULL, master=4 * (setting.dp > 1 and setting.zero > 0))
     off = 0.02 if setting.zero == 3 else 0.08
     near(models.profiles(make, dtype), setting, recipe, off, 0.05)  # type: ignore[arg-type]
+
+
+def on_unlike_nodes(order: str, seed: int) -> None:
+    """A price is that of the simulation, of stages and replicas on devices that are drawn."""
+    profiles, draw = models.profiles(models.llama, "bf16"), random.Random(seed)
+    kinds = draw.sample(["a100", "v100", "h100"], 2)
+    nodes = of_nodes("mixed", [Node(replace(CLUSTERS[kind], node=2)) for kind in kinds])
+    chunks = ORDERS[order][0]
+    way = Setting(
+        *(P(8), 2, 2, 8, order, chunks, draw.choice([0, 1, 2])),
+        axes=draw.choice(AXES),
+        nodes=(0, 1),
+    )
+    filler = Unlike(Job(4, 128, nodes, MIXED), Limits(), profiles)
+    (cuts, rows), *_ = filler._shaped(way)
+    priced = filler._priced(way, cuts, rows).priced
+    assert priced is not None
+    took, most, _ = exact(profiles, replace(way, cuts=cuts), nodes)
+    assert priced.seconds - priced.parts["optimizer"] == pytest.approx(took, rel=0.1)
+    assert priced.peak == pytest.approx(most, rel=0.05)
+
+
+def test_a_price_on_unlike_nodes_is_that_of_the_schedule() -> None:
+    """Where slices are gathered no backward is run in halves, whatever the order."""
+    on_unlike_nodes("ZB-H1", 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_price_on_unlike_nodes_is_that_of_the_schedule(order: str, seed: int) -> None:
+    """All orders that are searched, clusters and stages of ZeRO as they are drawn."""
+    on_unlike_nodes(order, seed)
 
 
 # -- chains ----------------------------------------------------------------------------------------

@@ -182,9 +182,9 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(found.ranks, rows, found, Recipe(), 512, orders=("1F1B",))
 
 
-def against_all(job: Job) -> float:
+def against_all(job: Job, **pinned: tuple[str, ...]) -> float:
     """Hold a search to all that there is; how much slower it is than the best of these."""
-    limits = Limits(pinned={"zero": (0, 1), "cp": (1,), "sequence": (False,)})
+    limits = Limits(pinned={"zero": (0, 1), "cp": (1,), "sequence": (False,), **pinned})
     filler = filler_of(SMALL, job, limits)
     assert isinstance(filler, Unlike)
     fit = [one.least for one in every(filler, job, limits) if one.priced is not None]
@@ -202,6 +202,19 @@ def test_stages_are_cut_as_memory_has_room(ranks: int, memories: tuple[float, fl
     nodes = [Node(replace(one, node=ranks, memory=int(gib * 2**30))) for one, gib in kinds]
     whole = of_nodes("mixed", nodes)
     assert against_all(Job(whole.ranks, whole.ranks, whole, Recipe(), 512, orders=("1F1B",))) == 1
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "both"])
+def test_what_lies_on_hosts_is_searched_where_it_is_asked_for(offload: str) -> None:
+    """Equal to all that there is; unasked nothing is offloaded, and less fits."""
+    kinds = zip((A100, V100), (0.4, 0.3), strict=True)
+    nodes = [Node(replace(one, node=1, memory=int(gib * 2**30))) for one, gib in kinds]
+    job = Job(2, 2, of_nodes("mixed", nodes), Recipe(), 512, orders=("1F1B",))
+    assert against_all(job, offload=(offload,)) == 1
+    *_, last = search(SMALL, job, Limits(pinned={"offload": (offload,)}))
+    assert last.best is not None and last.best.setting.placement.offload == offload
+    *_, plain = search(SMALL, job)
+    assert plain.best is None or plain.best.setting.placement.offload == "none"
 
 
 @given(job=jobs())

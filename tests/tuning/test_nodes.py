@@ -247,6 +247,7 @@ device = "A100"
 count = 2
 price = 32.8
 power = 400
+limits = [[300, 0.9], [200, 0.6]]
 
 [[node]]
 device = "mine"
@@ -278,11 +279,17 @@ def test_a_file_of_nodes_is_read(tmp_path: Path) -> None:
     assert (found.name, found.leaf, found.over, found.rails) == ("cluster", 2, 1.5, False)
     assert found.endpoint == ENGINE and found.ranks == 18
     assert [one.device.name for one in found.nodes] == ["mine", "a100", "a100"]
-    assert [one.price for one in found.nodes] == [0.0, 32.8, 32.8]
+    assert [one.price for one in found.nodes] == [None, 32.8, 32.8]
+    assert found.numbers == (3, 1, 2) and found.ordered((2, 0)).numbers == (2, 3)
+    free, held, least = found.nodes[1].held
+    assert free == found.nodes[1] and (held.power, least.power) == (300.0, 200.0)
+    assert least.device == replace(free.device, speed=free.device.speed * 0.6)
     mine = found.nodes[0].device
     assert (mine.node, mine.network, mine.routed, mine.memory) == (2, 1e9, 1.0, 2 * GIB)
     assert found.nodes[1].device == CLUSTERS["a100"]
     assert found.text() == "2 mine of 2 GiB, 2 x 8 a100 of 80 GiB"
+    few = read(tmp_path, FILE.replace("[3, 1, 2]", "[2]"))
+    assert few.ranks == 8 and few.numbers == (2,)
     rails = read(tmp_path, "rails = true\n" + FILE.replace("leaf = 2\n", ""))
     assert rails.rails and rails.leaf == 3
 
@@ -294,15 +301,21 @@ def test_a_file_of_nodes_is_read(tmp_path: Path) -> None:
         ("leaf = 2", "leef = 2", 1, "no field `leef`"),
         ("= 1.5", "= 0.5", 2, "not below 1"),
         ('"engine"', '"motor"', 3, '"engine" or "device"'),
-        ("[3, 1, 2]", "[3, 1, 1]", 4, "each of the 3 nodes"),
-        ("[3, 1, 2]", "3", 4, "each of the 3 nodes"),
+        ("[3, 1, 2]", "[3, 1, 1]", 4, "some of the 3 nodes"),
+        ("[3, 1, 2]", "3", 4, "some of the 3 nodes"),
+        ("[3, 1, 2]", "[4]", 4, "some of the 3 nodes"),
+        ("[3, 1, 2]", "[]", 4, "some of the 3 nodes"),
+        ("[200, 0.6]", "[400, 0.6]", 11, "pairs of watts, below `power`"),
+        ("[200, 0.6]", "[200, 1.1]", 11, "and a share of the speed"),
+        ("[200, 0.6]", "200", 11, "[[250, 0.8]]"),
+        ("power = 400", "power = -1", 10, "a number above 0"),
         ('"A100"', '"A10"', 7, "unknown device `A10`"),
         ("count = 2", "count = true", 8, "a whole number above 0"),
         ("price = 32.8", "prise = 32.8", 9, "no field `prise`"),
         ("price = 32.8", "price = -1", 9, "a number above 0"),
-        ("ranks = 2", "ranks = 0", 14, "a whole number above 0"),
-        ("network = 1e9\n\n", "network = 0\n\n", 15, "a number above 0"),
-        ('device = "mine"\n', "", 12, "needs a `device`"),
+        ("ranks = 2", "ranks = 0", 15, "a whole number above 0"),
+        ("network = 1e9\n\n", "network = 0\n\n", 16, "a number above 0"),
+        ('device = "mine"\n', "", 13, "needs a `device`"),
     ],
 )
 def test_a_file_that_is_no_cluster_is_refused(

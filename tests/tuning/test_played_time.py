@@ -17,6 +17,7 @@ from schedlang.passes.simulate.machine import CLUSTERS, Cluster, changed, cluste
 from schedlang.passes.simulate.rehearse import rehearse
 from schedlang.passes.simulate.step_time import StepTime, step_time
 from schedlang.runtime import batch as parts
+from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
 
@@ -226,3 +227,35 @@ def test_clusters_are_known_by_name() -> None:
     assert cluster_named("h100") == (CLUSTERS["h100"], None)
     assert cluster_named("tpux8") == (None, 8)
     assert cluster_named(None) == (None, None)
+
+
+# a machine on which the link to the host alone takes time, and none of it beside computing
+COPIES = Cluster("copies", ENDLESS, ENDLESS, ENDLESS, ENDLESS, 8, 2**40, host=1e6)
+
+
+def test_activations_go_to_the_host_and_back() -> None:
+    """What each layer saves, its input, twice; beside computing only what takes longer counts."""
+    plan = planned(Net(), "blocks.*  offload(activations)")
+    copied = 2 * LAYERS * ROWS * WIDTH * FLOAT
+    both = replace(COPIES, speed=COMPUTES.speed)
+
+    def took(machine: Cluster) -> float:
+        with everything_moves():
+            return times(plan, machine).seconds
+
+    assert took(COPIES) == pytest.approx(copied / 1e6)
+    assert times(planned(Net(), "zero(over=dp)", "dp=1"), COPIES).seconds < 1e-9
+    alone = took(replace(both, host=ENDLESS))
+    assert took(replace(both, host=copied / alone * 20)) < alone * 1.06
+    assert took(replace(both, overlap=0.0)) == pytest.approx(alone + copied / 1e6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_on_the_host_is_passed_at_the_pace_of_its_link(ranks: int) -> None:
+    """Moments are read and written there, gradients read, values written; gradients come, values
+    come and go: nine numbers of each, of the rank's own slice."""
+    net = Net()
+    plan = planned(net, "zero(stage=1, over=dp)\noffload(optimizer)", f"dp={ranks}")
+    numbers = sum(p.numel() for p in net.parameters()) / ranks
+    took = times(plan, COPIES).seconds
+    assert took == pytest.approx(numbers * 9 * FLOAT / 1e6, rel=0.02)

@@ -48,10 +48,12 @@ class Work:
                 a product of matrices, attention that is fused, or other.  Operations count as
                 16-bit ones: in 32 bits they are twice as many, as tensor cores have it
     messages    what is sent, and how often
+    copied      bytes that go to the host, and come back
     """
 
     operators: Counter[tuple[str, float, int]] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
+    copied: int = 0
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Take up one operator; those that only look at a tensor in another way cost nothing.
@@ -260,6 +262,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for stretch, end in zip(self.stretches, ends):
             top = stretch.start + int(totals[stretch.start : end + 1].argmax())
             most = int(passing[stretch.start : end + 1].max())
+            stretch.work.copied = int(abs(changes[stretch.start + 1 : end + 1, -1]).sum())
             found.append(Ran(stretch.what, levels[top], levels[end], most, stretch.work))
         return found
 

@@ -1,0 +1,159 @@
+"""fabric: links and routes between hosts that suit what a plan sends."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedlang.verbs.ending import bad_option, show_json
+from schedlang.verbs.options import AsJson, Common, verb
+
+if TYPE_CHECKING:
+    from schedlang.passes.planner.fabric import Strides, Traffic
+    from schedlang.passes.simulate.machine import Cluster
+
+
+@verb
+def fabric(
+    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    *,
+    common: Common,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="NAME", help="As for `tune`; else the schedule's `on`."),
+    ] = None,
+    links: Annotated[
+        int | None,
+        typer.Option("--links", min=1, help="Links of a host; its ranks. They share its way out."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wire hosts directly, as suits what a plan sends between them in a step (TopoOpt).
+
+    Each host gets links to those that lie some strides on.  Rings go round the strides that fit
+    them, other messages the shortest ways.  Beside it stands a switch that never blocks.
+    """
+    from schedlang.diagnostics.tables import columns, fitted
+    from schedlang.passes.planner.fabric import traffic_of, wired
+    from schedlang.passes.simulate.machine import cluster_named, cluster_of
+    from schedlang.passes.simulate.nodes import ranks_of
+    from schedlang.verbs.inputs import accounted, planned
+
+    found = planned(file, common.model, common.knob, common.mesh)
+    world = found.plan.mesh.world
+    known, told = cluster_of(found.tree) if on is None else cluster_named(on)
+    if known is None and on is None:
+        bad_option("the cluster is missing", "give it: `--on a100`, `--on cluster.toml`")
+    cluster, _ = ranks_of(known or str(on), world if known is not None else told)
+    hosts = cluster.node_of(world - 1) + 1
+    if hosts < 3:
+        title = f"{world} ranks of {cluster.name} are {hosts} hosts: there is nothing to choose"
+        bad_option(title, "a larger mesh: `--mesh dp=64`; or fewer ranks in a node of `--on`")
+    sent = accounted(found).collectives
+    if sent is None:
+        bad_option(
+            "the model file has no batch: nothing is sent without one", "`batch(seed)` in it"
+        )
+    ports = min(_ports(cluster, world), hosts - 1) if links is None else links
+    if ports >= hosts:
+        bad_option(f"a host has {hosts - 1} others, not {ports}", f"`--links {hosts - 1}`")
+    traffic = traffic_of(found.plan, sent, cluster.node_of)
+    link = _out(cluster, world) / ports
+    chosen, took = wired(hosts, ports, traffic, link)
+    made = Wiring(hosts, chosen, took, link, _switched(hosts, traffic, link * ports), traffic)
+    if as_json:
+        show_json(made.to_json())
+    else:
+        print(fitted("\n".join(made.lines(file.name, cluster.name)), columns()))
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Hosts, strides of their links, seconds of the fullest link of `link` bytes a second, and of
+    the fullest host behind a switch."""
+
+    hosts: int
+    strides: Strides
+    seconds: float
+    link: float
+    switch: float
+    traffic: Traffic
+
+    def lines(self, name: str, cluster: str) -> Iterator[str]:
+        """The wiring in words."""
+        from schedlang.diagnostics.tables import seconds, size
+        from schedlang.passes.planner.fabric import ringed, routes
+
+        each = f"{len(self.strides)} links of {self.link / 1e9:.4g} GB/s each"
+        yield f"{name} · {self.hosts} hosts of {cluster} · {each}"
+        yield ""
+        on = ", ".join(f"h + {stride}" for stride in self.strides)
+        yield f"links     from each host h to {on} (modulo {self.hosts})"
+        for group, much in sorted(self.traffic.rings.items()):
+            around = ringed(self.hosts, self.strides, group)
+            how = f"by strides {', '.join(map(str, around))}" if around else "by the shortest ways"
+            yield f"ring      {', '.join(map(str, group))}: {size(round(much))} a link, {how}"
+        for (source, target), much in sorted(self.traffic.messages.items()):
+            way = routes(self.hosts, self.strides)[(target - source) % self.hosts]
+            words = " + ".join(map(str, way))
+            yield f"message   {source} to {target}: {size(round(much))}, by {words}"
+        times = f"{seconds(self.seconds)} on the fullest link"
+        yield f"a step    {times}; behind a switch that never blocks {seconds(self.switch)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; bytes and seconds."""
+        from schedlang.passes.planner.fabric import ringed, routes
+
+        ways = routes(self.hosts, self.strides)
+        return {
+            "hosts": self.hosts,
+            "strides": list(self.strides),
+            "links": [
+                [host, (host + stride) % self.hosts]
+                for host in range(self.hosts)
+                for stride in self.strides
+            ],
+            "link": self.link,
+            "seconds": self.seconds,
+            "switch": self.switch,
+            "rings": [
+                {"hosts": group, "bytes": much, "strides": ringed(self.hosts, self.strides, group)}
+                for group, much in self.traffic.rings.items()
+            ],
+            "messages": [
+                {"from": a, "to": b, "bytes": much, "route": ways[(b - a) % self.hosts]}
+                for (a, b), much in self.traffic.messages.items()
+            ],
+        }
+
+
+def _ports(cluster: Cluster, world: int) -> int:
+    """Ranks of the host that has fewest: each has a way out."""
+    return min(Counter(map(cluster.node_of, range(world))).values())
+
+
+def _out(cluster: Cluster, world: int) -> float:
+    """Bytes a second that the slowest host sends to others."""
+    ways: defaultdict[int, float] = defaultdict(float)
+    for rank in range(world):
+        one = cluster.of(rank)
+        ways[cluster.node_of(rank)] += one.network * one.routed
+    return min(ways.values())
+
+
+def _switched(hosts: int, traffic: Traffic, out: float) -> float:
+    """Seconds in which the fullest host sends or receives all that it must."""
+    sends, receives = [0.0] * hosts, [0.0] * hosts
+    for group, size in traffic.rings.items():
+        for host in group:
+            sends[host] += size
+            receives[host] += size
+    for (source, target), size in traffic.messages.items():
+        sends[source] += size
+        receives[target] += size
+    return max(*sends, *receives) / out
