@@ -62,7 +62,7 @@ class Aim:
         """41.2 h, 1,204.50: of a training on some nodes."""
         found = [_duration(seconds)]
         if self.name == COST and isinstance(on, Nodes):
-            found.append(f"{seconds * on.rate(on.ranks):,.2f} by their prices")
+            found.append(f"{seconds * on.rate(on.ranks):,.2f} at these prices")
         if self.name == ENERGY and isinstance(on, Nodes):
             found.append(f"{seconds * on.watts(on.ranks) / KWH:,.4g} kWh")
         return ", ".join(found)
@@ -210,7 +210,7 @@ class Auction:
         """A bid that was not taken, in words."""
         said = self.aim.told(bid.seconds, bid.offer.job.cluster)
         late = ": too late" if bid.seconds > self.aim.deadline else ""
-        return Rejected(bid.offer.text, bid.found.best, f"{said} by its price{late}")
+        return Rejected(bid.offer.text, bid.found.best, said + late)
 
 
 def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tuned]:

@@ -263,9 +263,12 @@ def _step(
 def apart(setting: Setting) -> NDArray[np.bool_]:
     """Stages whose backward is run in halves, where an order has halves: not those whose weights
     are slices that are gathered, nor where units are computed again."""
-    stages = setting.pp * setting.chunks
-    whole = setting.zero > 0 and setting.dp > 1
-    return np.array(setting.again or (0,) * stages) == 0 if not whole else np.zeros(stages, bool)
+    again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
+    return (again == 0) & (not _gathered(setting))
+
+
+def _gathered(setting: Setting) -> bool:
+    return setting.zero > 0 and setting.dp > 1
 
 
 def alike(cluster: Cluster) -> None:
@@ -557,7 +560,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
     moments = np.maximum(last, once) + most - whole[:, None]
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
-    flying, waits = in_flight(*sizes, whole, rests)
+    flying, waits = in_flight(*sizes, whole, rests, not _gathered(setting))
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))

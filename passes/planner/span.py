@@ -255,13 +255,14 @@ def in_flight(
     chunks: int,
     kept: Array | None = None,
     waiting: Array | None = None,
+    apart: bool = True,
 ) -> Array:
     """Microbatches whose activations each stage holds when its rank holds most, and those of them
     that wait then for the second half of their backward [2, stages].
 
     `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
     between the halves; without them most microbatches count.  The first stage has no inputs to give
-    gradients to: its first half does nothing.
+    gradients to: its first half does nothing.  With `apart` false the first halves do all of it.
     """
     if chunks == 1 and order in CLOSED:
         most = ranks - np.arange(ranks) if order == "1F1B" else np.full(ranks, micro)
@@ -272,13 +273,13 @@ def in_flight(
         np.full(stages, 1 / stages / micro) if waiting is None else waiting,
     ])  # fmt: skip
     found = np.zeros((2, stages))
-    for moments in _moments(order, ranks, min(micro, 2 * FEW * ranks), chunks):
+    for moments in _moments(order, ranks, min(micro, 2 * FEW * ranks), chunks, apart):
         found += moments[(moments * sizes).sum((1, 2)).argmax()]
     return found
 
 
 @lru_cache(512)
-def _moments(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, ...]:
+def _moments(order: str, ranks: int, micro: int, chunks: int, apart: bool) -> tuple[Array, ...]:
     """Microbatches of each stage in flight, and of these those that wait, after operations of each
     rank [moments, 2, stages]; of moments one of which holds no less of anything the other one."""
     line = played(order, ranks, micro, chunks)
@@ -286,6 +287,8 @@ def _moments(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, ..
     for rank in range(ranks):
         rows = slice(line.starts[rank], line.starts[rank + 1])
         kind, stage = line.kind[rows], line.stage[rows]
+        if not apart:
+            kind = np.select([kind == Kind.I, kind == Kind.W], [Kind.B, Kind.SEND_F], kind)
         changes = np.zeros((len(kind), 2, ranks * chunks))
         at = np.arange(len(kind))
         changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))

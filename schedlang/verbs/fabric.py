@@ -27,6 +27,10 @@ def fabric(
         str | None,
         typer.Option("--on", metavar="NAME", help="As for `tune`; else the schedule's `on`."),
     ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of a step, each as the first of the model file's batch."),
+    ] = None,
     links: Annotated[
         int | None,
         typer.Option("--links", min=1, help="Links of a host; its ranks. They share its way out."),
@@ -44,7 +48,7 @@ def fabric(
     from schedlang.passes.simulate.nodes import ranks_of
     from schedlang.verbs.inputs import accounted, planned
 
-    found = planned(file, common.model, common.knob, common.mesh)
+    found = planned(file, common.model, common.knob, common.mesh, rows)
     world = found.plan.mesh.world
     known, told = cluster_of(found.tree) if on is None else cluster_named(on)
     if known is None and on is None:

@@ -67,7 +67,7 @@ def test_the_cheapest_node_is_written_and_proven(model: Path) -> None:
     took = slow["seconds"] * 1024
     told = slow["schedule"].replace("\n# ", " ")
     assert "Training: 1,024 steps of 16 rows take" in told
-    assert f"{took * 0.36 / 3600:,.2f} by their prices" in told
+    assert f"{took * 0.36 / 3600:,.2f} at these prices" in told
     assert "least cost of 3 choices" in told and "1 node of 1 sheet" in told
     verified = CliRunner().invoke(app, ["verify", str(best), "--model", str(model)])
     assert verified.exit_code == 0, verified.output
