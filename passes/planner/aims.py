@@ -233,9 +233,13 @@ def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tune
             break
     if best is not None:
         return best[1:]
-    quickest = sorted(auction.seen, key=lambda bid: bid.seconds)
-    none = Found(None, 0.0, Counts(), tuple(map(auction.told, quickest)), done=True)
-    return job, Tuned(none, None, job)
+    late = [auction.told(bid) for bid in sorted(auction.seen, key=lambda bid: bid.seconds)]
+    if not late:
+        row = profiles(Placement())
+        floor, text = min((offer.floor(row), offer.text) for offer in auction.offers)
+        why = f"{_duration(floor)} at least, all operations at full speed: too late"
+        late = [Rejected(text, None, why)]
+    return job, Tuned(Found(None, 0.0, Counts(), tuple(late), done=True), None, job)
 
 
 def _played(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned:

@@ -51,7 +51,7 @@ def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int
     for one in sent:
         for ranks in _groups(plan, one):
             on = tuple(dict.fromkeys(map(host, ranks)))
-            if len(on) == 1:
+            if len(on) < 2:
                 continue
             if one.kind == "send" and one.to is not None:
                 messages[on] += one.total

@@ -93,7 +93,8 @@ class Wiring:
         from schedlang.diagnostics.tables import seconds, size
         from schedlang.passes.planner.fabric import ringed, routes
 
-        each = f"{len(self.strides)} links of {self.link / 1e9:.4g} GB/s each"
+        links = "1 link" if len(self.strides) == 1 else f"{len(self.strides)} links"
+        each = f"{links} of {self.link / 1e9:.4g} GB/s each"
         yield f"{name} · {self.hosts} hosts of {cluster} · {each}"
         yield ""
         on = ", ".join(f"h + {stride}" for stride in self.strides)

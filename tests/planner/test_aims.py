@@ -42,6 +42,7 @@ from schedlang.passes.planner.values import Placement
 from schedlang.passes.simulate.account import account
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
+from schedlang.passes.simulate.traffic import Collective
 from tests.planner.decoders import decoder
 from tests.proofs import planned
 from tests.tuning.test_played_time import ROWS, WIDTH, Net, loss
@@ -260,6 +261,10 @@ def test_traffic_between_hosts_is_that_of_the_plan(
     pairs = {(k, k + 1) for k in range(3)} | {(k + 1, k) for k in range(3)}
     assert found.messages == dict.fromkeys(pairs, ROWS * WIDTH * 4)
     assert sum(found.rings.values()) < 100  # the loss is told to all
+    tied = Collective("all-reduce", ("pp",), "step", "grads", "", 1, 1000, frozenset({0, 3}))
+    alone = replace(tied, axes=(), places=frozenset({1}))
+    found = traffic_of(planned(net, rows, mesh), [tied, alone], lambda rank: rank)
+    assert found.rings == {(0, 3): 1000.0} and not found.messages
 
 
 @given(

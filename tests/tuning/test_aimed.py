@@ -76,6 +76,7 @@ def test_the_cheapest_node_is_written_and_proven(model: Path) -> None:
     best.unlink()
     none = ran(*words, "--samples", "16K", "--deadline", "0.001s", code=1)
     assert none["best"] is None and not best.exists()
+    assert "too late" in none["rejected"][0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_fabric_is_wired_for_the_plan(model: Path) -> None:
     assert found["switch"] == pytest.approx(ring["bytes"] / 50e9)
     assert len(found["links"]) == 8 and [3, 0] in found["links"]
     said = CliRunner().invoke(app, list(map(str, words)))
-    assert said.exit_code == 0 and "1 links of 50 GB/s" in said.output, said.output
+    assert said.exit_code == 0 and "1 link of 50 GB/s each" in said.output, said.output
     for more, why in (
         (("--links", 4), "a host has 3 others"),
         (("--mesh", "dp=2"), "there is nothing to choose"),
