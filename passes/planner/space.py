@@ -34,6 +34,7 @@ ORDERS: dict[str, tuple[int, ...]] = {
     "V-Min": (2,),
     "GPipe": (1,),
 }
+HALVED = ("ZB-H1", "ZB-V", "V-Half", "V-Min")  # a backward in halves, but beside slices of ZeRO
 SLICE = 1024  # tokens that a rank of `cp` has at least, where nothing is pinned
 
 
@@ -147,6 +148,10 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
     rest = job.ranks // (one.tp * one.cp)
     more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
     names = tuple(name for name in (*job.orders, *more) if limits.admits("order", name))
+    # slices are gathered anew for the second half, so both are run at once: worth a pin alone
+    halved = {
+        at for at, name in enumerate(names) if name in HALVED and "order" not in limits.pinned
+    }
     for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= chain.length)):
         dp = rest // pp
         if dp % one.ep or job.rows % (dp * one.rows) or not limits.admits("dp", dp):
@@ -156,7 +161,13 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
             continue
         zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
         orders = _orders(names, pp, micro, chain.length // pp, limits)
-        found += [(pp, dp, micro, *way, zero) for way in orders for zero in zeros]
+        gathered = {zero for zero in zeros if zero and dp > 1}
+        found += [
+            (pp, dp, micro, at, chunks, zero)
+            for at, chunks in orders
+            for zero in zeros
+            if zero not in gathered or at not in halved
+        ]
     if not found:
         return None
     pps, dps, micros, at, chunks, stages = np.array(found, dtype=np.int64).T
