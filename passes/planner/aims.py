@@ -288,15 +288,6 @@ def energy_cost(run: Run, most: float, eta: float = 0.5) -> float:
     return eta * run.seconds * run.watts + (1 - eta) * run.seconds * most
 
 
-Knobs = tuple[int, int]  # batch, watts that a device may take
-
-
-def by_energy(runs: Mapping[Knobs, Run], eta: float = 0.5) -> Knobs:
-    """Batch and power limit of the least cost; the largest limit stands for a device's own."""
-    most = max(limit for _, limit in runs)
-    return min(runs, key=lambda knobs: (energy_cost(runs[knobs], most, eta), knobs))
-
-
 def found_while_training(
     train: Callable[[int, random.Random], float],
     batches: Sequence[int],

@@ -264,7 +264,8 @@ def apart(setting: Setting) -> NDArray[np.bool_]:
     """Stages whose backward is run in halves, where an order has halves: not those whose weights
     are slices that are gathered, nor where units are computed again."""
     again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
-    return (again == 0) & (not _gathered(setting))
+    found: NDArray[np.bool_] = (again == 0) & (not _gathered(setting))
+    return found
 
 
 def _gathered(setting: Setting) -> bool:
