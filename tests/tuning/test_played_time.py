@@ -244,7 +244,7 @@ def test_activations_go_to_the_host_and_back() -> None:
             return times(plan, machine).seconds
 
     assert took(COPIES) == pytest.approx(copied / 1e6)
-    assert times(planned(Net(), "zero(over=dp)", "dp=1"), COPIES).seconds < 1e-9
+    assert times(planned(Net(), "zero(stage=0, over=dp)", "dp=1"), COPIES).seconds < 1e-9
     alone = took(replace(both, host=ENDLESS))
     assert took(replace(both, host=copied / alone * 20)) < alone * 1.06
     assert took(replace(both, overlap=0.0)) == pytest.approx(alone + copied / 1e6)
