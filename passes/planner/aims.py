@@ -37,7 +37,7 @@ KWH = 3.6e6
 
 @dataclass(frozen=True)
 class Aim:
-    """What of a training is to be least, and until when it must end.
+    """The figure of a training that is to be least, and until when it must end.
 
     name      "time", "cost" or "energy"
     samples   rows of a step -> rows that a training with such steps takes to its target
@@ -181,7 +181,7 @@ class Auction:
         self.most = whole.watts(whole.ranks) if isinstance(whole, Nodes) else 0.0
 
     def bids(self) -> Iterator[Bid]:
-        """Those that end within the deadline, the least worth first (lambda-DNN, Xu et al., IEEE
+        """Bids that end within the deadline, the least worth first (lambda-DNN, Xu et al., IEEE
         Transactions on Computers 2022)."""
         row, turn = self.profiles(Placement()), count()
         heap: list[tuple[float, int, Offer | Bid]] = []
@@ -203,7 +203,7 @@ class Auction:
                 heapq.heappush(heap, (bid.worth, next(turn), bid))
 
     def worth(self, offer: Offer, seconds: float) -> float:
-        """What a training of so many seconds is worth there."""
+        """Weigh a training of so many seconds there."""
         return self.aim.worth(seconds, offer.job.cluster, self.most)
 
     def told(self, bid: Bid) -> Rejected:

@@ -41,7 +41,7 @@ class Traffic:
 
 
 def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int]) -> Traffic:
-    """What an account's collectives send between hosts.
+    """Bytes that an account's collectives send between hosts.
 
     A group of ranks goes round the hosts that it lies on once, a ring of ranks likewise; all to
     all is a message from each rank to each, and so is what stages hand on.

@@ -20,7 +20,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True)
 class Aims:
-    """What of a training is to be least, how long it is, and until when it must end."""
+    """The figure of a training that is to be least, its length, and until when it must end."""
 
     aim: Annotated[
         str | None,
