@@ -124,7 +124,7 @@ def test_every_price_is_that_of_the_schedule(make: object, dtype: str, setting: 
     near(models.profiles(make, dtype), setting, recipe, off, 0.05)  # type: ignore[arg-type]
 
 
-def on_unlike_nodes(order: str, seed: int) -> None:
+def on_unlike_nodes(order: str, seed: int, off: float) -> None:
     """A price is that of the simulation, of stages and replicas on devices that are drawn."""
     profiles, draw = models.profiles(models.llama, "bf16"), random.Random(seed)
     kinds = draw.sample(["a100", "v100", "h100"], 2)
@@ -140,13 +140,13 @@ def on_unlike_nodes(order: str, seed: int) -> None:
     priced = filler._priced(way, cuts, rows).priced
     assert priced is not None
     took, most, _ = exact(profiles, replace(way, cuts=cuts), nodes)
-    assert priced.seconds - priced.parts["optimizer"] == pytest.approx(took, rel=0.1)
+    assert priced.seconds - priced.parts["optimizer"] == pytest.approx(took, rel=off)
     assert priced.peak == pytest.approx(most, rel=0.05)
 
 
 def test_a_price_on_unlike_nodes_is_that_of_the_schedule() -> None:
     """Where slices are gathered no backward is run in halves, whatever the order."""
-    on_unlike_nodes("ZB-H1", 1)
+    on_unlike_nodes("ZB-H1", 1, 0.1)
 
 
 @pytest.mark.deep
@@ -154,7 +154,7 @@ def test_a_price_on_unlike_nodes_is_that_of_the_schedule() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_price_on_unlike_nodes_is_that_of_the_schedule(order: str, seed: int) -> None:
     """All orders that are searched, clusters and stages of ZeRO as they are drawn."""
-    on_unlike_nodes(order, seed)
+    on_unlike_nodes(order, seed, 0.15)
 
 
 # -- chains ----------------------------------------------------------------------------------------
