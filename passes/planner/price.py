@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -308,10 +309,10 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     if count < stages:
         raise ValueError(f"{count} units are too few for {stages} stages")
     total = np.concatenate([[0.0], np.cumsum(flat)])
-    low, high = float(max(flat.max(), total[-1] / stages)), float(total[-1])
+    low, high, sums = float(max(flat.max(), total[-1] / stages)), float(total[-1]), total.tolist()
     while high - low > 1e-6 * low:
         middle = (low + high) / 2
-        low, high = (middle, high) if _reached(total, middle, stages) < count else (low, middle)
+        low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
     most = high * (1 + 1e-9)
     last = _latest(total, most, stages)
     ends = [0]
@@ -325,11 +326,11 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     return tuple(b - a for a, b in zip(ends, ends[1:]))
 
 
-def _reached(total: Array, most: float, stages: int) -> int:
+def _reached(total: list[float], most: float, stages: int) -> int:
     """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
-        at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
+        at = bisect_right(total, total[at] + most) - 1
     return at
 
 

@@ -285,15 +285,17 @@ def _moments(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, ..
     found = []
     for rank in range(ranks):
         rows = slice(line.starts[rank], line.starts[rank + 1])
-        kind, stage = line.kind[rows], line.stage[rows]
-        changes = np.zeros((len(kind), 2, ranks * chunks))
+        kind = line.kind[rows]
+        mine, stage = np.unique(line.stage[rows], return_inverse=True)
+        changes = np.zeros((len(kind), 2, len(mine)), dtype=np.int64)
         at = np.arange(len(kind))
         changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
-        changes[at, 1, stage] = ((kind == Kind.I).astype(int) - (kind == Kind.W)) * (stage > 0)
-        held = np.unique(changes.cumsum(0), axis=0)
-        flat = held.reshape(len(held), -1)[:, held.any(0).ravel()]
+        changes[at, 1, stage] = ((kind == Kind.I).astype(int) - (kind == Kind.W)) * (mine > 0)[stage]
+        flat = np.unique(changes.cumsum(0).reshape(len(kind), -1), axis=0)
         less = (flat[:, None] <= flat[None]).all(2).sum(1) > 1
-        found.append(held[~less])
+        held = np.zeros((int((~less).sum()), 2, ranks * chunks))
+        held[:, :, mine] = flat[~less].reshape(-1, 2, len(mine))
+        found.append(held)
     return tuple(found)
 
 
