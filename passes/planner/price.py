@@ -170,10 +170,13 @@ def causes(
     step = _step(chain, setting, cluster, recipe, weights)
     way, made = step.way, step.made
     found = dict.fromkeys(step.names, 0.0)
-    again = way.inputs @ step.again
-    vector = (way.forward @ made + again) @ step.forward
-    vector = vector + (way.inputs @ made) @ (step.backward - step.half)
-    vector = vector + (way.weights @ made) @ step.half
+    ahead, inputs, weigh = (  # [slices, stages]
+        one.reshape(len(made), -1).T for one in (way.forward, way.inputs, way.weights)
+    )
+    vector = (ahead @ made + inputs @ step.again) @ step.forward
+    vector = vector + (inputs @ made) @ (step.backward - step.half)
+    vector = vector + (weigh @ made) @ step.half
+    vector = (vector * uneven(step.names, setting.placement.slices)).sum(0)
     found |= {cause: float(took) for cause, took in zip(step.names, vector)}
     for cause, took in step.sent:
         found[cause] = found.get(cause, 0.0) + took * way.sends
@@ -218,22 +221,23 @@ def _step(
     alike(cluster)
     names, forward, backward, half = by_run(chain, axes_of(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
-    ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
+    shares = uneven(names, setting.placement.slices)
+    ahead, back, weigh = (one @ (shares * weight).T for one in (forward, backward, half))
     stages = setting.pp * setting.chunks
-    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).tolist()))
+    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).mean(1).tolist()))
     if len(cuts) != stages:
         raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
     made, again = composition(chain, cuts, setting.again)
     sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
     f, i, w = made @ ahead, made @ (back - weigh) + again @ ahead, made @ weigh
-    sizes = (setting.pp, setting.chunks, setting.micro)
+    sizes = (setting.pp, setting.chunks, setting.micro)  # [stages, slices]
     way = longest(setting.order, *sizes, f, i, w, send)
     rank = homes(setting.order, setting.pp, setting.chunks)
-    worst = int(np.bincount(rank, f + i + w, setting.pp).argmax())
+    worst = int(np.bincount(rank, (f + i + w).sum(1), setting.pp).argmax())
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
-    busiest = setting.micro * ((once + more) @ forward + once @ backward)
+    busiest = setting.passes * ((once + more) @ forward + once @ backward)
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
     data = dict(
         replicas_send(
@@ -276,6 +280,12 @@ def by_run(
     tables = [[[one.get(name, 0.0) for name in names] for one in three] for three in each]
     forward, backward, half = np.array(tables).reshape(len(each), 3, len(names)).transpose(1, 0, 2)
     return names, forward, backward, half
+
+
+def uneven(names: tuple[str, ...], slices: int) -> Array:
+    """Seconds of each slice beside their mean, by cause: attention sees all before [slices, causes]."""
+    later = 2 * np.arange(1, slices + 1) / (slices + 1)
+    return np.array([later if name == "attention" else np.ones(slices) for name in names]).T
 
 
 def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
@@ -431,8 +441,8 @@ def replicas_send(
     once = both(took("reduce_scatter", recipe.gradient), took("all_gather", recipe.parameter))
     if zero == 1:
         return once
-    scattered = took("reduce_scatter", recipe.gradient, setting.micro - (zero == 2))
-    often = 2 * setting.micro * (zero > 2)
+    scattered = took("reduce_scatter", recipe.gradient, setting.passes - (zero == 2))
+    often = 2 * setting.passes * (zero > 2)
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
     share = cluster.overlap
@@ -461,7 +471,7 @@ def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
     laid = (not master) * (size + gradient)  # else they would be cast to be added up
     each = np.maximum(0.0, 2 * gathered + laid - 3 * gradient * (1 - 1 / split))
-    return float(setting.micro * (held @ each))
+    return float(setting.passes * (held @ each))
 
 
 def shared_send(
@@ -549,7 +559,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
     moments = np.maximum(last, once) + most - whole[:, None]
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
-    flying, waits = in_flight(*sizes, whole, rests)
+    flying, waits = in_flight(*sizes, whole, rests, setting.placement.slices)
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))
@@ -558,7 +568,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
         return found
     gone = (made * slope).cumsum(1) - made * slope  # gradients of the units before
     early = (flying * whole + (moments - gone).max(1), found - whole)
-    return np.where(flying >= setting.micro, np.maximum(*early), found)
+    return np.where(flying >= setting.passes, np.maximum(*early), found)
 
 
 def states(

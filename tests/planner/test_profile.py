@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
+from schedlang.ir.limits import Limits
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
@@ -15,6 +20,7 @@ from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.affine import of_rows
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
+from schedlang.passes.planner.tuned import job_of
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
 from schedlang.passes.planner.write import cuts_of, written
 from schedlang.passes.simulate.machine import CLUSTERS
@@ -29,6 +35,7 @@ from tests.planner import models
 
 
 A100 = CLUSTERS["a100"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FULL, MIXED = Recipe(4, 4, 8, 0), Recipe(2, 4, 8, 4)  # float32; `cast(bf16, params=true)`
 
 
@@ -80,8 +87,10 @@ SETTINGS = [
     Setting(P(8), pp=2, micro=4, cuts=(4, 6)),
     Setting(P(8), pp=2, micro=4, again=(9, 9)),
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
+    Setting(P(8, slices=2), dp=2, pp=2, micro=2, order="Seq1F1B"),
+    Setting(P(8, slices=2), pp=2, micro=2, order="TeraPipe", again=(9, 9)),
 ]
-NEAR = [SETTINGS[2], SETTINGS[12]]  # what an ordinary run looks at
+NEAR = [SETTINGS[2], SETTINGS[12], SETTINGS[-2]]  # what an ordinary run looks at
 
 
 def near(profiles: Profiles, setting: Setting, recipe: Recipe, seconds: float, peak: float) -> None:
@@ -100,7 +109,8 @@ def test_a_price_is_that_of_the_schedule(setting: Setting) -> None:
 
     The simulation hides in the backward what ZeRO sends; a price lets it wait.
     """
-    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, 0.03)
+    bytes_ = 0.05 if setting.placement.slices > 1 else 0.03
+    near(models.profiles(models.llama, "bf16"), setting, MIXED, 0.08, bytes_)
 
 
 @pytest.mark.deep
@@ -139,6 +149,21 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
 def flops(work: Work, kind: str) -> float:
     """Operations of one kind."""
     return sum(one.flops * one.count for one in work.operators if one.kind == kind)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_only_a_model_that_runs_on_slices_is_cut(name: str) -> None:
+    """It is tried with values: BERT sees later tokens, so its search has no slices to pin."""
+    own = load_model_file(str(EXAMPLES / name / "model.py"), None)
+    source = Profiles(ModelFacts(own.model()), own.batch(0), own.loss, own.weight, "")
+    asked = [Limits({"slices": (2,)})]
+    if name == "llama":
+        assert source.uncut is None and job_of(source, A100, 2).sliced
+        return
+    assert not job_of(source, A100, 2).sliced
+    assert isinstance(source(P(1, slices=2)), Refusal)
+    with pytest.raises(Refusal, match="S655"):
+        job_of(source, A100, 2, limits=asked)
 
 
 def test_ranks_of_one_sequence_may_draw_masks() -> None:
