@@ -283,7 +283,7 @@ def by_run(
 
 
 def uneven(names: tuple[str, ...], slices: int) -> Array:
-    """Seconds of each slice beside their mean, by cause: attention sees all before [slices, causes]."""
+    """Seconds of each slice beside their mean, by cause [slices, causes]."""
     later = 2 * np.arange(1, slices + 1) / (slices + 1)
     return np.array([later if name == "attention" else np.ones(slices) for name in names]).T
 

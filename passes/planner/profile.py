@@ -93,7 +93,7 @@ class Profiles:
         return found
 
     def _of_few(self, placement: Placement) -> Chain | None:
-        """The chain of many rows, or of slices; None for those played, and where they are not alike.
+        """The chain of many rows, or of slices; None for those played, and where rows are unlike.
 
         Raises Refusal where that of few rows is refused: many would take long to be refused, too;
         and where sequences stay whole.

@@ -121,10 +121,10 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
 
 def _slices(job: Job, limits: Limits, whole: bool = True) -> list[int]:
     """Slices of a row, beside what has been seen to run with them: no ranks split it as well."""
-    asked = limits.pinned.get("slices")
+    asked = [int(k) for k in limits.pinned.get("slices", ())]
     able = job.sliced and whole and not isinstance(job.cluster, Nodes)
     legal = (
-        int(k)
+        k
         for k in asked or (PARTS if able else (1,))
         if k == 1 or (able and job.length >= k * (1 if asked else SLICE))
     )

@@ -266,8 +266,8 @@ def in_flight(
     waiting: Array | None = None,
     slices: int = 1,
 ) -> Array:
-    """Microbatches, or slices of them, whose activations each stage holds when its rank holds most, and those of them
-    that wait then for the second half of their backward [2, stages].
+    """Microbatches, or slices of them, whose activations each stage holds when its rank holds most,
+    and those of them that wait then for the second half of their backward [2, stages].
 
     `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
     between the halves; without them most microbatches count.  The first stage has no inputs to give
@@ -301,9 +301,8 @@ def _moments(order: str, ranks: int, micro: int, chunks: int) -> tuple[Array, ..
         changes = np.zeros((len(kind), 2, len(mine)), dtype=np.int64)
         at = np.arange(len(kind))
         changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
-        changes[at, 1, stage] = ((kind == Kind.I).astype(int) - (kind == Kind.W)) * (mine > 0)[
-            stage
-        ]
+        halves = (kind == Kind.I).astype(int) - (kind == Kind.W)
+        changes[at, 1, stage] = halves * (mine > 0)[stage]
         flat = np.unique(changes.cumsum(0).reshape(len(kind), -1), axis=0)
         less = (flat[:, None] <= flat[None]).all(2).sum(1) > 1
         held = np.zeros((int((~less).sum()), 2, ranks * chunks))

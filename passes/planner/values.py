@@ -84,8 +84,8 @@ class Placement:
 class Unit:
     """One unit that stages are made of (a layer, an embedding, a head with its loss), on one rank.
 
-    All of one microbatch of `Placement.rows` rows, or of one of its slices.  `numbers` are parameters that the rank holds
-    with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
+    All of one microbatch of `Placement.rows` rows, or of one of its slices.  `numbers` are
+    parameters that the rank holds with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
     already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
     backward; `input`, which is kept instead where the unit is computed again; `most` that forward
     or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
