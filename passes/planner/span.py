@@ -72,7 +72,7 @@ def longest(
     if ranks * chunks == 1:
         each = np.full(slices, float(micro))
         return Way(each, each, each, 0.0)
-    if chunks == 1 and order in CLOSED and micro > ranks:
+    if chunks == slices == 1 and order in CLOSED and micro > ranks:
         return CLOSED[order](forward, backward, micro, send)
     period = -(-ranks // slices)
     few = max(FEW, -(-LEAST // ranks)) * period + micro % period

@@ -85,10 +85,11 @@ class Unit:
     """One unit that stages are made of (a layer, an embedding, a head with its loss), on one rank.
 
     All of one microbatch of `Placement.rows` rows, or of one of its slices.  `numbers` are
-    parameters that the rank holds with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
-    already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
-    backward; `input`, which is kept instead where the unit is computed again; `most` that forward
-    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
+    parameters that the rank holds with this placement, before ZeRO splits them; `spread` those of
+    them that `ep` has split already, and which are therefore summed over fewer replicas.  Bytes:
+    `kept` by a forward for its backward; `input`, which is kept instead where the unit is computed
+    again; `most` that forward or backward holds beside what is kept, at its fullest moment;
+    `handed` to the next unit;
     `entering` kept besides by the first unit of a stage, which holds what another one sent it;
     `waiting` kept besides between two halves of a backward, of gradients of what layers gave.
     """
