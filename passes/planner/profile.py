@@ -124,6 +124,8 @@ class Profiles:
             slicing_of(plan, traced, 2, sample, self.loss, self.weight)
         except Refusal as refusal:
             return refusal
+        except Exception as error:  # the model's own, on less than it is made for
+            return rejected(error)
         return None
 
     @property

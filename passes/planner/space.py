@@ -171,7 +171,7 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
     one, found = chain.placement, []
     rest = job.ranks // (one.tp * one.cp)
     more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
-    known = SLICED if one.slices > 1 else (*job.orders, *(x for x in more if x not in SLICED))
+    known = SLICED if one.slices > 1 else (*job.orders, *more)
     names = tuple(name for name in known if limits.admits("order", name))
     for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= chain.length)):
         dp = rest // pp
