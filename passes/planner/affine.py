@@ -17,7 +17,7 @@ def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
     """The chain of so many rows cut into slices, one of them in the mean; None as for rows alone.
 
     It has the tokens of so many fewer rows; its attention sees half of all keys, and half its own;
-    keys and values are carried from each slice to the next.
+    keys and values are carried from each slice to the next, and stay.
     """
     found = of_rows(few, more, rows, slices)
     if found is None:
@@ -31,12 +31,13 @@ def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
         some += [Operator("other", 0.0, one.moved / 2, one.count * later) for one in calls]
         return replace(work, operators=tuple(some))
 
-    ahead, back = CARRIED
-    units = [
-        replace(run.unit, forward=of(run.unit.forward, ahead), backward=of(run.unit.backward, back))
-        for run in found.runs
-    ]
-    runs = tuple(Run(unit, run.count) for unit, run in zip(units, found.runs))
+    def cut(one: Unit) -> Unit:
+        calls = (op for op in one.forward.operators if op.kind == "attention")
+        keys = sum(op.moved / 2 * op.count for op in calls)  # with values: about half of all
+        ahead, back = of(one.forward, CARRIED[0]), of(one.backward, CARRIED[1])
+        return replace(one, forward=ahead, backward=back, kept=one.kept + keys)
+
+    runs = tuple(Run(cut(run.unit), run.count) for run in found.runs)
     return replace(found, placement=replace(found.placement, slices=slices), runs=runs)
 
 

@@ -117,7 +117,7 @@ class Profiles:
 
     @cached_property
     def uncut(self) -> Refusal | None:
-        """Why sequences cannot be cut into slices; None where they can, as far as shapes tell."""
+        """The refusal of slices of sequences; None where they run, of no values as it seems."""
         plan, sample = Plan(self.facts), self.trial.sample
         try:
             traced = propagate(plan, sample, self.loss)
