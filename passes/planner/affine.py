@@ -9,19 +9,49 @@ from dataclasses import replace
 from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Work
 
 Line = Callable[[float, float], float]
+CARRIED = 22, 8  # operators that carry keys to a slice, and their gradients back, as a Llama's do
 SIZES = ("kept", "input", "most", "handed", "entering", "waiting")
 
 
-def of_rows(few: Chain, more: Chain, rows: int) -> Chain | None:
-    """The chain of so many rows, from two of the same placement but for theirs.
+def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
+    """The chain of so many rows cut into slices, one of them in the mean; None as for rows alone.
+
+    It has the tokens of so many fewer rows; its attention sees half of all keys, and half its own;
+    keys and values are carried from each slice to the next, and stay.
+    """
+    found = of_rows(few, more, rows, slices)
+    if found is None:
+        return None
+
+    def of(work: Work, carried: int) -> Work:
+        calls = [one for one in work.operators if one.kind == "attention"]
+        seen, later = (slices + 1) / (2 * slices), carried * (slices - 1) / slices
+        some = [one for one in work.operators if one.kind != "attention"]
+        some += [replace(one, flops=one.flops * seen) for one in calls]
+        some += [Operator("other", 0.0, one.moved / 2, one.count * later) for one in calls]
+        return replace(work, operators=tuple(some))
+
+    def cut(one: Unit) -> Unit:
+        calls = (op for op in one.forward.operators if op.kind == "attention")
+        keys = sum(op.moved / 2 * op.count for op in calls)  # with values: about half of all
+        ahead, back = of(one.forward, CARRIED[0]), of(one.backward, CARRIED[1])
+        return replace(one, forward=ahead, backward=back, kept=one.kept + keys)
+
+    runs = tuple(Run(cut(run.unit), run.count) for run in found.runs)
+    return replace(found, placement=replace(found.placement, slices=slices), runs=runs)
+
+
+def of_rows(few: Chain, more: Chain, rows: int, parts: int = 1) -> Chain | None:
+    """The chain of so many rows, or of such a part of them, from two of the same placement but for
+    theirs.
 
     None where the two are not alike: other operators ran, or others of them were equal.
     """
     low, high = few.placement.rows, more.placement.rows
-    share = (rows - low) / (high - low)
+    share = (rows / parts - low) / (high - low)
 
     def line(first: float, second: float) -> float:
-        return first + (second - first) * share
+        return max(0.0, first + (second - first) * share)
 
     runs = []
     for one, other in zip(few.runs, more.runs):
@@ -41,7 +71,7 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     if forward is None or backward is None:
         return None
     kept, given, most, handed, entering, waiting = (
-        max(0.0, line(getattr(one, name), getattr(other, name))) for name in SIZES
+        line(getattr(one, name), getattr(other, name)) for name in SIZES
     )
     return replace(
         one,

@@ -20,7 +20,7 @@ from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 
 FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
-WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS")  # a backward is whole
+WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # a backward is whole
 
 
 # -- of all ways of a placement --------------------------------------------------------------------
@@ -55,10 +55,12 @@ def seconds_floor(ways: Ways, clock: Clock) -> Floats:
     each rank more can be said: how long some rank waits before and after, for any cut.
     """
     ahead, back, longest = _units(ways, clock)
-    busy = ways.micro * np.maximum((ahead + back) / ways.pp / clock.job.worth, longest)
+    busy = ways.passes * np.maximum((ahead + back) / ways.pp / clock.job.worth, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
-    waits = _waiting(ahead + back, ways.pp, ways.micro)
-    waits = np.where(_of(ways, FLUSHED), waits, _last(ahead, back, ways.pp, ways.micro))
+    waits = _waiting(ahead + back, ways.pp, ways.passes)
+    first = ahead * _first(ways.chain.placement.slices)
+    last = _last(first, ahead + back - first, ways.pp, ways.passes)
+    waits = np.where(_of(ways, FLUSHED), waits, last)
     return np.where(alone, np.maximum(busy, waits), busy)
 
 
@@ -70,7 +72,7 @@ def seconds_hoped(ways: Ways, clock: Clock) -> Floats:
     """
     ahead, back, _ = _units(ways, clock)
     idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
-    found: Floats = (ahead + back) / ways.pp / clock.job.worth * (ways.micro + idle)
+    found: Floats = (ahead + back) / ways.pp / clock.job.worth * (ways.passes + idle)
     return found
 
 
@@ -88,6 +90,11 @@ def _units(ways: Ways, clock: Clock) -> tuple[Floats, Floats, Floats]:
 def _of(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
     """Find the ways whose order is one of these."""
     return np.isin(ways.order, [at for at, name in enumerate(ways.names) if name in orders])
+
+
+def _first(slices: int) -> float:
+    """Share of a mean slice that the first takes at least: that of attention, the keys it sees."""
+    return 2 / (slices + 1)
 
 
 def _waiting(both: Floats, ranks: Ints, micro: Ints) -> Floats:
@@ -128,10 +135,10 @@ def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
     for pp in np.unique(ways.pp).tolist():
         setting = Setting(one, job.ranks // (one.tp * one.cp * pp), pp)
         took = {op: _summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)}
-        often = ways.micro * (took[SCATTER] + 2 * took[GATHER])
+        often = ways.passes * (took[SCATTER] + 2 * took[GATHER])
         once = took[SCATTER] + took[GATHER]
         nothing = np.zeros(len(ways))
-        more = (nothing, nothing, (ways.micro - 1) * took[SCATTER], often)
+        more = (nothing, nothing, (ways.passes - 1) * took[SCATTER], often)
         mine = ways.pp == pp
         for stage, last in enumerate((took[SUM], once, once, 0.0)):
             at = mine & (ways.zero == stage)
@@ -205,11 +212,12 @@ def span_floor(clock: Clock, setting: Setting) -> float:
     backwards are whole, waits until the last one has gone back to the first stage of all.
     """
     ahead, back, once_more = clock.times(setting.pp)
+    first = _first(setting.placement.slices)
     made, again = composition(clock.chain, setting.cuts, setting.again)
     forward, backward = made @ ahead, made @ back + again @ once_more
     rank = homes(setting.order, setting.pp, setting.chunks)
-    busy = np.bincount(rank, forward + backward, setting.pp) * setting.micro
+    busy = np.bincount(rank, forward + backward, setting.pp) * setting.passes
     whole = setting.order in WHOLE
     before = forward[: setting.pp] + (backward[: setting.pp] if whole else 0.0)
-    waits = np.concatenate([[0.0], np.cumsum(before)[:-1]])
+    waits = np.concatenate([[0.0], np.cumsum(before)[:-1]]) * first
     return float((busy + waits).max())

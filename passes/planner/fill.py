@@ -95,7 +95,9 @@ class Filler:
         rows = [(one.numbers * each, one.kept, spare) for one, spare in zip(units, spares)]
         sums = np.repeat(np.vstack([clock.times(setting.pp), np.array(rows).T]), counts, axis=1)
         ahead, back, again, state, kept, spare = np.pad(sums.cumsum(1), ((0, 0), (1, 0)))
-        flying = in_flight(setting.order, setting.pp, setting.micro, 1)[0].tolist()[::-1]
+        flying = in_flight(
+            setting.order, setting.pp, setting.micro, 1, slices=setting.placement.slices
+        )[0].tolist()[::-1]
         room = cluster.memory - max(one.most for one in units)
 
         def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
@@ -110,7 +112,7 @@ class Filler:
         return Problem(
             len(ends),
             menu,
-            setting.micro,
+            setting.passes,
             setting.pp,
             stages=setting.pp,
             send=lambda unit, device: sends[unit - 1],

@@ -21,6 +21,7 @@ def told(setting: Setting) -> dict[str, Value]:
         "rows": one.rows,
         "micro": setting.micro,
         "chunks": setting.chunks,
+        "slices": one.slices,
         "zero": setting.zero,
         "sequence": one.sequence,
         "order": setting.order,

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -169,10 +170,13 @@ def causes(
     step = _step(chain, setting, cluster, recipe, weights)
     way, made = step.way, step.made
     found = dict.fromkeys(step.names, 0.0)
-    again = way.inputs @ step.again
-    vector = (way.forward @ made + again) @ step.forward
-    vector = vector + (way.inputs @ made) @ step.backward
-    vector = vector + ((way.weights - way.inputs) * apart(setting)) @ made @ step.half
+    ahead, inputs, weigh = (  # [slices, stages]
+        one.reshape(len(made), -1).T for one in (way.forward, way.inputs, way.weights)
+    )
+    vector = (ahead @ made + inputs @ step.again) @ step.forward
+    vector = vector + (inputs @ made) @ step.backward
+    vector = vector + ((weigh - inputs) * apart(setting)) @ made @ step.half
+    vector = (vector * uneven(step.names, setting.placement.slices)).sum(0)
     found |= {cause: float(took) for cause, took in zip(step.names, vector)}
     for cause, took in step.sent:
         found[cause] = found.get(cause, 0.0) + took * way.sends
@@ -217,23 +221,24 @@ def _step(
     alike(cluster)
     names, forward, backward, half = by_run(chain, axes_of(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
-    ahead, back, weigh = forward @ weight, backward @ weight, half @ weight
+    shares = uneven(names, setting.placement.slices)
+    ahead, back, weigh = (one @ (shares * weight).T for one in (forward, backward, half))
     stages = setting.pp * setting.chunks
-    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).tolist()))
+    cuts = setting.cuts or even(chain, stages, tuple((ahead + back).mean(1).tolist()))
     if len(cuts) != stages:
         raise ValueError(f"{len(cuts)} stages are cut, and there are {stages}")
     made, again = composition(chain, cuts, setting.again)
     sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
-    w = apart(setting) * (made @ weigh)
+    w = apart(setting)[:, None] * (made @ weigh)
     f, i = made @ ahead, made @ back - w + again @ ahead
-    sizes = (setting.pp, setting.chunks, setting.micro)
+    sizes = (setting.pp, setting.chunks, setting.micro)  # [stages, slices]
     way = longest(setting.order, *sizes, f, i, w, send)
     rank = homes(setting.order, setting.pp, setting.chunks)
-    worst = int(np.bincount(rank, f + i + w, setting.pp).argmax())
+    worst = int(np.bincount(rank, (f + i + w).sum(1), setting.pp).argmax())
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
-    busiest = setting.micro * ((once + more) @ forward + once @ backward)
+    busiest = setting.passes * ((once + more) @ forward + once @ backward)
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
     data = dict(
         replicas_send(
@@ -290,6 +295,12 @@ def by_run(
     return names, forward, backward, half
 
 
+def uneven(names: tuple[str, ...], slices: int) -> Array:
+    """Seconds of each slice beside their mean, by cause [slices, causes]."""
+    later = 2 * np.arange(1, slices + 1) / (slices + 1)
+    return np.array([later if name == "attention" else np.ones(slices) for name in names]).T
+
+
 def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """Seconds of what a stage hands to the next, the largest, by cause."""
     if setting.pp < 2:
@@ -321,10 +332,10 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     if count < stages:
         raise ValueError(f"{count} units are too few for {stages} stages")
     total = np.concatenate([[0.0], np.cumsum(flat)])
-    low, high = float(max(flat.max(), total[-1] / stages)), float(total[-1])
+    low, high, sums = float(max(flat.max(), total[-1] / stages)), float(total[-1]), total.tolist()
     while high - low > 1e-6 * low:
         middle = (low + high) / 2
-        low, high = (middle, high) if _reached(total, middle, stages) < count else (low, middle)
+        low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
     most = high * (1 + 1e-9)
     last = _latest(total, most, stages)
     ends = [0]
@@ -338,11 +349,11 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
     return tuple(b - a for a, b in zip(ends, ends[1:]))
 
 
-def _reached(total: Array, most: float, stages: int) -> int:
+def _reached(total: list[float], most: float, stages: int) -> int:
     """Count the units that so many stages take, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
-        at = int(np.searchsorted(total, total[at] + most, side="right")) - 1
+        at = bisect_right(total, total[at] + most) - 1
     return at
 
 
@@ -443,8 +454,8 @@ def replicas_send(
     once = both(took("reduce_scatter", recipe.gradient), took("all_gather", recipe.parameter))
     if zero == 1:
         return once
-    scattered = took("reduce_scatter", recipe.gradient, setting.micro - (zero == 2))
-    often = 2 * setting.micro * (zero > 2)
+    scattered = took("reduce_scatter", recipe.gradient, setting.passes - (zero == 2))
+    often = 2 * setting.passes * (zero > 2)
     beside = both(scattered, took("all_gather", recipe.parameter, often))
     after = once if zero == 2 else {}
     share = cluster.overlap
@@ -473,7 +484,7 @@ def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
     laid = (not master) * (size + gradient)  # else they would be cast to be added up
     each = np.maximum(0.0, 2 * gathered + laid - 3 * gradient * (1 - 1 / split))
-    return float(setting.micro * (held @ each))
+    return float(setting.passes * (held @ each))
 
 
 def shared_send(
@@ -561,7 +572,8 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
     moments = np.maximum(last, once) + most - whole[:, None]
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
-    flying, waits = in_flight(*sizes, whole, rests, not _gathered(setting))
+    slices = setting.placement.slices
+    flying, waits = in_flight(*sizes, whole, rests, slices, apart=not _gathered(setting))
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))
@@ -570,7 +582,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
         return found
     gone = (made * slope).cumsum(1) - made * slope  # gradients of the units before
     early = (flying * whole + (moments - gone).max(1), found - whole)
-    return np.where(flying >= setting.micro, np.maximum(*early), found)
+    return np.where(flying >= setting.passes, np.maximum(*early), found)
 
 
 def states(

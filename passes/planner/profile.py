@@ -25,7 +25,7 @@ from schedlang.passes.autoshard.propose import Asked, rows_by_role
 from schedlang.passes.complete.proposal import Row, Trial, call
 from schedlang.passes.complete.sequence_rows import sequence_rows
 from schedlang.passes.elaborate.expand import of_calls
-from schedlang.passes.planner.affine import of_rows
+from schedlang.passes.planner.affine import of_rows, of_slices
 from schedlang.passes.planner.values import (
     Chain,
     Kind,
@@ -37,6 +37,7 @@ from schedlang.passes.planner.values import (
     Unit,
     Work,
 )
+from schedlang.passes.propagate.context import lies_on_meta, slicing_of
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
 from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
@@ -92,18 +93,45 @@ class Profiles:
         return found
 
     def _of_few(self, placement: Placement) -> Chain | None:
-        """The chain of many rows; None for those played, and where they are not alike.
+        """The chain of many rows, or of slices; None for those played, and where rows are unlike.
 
-        Raises Refusal where that of few rows is refused: many would take long to be refused, too.
+        Raises Refusal where that of few rows is refused: many would take long to be refused, too;
+        and where sequences stay whole.
         """
-        if placement.rows in (1, *FEW):
+        sliced = placement.slices > 1
+        if placement.rows in (1, *FEW) and not sliced:
             return None
-        first, second = (self(replace(placement, rows=rows)) for rows in FEW)
+        if sliced and self.uncut is not None:
+            raise self.uncut
+        first, second = (self(replace(placement, rows=rows, slices=1)) for rows in FEW)
         for one in (first, second):
             if isinstance(one, Refusal):
                 raise one
         assert isinstance(first, Chain) and isinstance(second, Chain)
-        return of_rows(first, second, placement.rows)
+        if not sliced:
+            return of_rows(first, second, placement.rows)
+        found = of_slices(first, second, placement.rows, placement.slices)
+        if found is None:
+            raise unslicable("its units run other operators in many rows than in few")
+        return found
+
+    @cached_property
+    def uncut(self) -> Refusal | None:
+        """The refusal of slices of sequences; None where they run, of no values as it seems."""
+        plan, sample = Plan(self.facts), self.trial.sample
+        try:
+            traced = propagate(plan, sample, self.loss)
+            slicing_of(plan, traced, 2, sample, self.loss, self.weight)
+        except Refusal as refusal:
+            return refusal
+        except Exception as error:  # the model's own, on less than it is made for
+            return rejected(error)
+        return None
+
+    @property
+    def tried(self) -> bool:
+        """Whether the model has values, by which it is tried whether it runs in parts."""
+        return not lies_on_meta(self.facts.model)
 
     @property
     def recipe(self) -> Recipe:
@@ -213,6 +241,12 @@ class Profiles:
 
 
 CAST = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients are those of the masters
+
+
+def unslicable(why: str) -> Refusal:
+    """The refusal of a model whose slices have no price."""
+    help_ = 'use an order without slices: `pipeline(order="1F1B", micro=...)`'
+    return Refusal.of("S655", "slices of this model have no price", notes=(why,), helps=(help_,))
 
 
 def recipe_of(facts: ModelFacts) -> Recipe:

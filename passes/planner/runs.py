@@ -19,7 +19,7 @@ import numpy as np
 
 from schedlang.diagnostics.diagnostic import Facts, Refusal, guess, unknown
 from schedlang.diagnostics.source import bytes_of
-from schedlang.ir.limits import COUNTS, NAMES
+from schedlang.ir.limits import CHOICES, COUNTS, NAMES
 from schedlang.passes.planner.fit import PRIOR, Array, Fit, most_likely
 from schedlang.passes.planner.price import RECIPE, price
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
@@ -87,7 +87,7 @@ def _run(path: Path, at: int, row: Mapping[Any, Any]) -> Timed | None:
     return Timed(replace(setting, again=again), took, at)
 
 
-PLACED = ("rows", "tp", "sequence", "cp", "ep")
+PLACED = ("rows", "tp", "sequence", "cp", "ep", "offload", "slices")
 ALL = 2**31  # units computed again: as many as there are
 
 
@@ -115,6 +115,9 @@ def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
         return "is a whole number above 0", lambda text: int(_positive(int(text)))
     if name == "sequence":
         return "is true or false", lambda text: bool(("false", "true").index(text.lower()))
+    if name == "offload":
+        known = CHOICES[name]
+        return f"is one of {', '.join(known)}", lambda text: known[known.index(text)]
     if name == "again":
         return "is none, all, or units of each stage: `2 2 1 0`", _again
     if name == "cuts":

@@ -35,7 +35,9 @@ ORDERS: dict[str, tuple[int, ...]] = {
     "GPipe": (1,),
 }
 HALVED = ("ZB-H1", "ZB-V", "V-Half", "V-Min")  # a backward in halves, but beside slices of ZeRO
-SLICE = 1024  # tokens that a rank of `cp` has at least, where nothing is pinned
+SLICED = ("Seq1F1B", "TeraPipe")  # those that cut sequences
+PARTS = (1, 2, 4, 8, 16)  # slices that are tried unasked
+SLICE = 1024  # tokens that a rank of `cp`, or a slice, has at least, where nothing is pinned
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Job:
     ranks    of the cluster; `rows` of the batch of a whole step
     length   tokens of a row, where it may be split; 0: it may not
     experts  of a layer, where they may lie apart; 0: there are none
+    sliced   its model may run on slices of a row, one after the other
     across   tensors may be split over nodes too
     offload  activations and the optimizer's state may lie on the host
     worth    of a rank beside one that is as quick as the cluster, in the mean: at most
@@ -56,6 +59,7 @@ class Job:
     recipe: Recipe = Recipe()
     length: int = 0
     experts: int = 0
+    sliced: bool = False
     across: bool = False
     offload: bool = True
     orders: tuple[str, ...] = tuple(ORDERS)
@@ -77,6 +81,11 @@ class Ways:
 
     def __len__(self) -> int:
         return len(self.pp)
+
+    @property
+    def passes(self) -> Ints:
+        """Forwards of each stage in a step."""
+        return self.micro * self.chain.placement.slices
 
     def setting(self, at: int) -> Setting:
         """Return one of them."""
@@ -106,7 +115,21 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
     for offload in limits.admitted("offload", CHOICES["offload"] if away else ("none",)):
         for _, ep, tp, cp in sorted(sizes):
             for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
-                yield Placement(1, tp, bool(sequence), cp, ep, str(offload))
+                whole = cp == ep == 1 and not sequence and offload == "none"
+                for slices in _slices(job, limits, whole):
+                    yield Placement(1, tp, bool(sequence), cp, ep, str(offload), slices)
+
+
+def _slices(job: Job, limits: Limits, whole: bool = True) -> list[int]:
+    """Slices of a row, beside what has been seen to run with them: no ranks split it as well."""
+    asked = [int(k) for k in limits.pinned.get("slices", ())]
+    able = job.sliced and whole and not isinstance(job.cluster, Nodes)
+    legal = (
+        k
+        for k in asked or (PARTS if able else (1,))
+        if k == 1 or (able and job.length >= k * (1 if asked else SLICE))
+    )
+    return _counts(limits, "slices", (k for k in legal if job.length % k == 0))
 
 
 def _tensors(job: Job, limits: Limits) -> list[int]:
@@ -134,8 +157,10 @@ def _counts(limits: Limits, name: str, legal: Iterable[int]) -> list[int]:
 
 
 def rows_of(job: Job, group: Placement, limits: Limits) -> list[int]:
-    """Rows that a microbatch of one rank may have, the fewest first."""
-    return _counts(limits, "rows", divisors(job.rows))
+    """Rows that a microbatch of one rank may have, the fewest first; beside slices, which are cut
+    for want of rows, these alone where nothing is pinned."""
+    found = _counts(limits, "rows", divisors(job.rows))
+    return found[:1] if group.slices > 1 and "slices" not in limits.pinned else found
 
 
 def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
@@ -147,7 +172,8 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
     one, found = chain.placement, []
     rest = job.ranks // (one.tp * one.cp)
     more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
-    names = tuple(name for name in (*job.orders, *more) if limits.admits("order", name))
+    known = SLICED if one.slices > 1 else (*job.orders, *more)
+    names = tuple(name for name in known if limits.admits("order", name))
     # slices are gathered anew for the second half, so both are run at once: worth a pin alone
     halved = {
         at for at, name in enumerate(names) if name in HALVED and "order" not in limits.pinned
@@ -160,13 +186,13 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
         if not limits.admits("micro", micro):
             continue
         zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
-        orders = _orders(names, pp, micro, chain.length // pp, limits)
+        orders = _orders(names, pp, micro, chain.length // pp, limits, one.slices)
         gathered = {zero for zero in zeros if zero and dp > 1}
         found += [
-            (pp, dp, micro, at, chunks, zero)
-            for at, chunks in orders
+            (pp, dp, micro, *way, zero)
+            for way in orders
             for zero in zeros
-            if zero not in gathered or at not in halved
+            if zero not in gathered or way[0] not in halved
         ]
     if not found:
         return None
@@ -175,7 +201,7 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
 
 
 def _orders(
-    names: Sequence[str], pp: int, micro: int, most: int, limits: Limits
+    names: Sequence[str], pp: int, micro: int, most: int, limits: Limits, slices: int = 1
 ) -> list[tuple[int, int]]:
     """Orders by their places in `names`, and their chunks; one rank has no need of several."""
     if pp == 1:
@@ -185,7 +211,7 @@ def _orders(
         (at, chunks)
         for at, name in enumerate(names)
         for chunks in _chunks(name, limits)
-        if chunks <= most and exists(name, pp, micro, chunks)
+        if chunks <= most and exists(name, pp, micro, chunks, slices)
     ]
 
 
@@ -205,6 +231,7 @@ def demand(job: Job, limits: Limits) -> None:
         "cp": _contexts(job, free, job.ranks),
         "ep": _experts(job, Limits(), job.ranks),
         "rows": divisors(job.rows),
+        "slices": sorted({*_slices(job, Limits()), *_slices(job, limits.of("slices"))}),
     }
     for name, values in legal.items():
         if not limits.admitted(name, values):
@@ -229,10 +256,10 @@ def check(limits: Limits) -> None:
 
 
 @lru_cache(maxsize=100_000)
-def exists(name: str, pp: int, micro: int, chunks: int) -> bool:
+def exists(name: str, pp: int, micro: int, chunks: int, slices: int = 1) -> bool:
     """Return whether an order of the catalogue exists for these sizes."""
     try:
-        sized(find(name), pp, micro, chunks)
+        sized(find(name), pp, micro, chunks, slices=slices)
     except OrderError:
         return False
     return True

@@ -26,7 +26,8 @@ Rows = NDArray[np.int64]
 class Way:
     """A way from the first operation to the last: how often it passes each stage.
 
-    forward, inputs, weights  its forwards, and both halves of its backwards [stages]
+    forward, inputs, weights  its forwards, and both halves of its backwards [stages]; of an order
+                              that cuts sequences [stages * slices]
     sends                     transfers between ranks
     """
 
@@ -37,8 +38,8 @@ class Way:
 
     def seconds(self, forward: Array, inputs: Array, weights: Array, send: float) -> float:
         """Add up a way, of operations that take so long."""
-        took = self.forward @ forward + self.inputs @ inputs + self.weights @ weights
-        return float(took + self.sends * send)
+        took = self.forward @ forward.ravel() + self.inputs @ inputs.ravel()
+        return float(took + self.weights @ weights.ravel() + self.sends * send)
 
     def further(self, other: Way, often: float) -> Way:
         """Go on `often` times by what this way has more than the other."""
@@ -62,24 +63,28 @@ def longest(
 ) -> Way:
     """The longest way through a step of so many microbatches.
 
-    `forward`, `inputs` and `weights` are seconds of one microbatch at each stage.  Raises
-    OrderError for sizes that the order does not have, and for orders that are not priced.
+    `forward`, `inputs` and `weights` are seconds of one microbatch at each stage, or of its slices
+    [stages, slices].  Raises OrderError for sizes that the order does not have, and for orders that
+    are not priced.
     """
-    backward = inputs + weights
+    forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
+    backward, slices = inputs + weights, len(forward) // (ranks * chunks)
     if ranks * chunks == 1:
-        each = np.array([float(micro)])
+        each = np.full(slices, float(micro))
         return Way(each, each, each, 0.0)
-    if chunks == 1 and order in CLOSED and micro > ranks:
+    if chunks == slices == 1 and order in CLOSED and micro > ranks:
         return CLOSED[order](forward, backward, micro, send)
-    few = max(FEW, -(-LEAST // ranks)) * ranks + micro % ranks
+    period = -(-ranks // slices)
+    few = max(FEW, -(-LEAST // ranks)) * period + micro % period
 
     def played(count: int) -> Way:
-        return _network(order, ranks, count, chunks).longest(forward, inputs, weights, send)
+        network = _network(order, ranks, count, chunks, slices)
+        return network.longest(forward, inputs, weights, send)
 
-    if micro <= few + ranks:
+    if micro <= few + period:
         return played(micro)
-    more = played(few + ranks)
-    return more.further(played(few), (micro - few - ranks) / ranks)
+    more = played(few + period)
+    return more.further(played(few), (micro - few - period) / period)
 
 
 # -- closed forms ----------------------------------------------------------------------------------
@@ -153,6 +158,9 @@ CLOSED: dict[str, Callable[[Array, Array, int, float], Way]] = {
 }
 
 
+FLYING = (*CLOSED, "Seq1F1B", "TeraPipe")  # what is in flight is known
+
+
 # -- any order -------------------------------------------------------------------------------------
 
 
@@ -161,7 +169,7 @@ class _Network:
     """Operations of an order by level: each needs only what is on levels before its own.
 
     levels       where each ends
-    kind, stage  of each operation
+    kind, stage  of each operation; slices of a stage one after the other
     before       what it needs, filled up with a last one that is over at zero [operations, needs]
     apart        where that comes from another rank
     """
@@ -194,9 +202,9 @@ class _Network:
 
 
 @lru_cache(256)
-def _network(order: str, ranks: int, micro: int, chunks: int) -> _Network:
+def _network(order: str, ranks: int, micro: int, chunks: int, slices: int) -> _Network:
     """Sort the operations of an order by level."""
-    line = played(order, ranks, micro, chunks)
+    line = played(order, ranks, micro, chunks, slices)
     count = len(line)
     made, used = dependencies(line)
     ahead = np.flatnonzero(line.rank[1:] == line.rank[:-1])
@@ -215,7 +223,8 @@ def _network(order: str, ranks: int, micro: int, chunks: int) -> _Network:
     apart = np.zeros(before.shape)
     apart[used, column] = line.rank[rows[made]] != line.rank[rows[used]]
     ends = np.cumsum([len(level) for level in levels]).tolist()
-    kind, stage = (column[rows].astype(np.int64) for column in (line.kind, line.stage))
+    each = line.stage.astype(np.int64) * slices + line.slice
+    kind, stage = line.kind[rows].astype(np.int64), each[rows]
     return _Network(tuple(ends), kind, stage, before, apart)
 
 
@@ -236,9 +245,9 @@ def _levels(count: int, made: Rows, used: Rows) -> list[Rows]:
 
 
 @lru_cache(256)
-def played(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
+def played(order: str, ranks: int, micro: int, chunks: int, slices: int = 1) -> Timeline:
     """The operations of an order: forwards and backwards of stages of which there is one each."""
-    line = named(order, ranks, micro, chunks)
+    line = named(order, ranks, micro, chunks, slices=slices)
     if line.replicas > 1 or not np.isin(line.kind, PLAIN).all():
         reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
         raise OrderError(reason, "a planner prices orders that do not, as 1F1B and ZB-V")
@@ -255,18 +264,20 @@ def in_flight(
     chunks: int,
     kept: Array | None = None,
     waiting: Array | None = None,
+    slices: int = 1,
     apart: bool = True,
 ) -> Array:
-    """Microbatches whose activations each stage holds when its rank holds most, and those of them
-    that wait then for the second half of their backward [2, stages].
+    """Microbatches, or slices of them, whose activations each stage holds when its rank holds most,
+    and those of them that wait then for the second half of their backward [2, stages].
 
     `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
     between the halves; without them most microbatches count.  The first stage has no inputs to give
     gradients to: its first half does nothing.  With `apart` false the first halves do all of it.
     """
-    if chunks == 1 and order in CLOSED:
-        most = ranks - np.arange(ranks) if order == "1F1B" else np.full(ranks, micro)
-        return np.array([np.minimum(most, micro), np.zeros(ranks)], dtype=float)
+    if chunks == 1 and order in FLYING:
+        early = order in ("1F1B", "Seq1F1B")
+        most = ranks - np.arange(ranks) + slices - 1 if early else np.full(ranks, micro * slices)
+        return np.array([np.minimum(most, micro * slices), np.zeros(ranks)], dtype=float)
     stages = ranks * chunks
     sizes = np.stack([
         np.ones(stages) if kept is None else kept,
@@ -286,17 +297,20 @@ def _moments(order: str, ranks: int, micro: int, chunks: int, apart: bool) -> tu
     found = []
     for rank in range(ranks):
         rows = slice(line.starts[rank], line.starts[rank + 1])
-        kind, stage = line.kind[rows], line.stage[rows]
+        kind = line.kind[rows]
+        mine, stage = np.unique(line.stage[rows], return_inverse=True)
         if not apart:
             kind = np.select([kind == Kind.I, kind == Kind.W], [Kind.B, Kind.SEND_F], kind)
-        changes = np.zeros((len(kind), 2, ranks * chunks))
+        changes = np.zeros((len(kind), 2, len(mine)), dtype=np.int64)
         at = np.arange(len(kind))
         changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
-        changes[at, 1, stage] = ((kind == Kind.I).astype(int) - (kind == Kind.W)) * (stage > 0)
-        held = np.unique(changes.cumsum(0), axis=0)
-        flat = held.reshape(len(held), -1)[:, held.any(0).ravel()]
+        halves = (kind == Kind.I).astype(int) - (kind == Kind.W)
+        changes[at, 1, stage] = halves * (mine > 0)[stage]
+        flat = np.unique(changes.cumsum(0).reshape(len(kind), -1), axis=0)
         less = (flat[:, None] <= flat[None]).all(2).sum(1) > 1
-        found.append(held[~less])
+        held = np.zeros((int((~less).sum()), 2, ranks * chunks))
+        held[:, :, mine] = flat[~less].reshape(-1, 2, len(mine))
+        found.append(held)
     return tuple(found)
 
 

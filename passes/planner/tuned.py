@@ -59,7 +59,13 @@ def job_of(
     batch = profiles.batch
     count = next(iter(experts_of(profiles.trial.blocks).values()), 0)
     rows = rows or rows_of(batch)
-    job = Job(ranks, rows, cluster, profiles.recipe, length_of(batch), count)
+    asked = any(k != 1 for one in limits for k in one.pinned.get("slices", ()))
+    free = all(one.admits("slices", 2) for one in limits) and profiles.tried
+    length = length_of(batch)
+    sliced = bool(length and ranks > 1 and (asked or free)) and profiles.uncut is None
+    if asked and profiles.uncut is not None:
+        raise profiles.uncut
+    job = Job(ranks, rows, cluster, profiles.recipe, length, count, sliced)
     for one in limits:
         demand(job, one)
     return job

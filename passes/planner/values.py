@@ -58,6 +58,7 @@ class Placement:
     rows      of a microbatch on one rank
     sequence  activations between the layers of `tp` are split along the sequence as well
     offload   what lies on the host: "none", "activations", "optimizer", or "both"
+    slices    of a sequence, which run one after the other: a unit is one of them in the mean
     """
 
     rows: int = 1
@@ -66,6 +67,7 @@ class Placement:
     cp: int = 1
     ep: int = 1
     offload: str = "none"
+    slices: int = 1
 
     @property
     def parked(self) -> bool:
@@ -82,11 +84,12 @@ class Placement:
 class Unit:
     """One unit that stages are made of (a layer, an embedding, a head with its loss), on one rank.
 
-    All of one microbatch of `Placement.rows` rows.  `numbers` are parameters that the rank holds
-    with this placement, before ZeRO splits them; `spread` those of them that `ep` has split
-    already, and which are therefore summed over fewer replicas.  Bytes: `kept` by a forward for its
-    backward; `input`, which is kept instead where the unit is computed again; `most` that forward
-    or backward holds beside what is kept, at its fullest moment; `handed` to the next unit;
+    All of one microbatch of `Placement.rows` rows, or of one of its slices.  `numbers` are
+    parameters that the rank holds with this placement, before ZeRO splits them; `spread` those of
+    them that `ep` has split already, and which are therefore summed over fewer replicas.  Bytes:
+    `kept` by a forward for its backward; `input`, which is kept instead where the unit is computed
+    again; `most` that forward or backward holds beside what is kept, at its fullest moment;
+    `handed` to the next unit;
     `entering` kept besides by the first unit of a stage, which holds what another one sent it;
     `waiting` kept besides between two halves of a backward, of gradients of what layers gave.
     """
@@ -172,6 +175,11 @@ class Setting:
     axes: tuple[str, ...] = ("dp", "pp", "cp", "tp")
     rows: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
+
+    @property
+    def passes(self) -> int:
+        """Forwards of each stage in a step: slices of all microbatches."""
+        return self.micro * self.placement.slices
 
     @property
     def ranks(self) -> int:

@@ -48,7 +48,7 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
         steps.append(_step("memory", again, "forward, backward"))
     last = [*_offloaded(profiles.names, chain, setting), *_last(profiles.names, cuts, setting)]
     if last:
-        parted = setting.dp > 1 or setting.micro > 1
+        parted = setting.dp > 1 or setting.passes > 1
         relax = profiles.relax if parted else ""
         steps.append(_step("training", last, "train, steps=3", relax))
     return printer.to_text(parse(Source("written", "\n".join(steps))))
@@ -146,5 +146,6 @@ def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterat
         rows = {"rows": [one // least for one in setting.rows]} if setting.rows else {}
         yield str(Row((), call("zero", stage=setting.zero, over=over, **rows)))
     if setting.pp > 1 or setting.micro > 1:
-        more = f", chunks={setting.chunks}" if setting.chunks > 1 else ""
+        parts = {"chunks": setting.chunks, "slices": setting.placement.slices}
+        more = "".join(f", {name}={count}" for name, count in parts.items() if count > 1)
         yield f'pipeline(order="{setting.order}", micro={setting.micro}{more})'

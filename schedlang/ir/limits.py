@@ -10,7 +10,7 @@ from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 
 Value = int | bool | str
 
-COUNTS = ("dp", "pp", "tp", "cp", "ep", "rows", "micro", "chunks", "zero")
+COUNTS = ("dp", "pp", "tp", "cp", "ep", "rows", "micro", "chunks", "slices", "zero")
 CHOICES = {  # words that a name may have
     "again": ("none", "some", "all"),  # units that are computed again
     "offload": ("none", "activations", "optimizer", "both"),  # what lies on the host

@@ -251,7 +251,7 @@ def _told(
 
 def _split(placement: Placement) -> str:
     """tp = 2, cp = 4, .."""
-    sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep")}
+    sizes = {name: getattr(placement, name) for name in ("rows", "tp", "cp", "ep", "slices")}
     words = [f"{name} = {size}" for name, size in sizes.items() if size > 1 or name == "rows"]
     words += ["sequence"] * placement.sequence
     return ", ".join([*words, *[f"offload {placement.offload}"] * (placement.offload != "none")])
@@ -270,7 +270,7 @@ def _way(found: Found) -> str:
         said.pop("offload")
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
     for name, value in said.items():
-        if name != "chunks" or value != 1:
+        if name not in ("chunks", "slices") or value != 1:
             words.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
     return ", ".join(words)
 

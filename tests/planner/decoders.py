@@ -92,7 +92,7 @@ def _pass(numbers: float, count: float = 1, cause: str = "") -> Operator:
 
 
 def _embedding(one: Decoder, at: Placement) -> Unit:
-    tokens = at.rows * one.length / at.cp
+    tokens = at.rows * one.length / at.cp / at.slices
     wide, split = tokens * one.width, at.tp if at.sequence else 1
     op = "reduce_scatter" if at.sequence else "all_reduce"
     sent = (Sent(op, "tp", HALF * wide),) if at.tp > 1 else ()
@@ -111,7 +111,7 @@ def _embedding(one: Decoder, at: Placement) -> Unit:
 
 def _head(one: Decoder, at: Placement) -> Unit:
     """The last norm, logits and a cross entropy in 32 bits over split logits."""
-    tokens = at.rows * one.length / at.cp
+    tokens = at.rows * one.length / at.cp / at.slices
     wide, words, split = tokens * one.width, one.words / at.tp, at.tp if at.sequence else 1
     loss = Operator("other", 0.0, 4 * tokens * words, 3, "loss")
     rows = tuple(Sent("all_reduce", "tp", 4 * tokens, 3) for _ in "m" if at.tp > 1)
@@ -131,7 +131,7 @@ def _head(one: Decoder, at: Placement) -> Unit:
 
 
 def _layer(one: Decoder, at: Placement) -> Unit:
-    tokens, split = at.rows * one.length / at.cp, at.tp if at.sequence else 1
+    tokens, split = at.rows * one.length / at.cp / at.slices, at.tp if at.sequence else 1
     wide = tokens * one.width
     attention, attended = _attention(one, at, tokens)
     fed, feed = _feed(one, at, tokens)
@@ -160,13 +160,14 @@ def _attention(one: Decoder, at: Placement, tokens: float) -> tuple[Works, float
     width, tp = one.width, at.tp
     sizes = ((tokens, width, (width + 2 * one.narrow) / tp), (tokens, width / tp, width))
     products = tuple(_product(*size) for size in sizes), tuple(_back(*size) for size in sizes)
-    flops = 4 * tokens * one.length * width / tp
+    keys = one.length * (at.slices + 1) / (2 * at.slices)  # that a token meets, in the mean
+    flops = 4 * tokens * keys * width / tp
     moved = HALF * tokens * (2 * width + 2 * one.narrow) / tp
     if one.flash:
         ahead = Operator("attention", flops, moved)
         back = Operator("attention", 2.5 * flops, 2 * moved)
         return ((*products[0], ahead), (*products[1], back)), 0.0
-    scores = tokens * one.length * one.heads / tp
+    scores = tokens * keys * one.heads / tp
     ahead = Operator("product", flops / 2, moved / 2 + HALF * scores, 2, "scores")
     back = Operator("product", flops / 2, moved / 2 + HALF * scores, 4, "scores")
     passes = _pass(2 * scores, 3, "scores")  # scaled and masked, normalised, dropped

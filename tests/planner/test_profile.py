@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
 from schedlang.ir.limits import Limits
+from schedlang.ir.model import ModelFacts
+from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
 from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
@@ -18,6 +22,7 @@ from schedlang.passes.planner.affine import of_rows
 from schedlang.passes.planner.price import price
 from schedlang.passes.planner.profile import Profiles
 from schedlang.passes.planner.space import ORDERS, Job
+from schedlang.passes.planner.tuned import job_of
 from schedlang.passes.planner.unlike import AXES, Unlike
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting, Work
 from schedlang.passes.planner.write import cuts_of, written
@@ -34,6 +39,7 @@ from tests.planner import models
 
 
 A100 = CLUSTERS["a100"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FULL, MIXED = Recipe(4, 4, 8, 0), Recipe(2, 4, 8, 4)  # float32; `cast(bf16, params=true)`
 
 
@@ -91,7 +97,8 @@ SETTINGS = [
     Setting(P(8), dp=2, pp=2, micro=4, order="ZB-H1"),
     Setting(P(8), pp=2, micro=4, order="ZB-H1", again=(3, 0)),
 ]
-NEAR = [SETTINGS[2], SETTINGS[12]]  # what an ordinary run looks at
+SLICED = Setting(P(8, slices=2), dp=2, pp=2, micro=2, order="Seq1F1B")
+NEAR = [SETTINGS[2], SETTINGS[12], SLICED]  # what an ordinary run looks at
 
 
 def near(profiles: Profiles, setting: Setting, recipe: Recipe, seconds: float, peak: float) -> None:
@@ -182,6 +189,21 @@ def test_many_rows_are_told_by_few(placement: Placement) -> None:
 def flops(work: Work, kind: str) -> float:
     """Operations of one kind."""
     return sum(one.flops * one.count for one in work.operators if one.kind == kind)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_only_a_model_that_runs_on_slices_is_cut(name: str) -> None:
+    """It is tried with values: BERT sees later tokens, so its search has no slices to pin."""
+    own = load_model_file(str(EXAMPLES / name / "model.py"), None)
+    source = Profiles(ModelFacts(own.model()), own.batch(0), own.loss, own.weight, "")
+    asked = [Limits({"slices": (2,)})]
+    if name == "llama":
+        assert source.uncut is None and job_of(source, A100, 2).sliced
+        return
+    assert not job_of(source, A100, 2).sliced
+    assert isinstance(source(P(1, slices=2)), Refusal)
+    with pytest.raises(Refusal, match="S655"):
+        job_of(source, A100, 2, limits=asked)
 
 
 def test_ranks_of_one_sequence_may_draw_masks() -> None:

@@ -138,7 +138,7 @@ def test_both_forms_of_a_table_say_the_same(tmp_path: Path) -> None:
         {"pp": 2, "order": "GPipe", "micro": 4, "again": "all", "step_s": 2, "axes": "pp dp cp tp"},
         {"pp": 2, "micro": 4, "again": "1 0", "cuts": "10 8", "step_s": 3},
         {"tp": 4, "step_s": ""},
-        {"dp": 2, "zero": 3, "rows": 2, "step_s": 4},
+        {"dp": 2, "zero": 3, "rows": 2, "offload": "both", "slices": 2, "step_s": 4},
     ]
     (tmp_path / "runs.json").write_text(json.dumps(rows))
     found = read_runs(table(tmp_path / "runs.csv", rows))
@@ -147,7 +147,8 @@ def test_both_forms_of_a_table_say_the_same(tmp_path: Path) -> None:
     assert found[0].setting == Setting(Placement(1, 2, True), micro=4, zero=0)
     assert found[1].setting.again == (ALL, ALL) and found[1].setting.axes[0] == "pp"
     assert (found[2].setting.cuts, found[2].setting.again) == ((10, 8), (1, 0))
-    assert found[3].setting == Setting(Placement(2), 2, zero=3)
+    placed = Placement(2, offload="both", slices=2)
+    assert found[3].setting == Setting(placed, 2, zero=3)
 
 
 GOOD = {"micro": 4, "step_s": 1.0}
@@ -165,6 +166,8 @@ GOOD = {"micro": 4, "step_s": 1.0}
         ({"zero": 4}, "`zero` is '4'"),
         ({"sequence": "perhaps"}, "`sequence` is 'perhaps'"),
         ({"axes": "tp tp"}, "`axes` is 'tp tp'"),
+        ({"offload": "some"}, "`offload` is 'some'"),
+        ({"pp": 2, "slices": 2}, "1F1B does not cut sequences"),
         ({"again": "some"}, "`again` is 'some'"),
         ({"pp": 2, "again": "1 1 1"}, "`again` is to be 2 numbers"),
         ({"pp": 2, "cuts": "1 1"}, "the cuts have 2 units, and there are 18"),

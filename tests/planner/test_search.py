@@ -55,7 +55,8 @@ def jobs(draw: st.DrawFn) -> tuple[Profiles, Job]:
     )
     ranks = draw(st.sampled_from([2, 4, 6, 8]))
     rows = ranks * draw(st.sampled_from([1, 2, 3]))
-    return profiles, Job(ranks, rows, cluster, Recipe(), 2048, experts)
+    sliced = draw(st.booleans())
+    return profiles, Job(ranks, rows, cluster, Recipe(), 2048, experts, sliced)
 
 
 def every(profiles: Profiles, job: Job, limits: Limits = ANY) -> list[tuple[Clock, Setting]]:
@@ -129,6 +130,23 @@ def test_what_leaves_for_the_host_is_found(host, memory, best):
     assert found.best.setting.placement.offload == best
     stays = last(profiles, job, Limits(pinned={"offload": ("none",)}).within(limits))
     assert (seconds(stays) > seconds(found)) == (best != "none")
+
+
+@pytest.mark.parametrize("layers", [6, 14])
+def test_slices_are_found_where_a_pipeline_has_few_rows(layers):
+    """They fill it, and are the best of all ways; none of a model that is not cut."""
+    profiles = decoder(layers, 4096, 32, 16384, 512, 8192)
+    job = Job(4, 2, replace(A100, library=""), length=8192, sliced=True, offload=False)
+    limits = Limits(pinned={"pp": (4,)})
+    filler = Filler(job, limits)
+    all_ = [filler.filled(clock, way) for clock, way in every(profiles, job, limits)]
+    found = last(profiles, job, limits)
+    assert found.best is not None and found.best.setting.placement.slices > 1
+    assert found.best.least == min(one.least for one in all_ if one.priced is not None)
+    assert seconds(last(profiles, replace(job, sliced=False), limits)) > seconds(found)
+    slow = Limits(pinned={"slices": (16,)}).within(limits)
+    assert {way.placement.slices for _, way in every(profiles, job, slow)} == {16}
+    assert not every(profiles, replace(job, sliced=False), slow)
 
 
 @FEW

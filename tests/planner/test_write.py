@@ -78,6 +78,11 @@ CASES = [
         Setting(P(2), dp=2, pp=2, micro=2, axes=("pp", "dp", "cp", "tp"), rows=(6, 2)),
         ["mesh(pp=2, dp=2)", "zero(stage=1, over=dp, rows=[3, 1])"],
     ),
+    (
+        "llama",
+        Setting(P(1, slices=2), pp=2, micro=2, order="Seq1F1B"),
+        ['pipeline(order="Seq1F1B", micro=2, slices=2)'],
+    ),
     ("resnet", Setting(P(1), pp=3, micro=2), ['step "training" relax(batch_stats) {']),
     ("llama", Setting(P(1)), ["mesh(dp=1)"]),
 ]
@@ -132,6 +137,7 @@ PROVEN = [
     ("t5", "", Setting(P(1, tp=2, sequence=True), pp=2, micro=2)),
     ("bert", "", Setting(P(1, tp=2, sequence=True), dp=2, micro=2, zero=3)),
     ("gpt2", "", Setting(P(1, offload="both"), dp=2, pp=2, micro=4, zero=1)),
+    ("llama", "", Setting(P(1, tp=2, slices=2), pp=2, micro=2, order="Seq1F1B", again=(2, 0))),
     ("llama", "bf16", Setting(P(1, tp=2, offload="both"), pp=2, micro=2, again=(2, 0))),
 ]
 
