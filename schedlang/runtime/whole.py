@@ -262,6 +262,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
                 buffer.copy_(state[name])
 
 
+@torch.no_grad()
 def replica_errors(a: Assembly) -> dict[str, float]:
     """Return the greatest relative difference between copies of one part, by parameter.
 
