@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import schedlang
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.mesh import Mesh
 from schedlang.passes.lower.build import build
 from schedlang.passes.verify.original import Sequential
@@ -216,6 +217,19 @@ def test_hosts_are_served_by_their_own_backend() -> None:
     assert nccl.queues(cuda) and not nccl.by_host(cuda)
     assert gloo.by_host(cuda) and not gloo.queues(cuda)
     assert not any((nccl.queues(cpu), gloo.queues(cpu), nccl.by_host(cpu), gloo.by_host(cpu)))
+
+
+def test_a_device_that_the_world_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent, with the call that joins a world which does."""
+    mesh, cuda = Mesh((("dp", 2),)), torch.device("cuda", 1)
+    monkeypatch.setattr(comm, "here", lambda: comm.World(1, 2, {"cuda": "nccl"}))
+    assert Ranks(mesh, cuda).rank == 1
+    monkeypatch.setattr(comm, "here", lambda: comm.World(1, 2, {"cpu": "gloo"}))
+    assert Ranks(mesh).rank == 1
+    with pytest.raises(Refusal, match="this job's world sends nothing") as refused:
+        Ranks(mesh, cuda)
+    assert refused.value.diagnostic.code == "S607"
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
 
 
 def _assembled() -> tuple[int, int, int, bool]:

@@ -50,7 +50,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, room / "tree" / name, follow_symlinks=False)
     source = _built("build_sdist", room / "tree", room / "sdist")
     with tarfile.open(source) as archive:
-        archive.extractall(room / "source", filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from 3.11.4 on
+        archive.extractall(room / "source", **safely)
     (unpacked,) = (room / "source").iterdir()
     return _built("build_wheel", unpacked, room / "wheel")
 

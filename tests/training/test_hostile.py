@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import os
 import pickle
@@ -93,6 +94,31 @@ def test_no_code_of_an_index_is_run(tmp_path: Path) -> None:
         assert "plain data" in unchanged(lambda p: p.load(tmp_path / "a"))
         (tmp_path / "away").rename(step / "schedlang.json")
     assert not mark.exists()
+
+
+class Earlier(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.3 and before does."""
+
+    def reducer_override(self, one: Any) -> Any:
+        """An attribute of the class."""
+        if isinstance(one, enum.Enum):
+            return getattr, (type(one), one.name)
+        return NotImplemented
+
+
+def test_an_index_of_an_earlier_python(tmp_path: Path) -> None:
+    """What it asks of `getattr` is noted as all else is, and nothing is asked."""
+    program = trained()
+    program.save(tmp_path / "a")
+    index = former(last(tmp_path / "a"), tmp_path / "b") / ".metadata"
+    with index.open("rb") as read:
+        found = pickle.load(read)
+    with index.open("wb") as write:
+        Earlier(write).dump(found)
+    assert b"getattr" in index.read_bytes()
+    fresh = other()
+    fresh.load(index.parent)
+    equal(seen(fresh), seen(program))
 
 
 def test_a_class_is_not_changed(tmp_path: Path) -> None:

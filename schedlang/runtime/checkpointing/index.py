@@ -137,6 +137,7 @@ DTYPE_NAMES = {kind: name for name, kind in DTYPES.items() if str(kind) == f"tor
 # what an index of DCP is made of; stands for whatever has such a name, and does nothing
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLAIN = {
+    ("builtins", "getattr"),  # of a member of an enumeration, as Python 3.11.3 and before has it
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
     (_METADATA, "StorageMeta"),

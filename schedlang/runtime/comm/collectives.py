@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -315,6 +315,9 @@ class Ranks:
         self.world = comm.here()
         if self.world.size != mesh.world:
             raise Refusal(_wrong_world(mesh, self.world.size))
+        served = self.world.backends
+        if served and device != HOST and device.type not in served:
+            raise Refusal(_unserved(device, served))
         self.mesh, self.device = mesh, device
         self.rank = self.world.rank
         self.at = mesh.coordinates(self.rank)
@@ -442,4 +445,16 @@ def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
             f"start {mesh.world}: `{run}`",
             f"or use a mesh of {world}: `--mesh dp={world}`",
         ),
+    )
+
+
+def _unserved(device: torch.device, backends: Mapping[str, str]) -> Diagnostic:
+    own = {device.type: dist.get_default_backend_for_device(device)}
+    all_of = {HOST.type: comm.HOSTS, **backends, **own}
+    wanted = ",".join(f"{kind}:{name}" for kind, name in all_of.items())
+    return Diagnostic(
+        "S607",
+        f"the model computes on `{device}`, and this job's world sends nothing from there",
+        notes=(f"it has {', '.join(f'{name} for {kind}' for kind, name in backends.items())}",),
+        helps=(f'join it with `init_process_group("{wanted}")`',),
     )
