@@ -316,7 +316,7 @@ class Ranks:
         if self.world.size != mesh.world:
             raise Refusal(_wrong_world(mesh, self.world.size))
         served = self.world.backends
-        if served and device != HOST and device.type not in served:
+        if served and device != HOST and served.get(device.type) is None:
             raise Refusal(_unserved(device, served))
         self.mesh, self.device = mesh, device
         self.rank = self.world.rank

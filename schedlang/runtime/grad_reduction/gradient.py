@@ -360,7 +360,7 @@ def square_sum(
     alone = len(kinds) == 1  # as almost always: nothing is asked twice
     apart = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
     norms = [torch.stack([*torch._foreach_norm(some)]).double() for some in apart]
-    sums = [one.dot(one) for one in norms]
+    sums = [one.square().sum() for one in norms]
     if on_accelerator(device):
         sums = [one.to(device, non_blocking=True) for one in sums]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
