@@ -125,10 +125,10 @@ def test_a_class_is_not_changed(tmp_path: Path) -> None:
     """An index that sets attributes of a class sets them of nothing that anybody uses."""
     from torch.distributed.checkpoint.metadata import Metadata
 
-    known = dict(vars(Metadata))
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     trained().save(tmp_path / "a")
     before = former(last(tmp_path / "a"), tmp_path / "b")
+    known = dict(vars(Metadata))  # pickling one, as was done here, notes its slots in the class
     for data in (name + b"(N(dS'version'\nS'x'\nstb.", name + b"(dS'version'\nS'x'\nsb."):
         (before / ".metadata").write_bytes(data)
         unchanged(lambda p: p.load(before))
