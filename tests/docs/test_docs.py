@@ -184,7 +184,9 @@ def test_a_primitive_in_one_file(tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "custom" / "model.py", tmp_path)
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return run("-m", "schedlang", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        """In a new interpreter: what was forked would have the primitives of this folder."""
+        environ = {**ENVIRON, "PYTHONPATH": str(tmp_path)}
+        return forks.anew("-m", "schedlang", *words, cwd=tmp_path, env=environ)
 
     assert call("explain", "chunk").stdout.startswith("chunk(parts=int)")
     assert call("check", "chunk.sched").returncode == 0
