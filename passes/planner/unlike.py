@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import permutations
+from itertools import islice, permutations
 
 import numpy as np
 
@@ -224,8 +224,8 @@ class Unlike(Filler):
         ]
         found = [self._priced(each, *one) for each in every for one in self._shaped(each)]
         found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
-        last = Filled(way, np.inf, 0.0)
-        return min(found, key=lambda one: (one.priced is None, one.least), default=last)
+        best = min(found, key=_worth, default=Filled(way, np.inf, 0.0))
+        return self._moved(best) if best.least < NEAR * worst else best
 
     def seeded(self, clock: Clock, filled: Filled) -> Filled:
         """The same: a way is cut for its nodes from the first."""
@@ -238,6 +238,20 @@ class Unlike(Filler):
             cuts = self._programme(one.setting, keeps)
             if cuts is not None and cuts != one.setting.cuts:
                 yield self._priced(one.setting, cuts, self._rows(one.setting))
+
+    def _moved(self, one: Filled) -> Filled:
+        """The same with units moved to a next stage, one at a time, as long as it takes less time,
+        or comes nearer to what memory holds."""
+        if one.setting.pp * sum(one.setting.cuts) > LARGE:
+            return one
+        while True:
+            rows, pp = self._rows(one.setting), len(one.setting.cuts)
+            moves = islice(cuts_near(one.setting.cuts), 2 * (pp - 1))
+            near = (self._priced(one.setting, cuts, rows) for cuts in moves)
+            found = min(near, key=_worth, default=one)
+            if _worth(found) >= _worth(one):
+                return one
+            one = found
 
     @property
     def _nodes(self) -> Nodes:
@@ -490,6 +504,11 @@ class Unlike(Filler):
 TURNS = 3
 NEAR = 1.25  # times the best: a way is cut again that takes no longer
 LARGE = 300  # units times stages, for which the programme takes long
+
+
+def _worth(one: Filled) -> tuple[bool, float, float]:
+    """Less is better: what fits by its time, what does not by how full it is."""
+    return one.priced is None, one.least, one.needs / (one.room or np.inf)
 
 
 def _memory(machines: Machines) -> Floats:
