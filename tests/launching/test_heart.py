@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import reach
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.launch import heart, job
@@ -194,6 +196,28 @@ def test_one_that_is_outside_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with inside():
         other.look()  # it sees that others got on
         assert other.beats == 3 and not ends and not other.gets_on()
+
+
+def test_one_that_waits_for_a_save_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose thread waits for one that is cut off does not get on, nor at the end of a process."""
+    _idle(monkeypatch)
+    (one, _), _ = _hearts(hang_after=30.0)
+    got_on: list[bool] = []
+
+    class Writes:
+        def join(self) -> None:
+            got_on.append(one.gets_on())
+
+    saving = Background()
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    for wait in (saving.end, saving._at_exit):
+        saving.thread = Writes()  # type: ignore[assignment]
+        wait()
+    assert got_on == [False, False]
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    saving.thread = Writes()  # type: ignore[assignment]
+    saving._at_exit()  # an error ends this process, and perhaps others have gone
+    assert len(got_on) == 2
 
 
 def test_one_that_works_gets_on() -> None:

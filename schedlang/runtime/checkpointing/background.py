@@ -20,6 +20,7 @@ from torch import Tensor
 from schedlang.runtime import device as devices
 from schedlang.runtime.checkpointing.boxes import Boxed, plain_torch
 from schedlang.runtime.comm import world as comm
+from schedlang.runtime.launch.heart import inside
 
 if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.archive import Begun
@@ -54,7 +55,8 @@ class Background:
     def end(self) -> None:
         """Wait for the save in flight.  Raises what has ended it."""
         if self.thread is not None:
-            self.thread.join()
+            with inside():  # it waits for other ranks
+                self.thread.join()
             self.thread = None
             atexit.unregister(self._at_exit)
         failure, self.failure = self.failure, None
@@ -72,8 +74,9 @@ class Background:
 
     def _at_exit(self) -> None:
         """Wait at the end of a process, but not of one that an error ends: others may be gone."""
-        if self.thread is not None and getattr(sys, "last_exc", None) is None:
-            self.thread.join()
+        if self.thread is not None and getattr(sys, "last_value", None) is None:
+            with inside():
+                self.thread.join()
 
     def _copied(self, tensors: list[Boxed]) -> tuple[list[Boxed], list[torch.Event]]:
         """The parts that this rank writes, in host memory of their own, and when they are there.
