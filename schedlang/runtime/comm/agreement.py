@@ -4,9 +4,9 @@
 * Checksums of tensors: two passes over their bits where they lie, no copy of them.
 * Ranks tell each other what they build before any group is made, and refuse where it differs.
   They meet in the store of the job, which asks nothing of the others' collectives: a rank that
-  builds something else, or never comes, is noticed within seconds.  Each leaves a digest of every
-  item, rank 0 compares; only where digests differ are the parts of that item told, to name what
-  differs and where.
+  builds something else, or never comes, is noticed within seconds.  The first leaves a digest of
+  every item, with which each compares its own; only where digests differ are the parts of that
+  item told, and rank 0 names what differs and where.
 """
 
 from __future__ import annotations
@@ -166,11 +166,30 @@ class Item:
 def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     """Raise the same Refusal on all ranks where an item differs (S650) or a rank is missing (S651).
 
+    Whoever comes first leaves digests of its items, with which the others compare theirs; only of
+    items that differ somewhere are the parts told.  Whoever gives a verdict first, it stands.
     Nothing happens in a world of one, and where a single process plays the ranks.
     """
     if (store := shared_store()) is None:
         return
-    _Meeting(store, wait).hold(items)
+    here, room = comm.here(), _room(store)
+    mine = {item.name: _digest(item) for item in items}
+    first = json.loads(store.compare_set(f"{room}/first", "", json.dumps(mine)))
+    for name in (name for name, digest in first.items() if mine.get(name) != digest):
+        store.set(f"{room}/unlike/{name}", "1")
+        store.set(f"{room}/unlike", "1")
+    store.set(f"{room}/{here.rank}", "1")
+    store.add(f"{room}/came", 1)
+    # so many ranks ask the store: a few may ask often, and then build without a pause
+    most = min(_MOST, 2 * _LEAST * here.size)
+    came = until(lambda: bool(store.add(f"{room}/came", 0) >= here.size), wait, most)
+    gone = [] if came else [r for r in range(here.size) if not store.check([f"{room}/{r}"])]
+    said = {} if came else missing(gone, here.size, wait)
+    _hear(store, f"{room}/verdict", said)
+    if store.check([f"{room}/unlike"]):
+        for name in (name for name in first if store.check([f"{room}/unlike/{name}"])):
+            item = next((item for item in items if item.name == name), Item(name, {}))
+            _tell_apart(store, f"{room}/parts/{name}", item)
 
 
 def round_name() -> str:
@@ -258,10 +277,12 @@ def _answers(host: str, port: int) -> bool:
 def tell(error: Exception) -> None:
     """Say why this rank cannot build to those that wait for it; not what all of them raise."""
     if (store := shared_store()) is not None and not getattr(error, _AGREED, False):
-        said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
-        meeting = _Meeting(store, 0.0)
-        meeting.leave({"refused": said})
-        store.set(f"{meeting.room}/refused", "1")
+        why = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
+        here, room = comm.here(), _room(store)
+        title, notes = f"rank {here.rank} cannot build its part", [f"rank {here.rank} says: {why}"]
+        said = _said("S650", title, notes, ()) | {"refuses": here.rank}
+        store.compare_set(f"{room}/verdict", "", json.dumps(said))
+        store.add(f"{room}/came", here.size)  # nobody has to wait for more
 
 
 _AGREED = "_schedlang_agreed"  # a mark on what all ranks raise alike
@@ -294,119 +315,48 @@ def until(ready: Callable[[], bool], seconds: float, most: float = _MOST) -> boo
     return True
 
 
-class _Meeting:
-    """The n-th time that this rank meets the others in the store."""
+def _room(store: Any) -> str:
+    """The beginning of the keys of this rank's next meeting with the others."""
+    here = comm.here()
+    part = "".join(f"{each}," for each in here.part)
+    return f"schedlang/{part}{store.add(f'schedlang/{part}turn/{here.rank}', 1)}"
 
-    def __init__(self, store: Any, wait: float) -> None:
-        here = comm.here()
-        self.store, self.rank, self.world, self.wait = store, here.rank, here.size, wait
-        # so many ranks ask the store: a few may ask often, and then build without a pause
-        self.most = min(_MOST, 2 * _LEAST * here.size)
-        part = "".join(f"{each}," for each in here.part)
-        turn = store.add(f"schedlang/{part}turn/{self.rank}", 1)
-        self.room = f"schedlang/{part}{turn}"
 
-    def leave(self, message: object, kind: str = "told") -> None:
-        """Put a message of this rank into the room; by its first one it is counted."""
-        data = zlib.compress(json.dumps(message).encode(), 1)
-        self.store.set(f"{self.room}/{kind}/{self.rank}", data)
-        if kind == "told":
-            self.store.add(f"{self.room}/came", 1)
+def _hear(store: Any, key: str, said: Mapping[str, Any]) -> None:
+    """Give a verdict, unless there is one; raise what the one that stands says is wrong."""
+    verdict = json.loads(store.compare_set(key, "", json.dumps(said)))
+    if verdict:
+        refusal = _refusal(verdict)
+        setattr(refusal, _AGREED, True)
+        if verdict["code"] == "S651" or "refuses" in verdict:  # the cause is elsewhere
+            setattr(refusal, CONSEQUENCE, True)
+        raise refusal
 
-    def hold(self, items: Sequence[Item]) -> None:
-        """Tell, wait, compare; raise what is wrong."""
-        self.leave({item.name: _told(item) for item in items})
-        if self.rank == 0:
-            self._say(self._judged(items))
-        elif not until(
-            lambda: self.store.check([f"{self.room}/verdict"]), self.wait + _MORE, self.most
-        ):
-            self._say(self._missing("told"))
-        verdict = self._verdict()
-        if name := verdict.get("tell"):
-            item = next((item for item in items if item.name == name), Item(name, {}))
-            self.leave(dict(item.parts), "parts")
-            if self.rank == 0:
-                self._compare(item)
-            elif not until(lambda: self.store.check([f"{self.room}/verdict2"]), 2 * _MORE):
-                self._say(self._differ(item, {}), "verdict2")
-            verdict = self._verdict("verdict2")
-        if verdict:
-            refusal = _refusal(verdict)
-            setattr(refusal, _AGREED, True)
-            if verdict["code"] == "S651" or "refuses" in verdict:  # the cause is elsewhere
-                setattr(refusal, CONSEQUENCE, True)
-            raise refusal
 
-    # -- of rank 0 ---------------------------------------------------------------------------------
-
-    def _judged(self, items: Sequence[Item]) -> Any:
-        """Wait for all; what is wrong, if anything is."""
-        store, came, refused = self.store, f"{self.room}/came", f"{self.room}/refused"
-        all_here = lambda: store.add(came, 0) >= self.world or store.check([refused])  # noqa: E731
-        until(all_here, self.wait, self.most)
-        if store.add(came, 0) < self.world:
-            return self._missing("told")
-        everyone = self._read(*[f"{self.room}/told/{rank}" for rank in range(self.world)])
-        kinds = list({id(told): told for told in everyone}.values())  # those that are alike once
-        for told in kinds:
-            if "refused" in told:
-                return self._refuses(everyone.index(told), told["refused"])
-        for item in items:
-            theirs = [told.get(item.name) for told in kinds]
-            wrong = _unlike(theirs) if item.held else any(one != theirs[0] for one in theirs)
-            if wrong:
-                return {"tell": item.name}
-        return {}
-
-    def _compare(self, item: Item) -> None:
-        keys, there = [f"{self.room}/parts/{r}" for r in range(self.world)], self.store.check
+def _tell_apart(store: Any, place: str, item: Item) -> None:
+    """Tell this rank's parts of an item; rank 0 compares, and all raise what it says is wrong."""
+    here, verdict = comm.here(), f"{place}/verdict"
+    keys = [f"{place}/{rank}" for rank in range(here.size)]
+    there = store.check
+    store.set(keys[here.rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
+    everyone: dict[int, Mapping[str, str]] = {}
+    if here.rank == 0:
         until(lambda: there(keys), _MORE)
-        everyone = {r: self._read(key)[0] for r, key in enumerate(keys) if there([key])}
-        self._say(self._differ(item, everyone), "verdict2")
+        left = [rank for rank, key in enumerate(keys) if there([key])]
+        everyone = dict(zip(left, _read(store, [keys[rank] for rank in left])))
+    elif until(lambda: there([verdict]), 2 * _MORE):
+        return _hear(store, verdict, {})
+    if item.held and not _unlike({id(parts): parts for parts in everyone.values()}.values()):
+        return _hear(store, verdict, {})
+    title, notes = differences(item, everyone)
+    _hear(store, verdict, _said("S650", title, notes, item.helps))
 
-    def _differ(self, item: Item, everyone: Mapping[int, Mapping[str, str]]) -> Any:
-        title, notes = differences(item, everyone)
-        return _said("S650", title, notes, item.helps)
 
-    # -- what cannot be compared -------------------------------------------------------------------
-
-    def _missing(self, kind: str) -> Any:
-        keys = {rank: f"{self.room}/{kind}/{rank}" for rank in range(self.world)}
-        there = self.store.check
-        for rank, key in keys.items():
-            if there([key]) and "refused" in (told := self._read(key)[0]):
-                return self._refuses(rank, told["refused"])
-        gone = [rank for rank, key in keys.items() if not there([key])]
-        return missing(gone, self.world, self.wait)
-
-    def _refuses(self, rank: int, why: str) -> Any:
-        notes = [f"rank {rank} says: {why}"]
-        return _said("S650", f"rank {rank} cannot build its part", notes, ()) | {"refuses": rank}
-
-    # -- the room ----------------------------------------------------------------------------------
-
-    def _say(self, verdict: Any, name: str = "verdict") -> None:
-        """The first verdict stands, whoever gives it."""
-        if self.store.add(f"{self.room}/{name}/by", 1) == 1:
-            self.store.set(f"{self.room}/{name}", zlib.compress(json.dumps(verdict).encode(), 1))
-
-    def _verdict(self, name: str = "verdict") -> Any:
-        key = f"{self.room}/{name}"
-        if not until(
-            lambda: self.store.check([key]), _MORE, self.most
-        ):  # who meant to give it is gone
-            return _said("S651", "another rank has ended while the ranks met", [], [])
-        return self._read(key)[0]
-
-    def _read(self, *keys: str) -> list[Any]:
-        """Messages in one request; each is taken apart once, however many ranks have sent it."""
-        known: dict[bytes, Any] = {}
-        found = [bytes(one) for one in self.store.multi_get(list(keys))]
-        for data in found:
-            if data not in known:
-                known[data] = json.loads(zlib.decompress(data))
-        return [known[data] for data in found]
+def _read(store: Any, keys: Sequence[str]) -> list[Any]:
+    """Messages in one request; each is taken apart once, however many ranks have sent it."""
+    found = [bytes(one) for one in store.multi_get(list(keys))]
+    known = {data: json.loads(zlib.decompress(data)) for data in dict.fromkeys(found)}
+    return [known[data] for data in found]
 
 
 def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
@@ -435,20 +385,15 @@ def _refusal(said: Mapping[str, Any]) -> Refusal:
 # -- held by some --------------------------------------------------------------------------------
 
 
-def _told(item: Item) -> str | dict[str, str]:
-    """A digest of all parts; of what ranks hold some parts of, one of each."""
-    texts = item.parts if item.held else {"": json.dumps(sorted(item.parts.items()))}
-    bits = {name: hashlib.blake2b(text.encode(), digest_size=8) for name, text in texts.items()}
-    found = {name: one.hexdigest() for name, one in bits.items()}
-    return found if item.held else found[""]
+def _digest(item: Item) -> str:
+    text = json.dumps(sorted(item.parts.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _unlike(told: Sequence[Mapping[str, str] | None]) -> bool:
+def _unlike(told: Iterable[Mapping[str, str]]) -> bool:
     """Return whether two ranks say different things of one part."""
     seen: dict[str, str] = {}
-    return any(
-        seen.setdefault(name, text) != text for one in told for name, text in (one or {}).items()
-    )
+    return any(seen.setdefault(name, text) != text for one in told for name, text in one.items())
 
 
 # -- in words ------------------------------------------------------------------------------------
