@@ -18,40 +18,43 @@ if TYPE_CHECKING:
     from schedlang.passes.lower.build import Options
     from schedlang.runtime.comm.agreement import Item
 
+_OPTIONS = ("clip", "seed", "dropout", "local", "compare")  # of `build`, told as they are
 _NUMBERS = (bool, int, float, str)
 _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file")
 
 
 def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
     """All that a program is made of, item by item; the first that differs is what is named."""
+    import torch
+
+    import schedlang
     from schedlang.runtime.comm.agreement import Item
 
     model = plan.model.model
-    versions, parameters, kinds = _plain_facts(plan, batch)
-    options = {
-        "clip": given.clip,
-        "seed": given.seed,
-        "dropout": given.dropout,
-        "local": given.local,
-        "compare": given.compare,
-        "optimizer": None if given.optimizer is None else "a function",
+    versions = {
+        "schedlang": schedlang.__version__,
+        "torch": str(torch.__version__).partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
     }
+    mesh = {
+        "mesh": str(plan.mesh),
+        "axes": str(dict(plan.mesh.sizes)),
+        "views": str(plan.mesh.views),
+    }
+    options = {name: repr(getattr(given, name)) for name in _OPTIONS}
+    options["optimizer"] = "None" if given.optimizer is None else "a function"
+    kinds = {
+        name: f"{value.dtype}, {value.dim()} dims"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+        for name, value in sorted(batch.items())
+    }
+    same_model = "build the model from the same file and config on every rank"
+    seed = "use the same seed before the model is built: `torch.manual_seed(0)`"
     return [
         Item("version", versions, helps=("install the same on all nodes",)),
-        Item(
-            "mesh",
-            {
-                "mesh": str(plan.mesh),
-                "axes": str(dict(plan.mesh.sizes)),
-                "views": str(plan.mesh.views),
-            },
-        ),
-        Item(
-            "model",
-            dict(_modules(model)),
-            helps=("build the model from the same file and config on every rank",),
-        ),
-        Item("parameters", parameters),
+        Item("mesh", mesh),
+        Item("model", dict(_modules(plan)), helps=(same_model,)),
         Item(
             "code of the model",
             dict(_codes(model)),
@@ -63,7 +66,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
             dict(_rows(plan)),
             helps=("load the same file, with the same knobs, on every rank",),
         ),
-        Item("options of `build`", {name: repr(value) for name, value in options.items()}),
+        Item("options of `build`", options),
         Item(
             "functions",
             {"loss": code(given.loss), "weight": code(given.weight)},
@@ -75,10 +78,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
             "initial weights",
             dict(_values(model, plan.model.base.model, given)),
             shown=False,
-            helps=(
-                "use the same seed before the model is built: `torch.manual_seed(0)`",
-                "or load the same checkpoint on every rank",
-            ),
+            helps=(seed, "or load the same checkpoint on every rank"),
         ),
     ]
 
@@ -114,35 +114,9 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 # -- items -------------------------------------------------------------------------------------
 
 
-def _plain_facts(plan: Plan, batch: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    """Name what is installed, the parameters, and the kinds of values in a batch."""
-    import torch
-
-    import schedlang
-
-    versions = {
-        "schedlang": schedlang.__version__,
-        "torch": str(torch.__version__).partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
-    parameters = {
-        name: f"{fact.dtype} {tuple(fact.shape)}"
-        + ("" if fact.requires_grad else ", frozen")
-        + (f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else "")
-        for name, fact in plan.model.unique.items()
-    }
-    kinds = {
-        name: f"{value.dtype}, {value.dim()} dims"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-        for name, value in sorted(batch.items())
-    }
-    return versions, parameters, kinds
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Class and plain settings of each module; a setting that is named for a rank is its own."""
-    for name, module in model.named_modules():
+def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Class and plain settings of each module, those named for a rank left out; parameters."""
+    for name, module in plan.model.model.named_modules():
         said = f"{type(module).__qualname__}({module.extra_repr()})"
         own = (
             f"{key}={value!r}"
@@ -153,6 +127,10 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, str]]:
             and not any(word in key for word in _OWN_TO_A_RANK)
         )
         yield name or "the model", " ".join((said, *own))
+    for name, fact in plan.model.unique.items():
+        frozen = "" if fact.requires_grad else ", frozen"
+        tied = f", also {', '.join(fact.names[1:])}" if len(fact.names) > 1 else ""
+        yield name, f"{fact.dtype} {tuple(fact.shape)}{frozen}{tied}"
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -37,16 +37,14 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
     own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
-    spaces, cells = _spaces(own)
+    spaces = _spaces(own)
     undo: Undo = []
     # a proof comes here a hundred times, and most functions have no names
     without = [one for one in spaces if not one[0]]
-    held = [*map(_content, cells)]
     try:
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        _look_into(dict(enumerate(held)), undo, 0)
         yield
     finally:
         for names, put in without:
@@ -54,15 +52,11 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
                 _put_back(names, {}, put)
         for back in undo:
             back()
-        for cell, value in zip(cells, held):
-            now = _content(cell)
-            if now is not value and value is not GONE and (_holds(now) or _holds(value)):
-                cell.cell_contents = value
 
 
 @functools.lru_cache(maxsize=16)  # one model is run many times
-def _spaces(classes: frozenset[type]) -> tuple[list[tuple[Any, Put]], list[CellType]]:
-    """List the names of modules, classes and functions, each with what sets one, and cells."""
+def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put]]:
+    """List the names of modules, classes and functions, and cells, each with what sets one."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
     near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
@@ -73,8 +67,8 @@ def _spaces(classes: frozenset[type]) -> tuple[list[tuple[Any, Put]], list[CellT
         for space in (*modules, *(function.__dict__ for function in functions))
     ]
     found += [(vars(cls), partial(_set_attribute, cls)) for cls in classes]
-    cells = [cell for function in functions for cell in function.__closure__ or ()]
-    return found, cells
+    cells = tuple(cell for function in functions for cell in function.__closure__ or ())
+    return [*found, (cells, partial(_set_cell, cells))]
 
 
 def _set_item(space: Any, key: Any, value: Any) -> None:
@@ -89,6 +83,11 @@ def _set_attribute(cls: type, name: str, value: Any) -> None:
         delattr(cls, name)
     else:
         setattr(cls, name, value)
+
+
+def _set_cell(cells: tuple[CellType, ...], place: int, value: Any) -> None:
+    if value is not GONE:  # it was not bound
+        cells[place].cell_contents = value
 
 
 def _home(value: Any) -> str:
@@ -107,21 +106,17 @@ def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:
 
 
 def _remember(space: Any, put: Put | None, undo: Undo, depth: int) -> None:
-    """Add what puts names back, and what they hold, to `undo`."""
+    """Add what puts names back, and what containers and caches under them hold, to `undo`."""
     before = _contents(space)
     undo.append(partial(_put_back, space, before, put))
-    _look_into(before, undo, depth)
-
-
-def _look_into(before: dict[Any, Any], undo: Undo, depth: int) -> None:
-    """Add what puts back what containers and caches among some values hold."""
-    if _closed.issuperset(map(type, before.values())):  # nearly all: no call for each value
+    if _closed.issuperset(map(type, before.values())):  # nearly all: no look at each value
         return
-    for key, value in [(k, v) for k, v in before.items() if type(v) not in _closed]:
+    for key, value in before.items():
+        if type(value) in _closed:
+            continue
         if not isinstance(value, _OPENED):
             _closed.add(type(value))
-            continue
-        if isinstance(value, CACHED):
+        elif isinstance(value, CACHED):
             undo.append(partial(_forget, value, value.cache_info().misses))
         elif depth < DEPTH and len(value) <= MOST and key != "__builtins__":
             inner = partial(_set_item, value) if isinstance(value, dict) else None
@@ -129,8 +124,11 @@ def _look_into(before: dict[Any, Any], undo: Undo, depth: int) -> None:
 
 
 def _contents(space: Any) -> dict[Any, Any]:
+    """Names and values; of a list, or of cells, places and values."""
     if isinstance(space, list):
         return dict(enumerate(space))
+    if isinstance(space, tuple):
+        return dict(enumerate(map(_content, space)))
     # some make a value whenever one is asked for, as transformers' table of activations does
     return dict(dict.items(space)) if isinstance(space, dict) else dict(space)
 
