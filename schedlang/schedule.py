@@ -54,6 +54,31 @@ if TYPE_CHECKING:
     from schedlang.runtime.waiting import Waiting
 
 
+def _made(
+    plan: Plan, options: Mapping[str, Any], batch: Mapping[str, Any], local: bool = False
+) -> Program:
+    """Build the program of a plan, looked at as far as that takes about a second."""
+    from schedlang.passes.lower.build import build
+    from schedlang.passes.simulate.expected import demand
+    from schedlang.passes.simulate.gains import gained
+    from schedlang.passes.simulate.played_step import repeated
+    from schedlang.passes.static_checks.static import check_sums
+    from schedlang.passes.verify.probe import cheaply
+    from schedlang.runtime.left import telling
+
+    loss, weight = options["loss"], options["weight"]
+    whole = repeated(batch, plan.shares) if local else batch
+    demand(plan, whole, loss, weight)
+    gained(plan, whole)
+
+    def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
+        check_sums(plan, batch, found, loss=loss, local=local)
+        if not local:  # rows of one rank are no whole that parts could be compared with
+            cheaply(plan, batch, found, loss=loss, weight=weight)
+
+    return telling(build(plan, batch, local=local, check=check, **options))
+
+
 @at_the_callers_line()
 def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
     """An empty schedule for a model, or the one of a file.  The model is read, never changed."""
@@ -276,17 +301,10 @@ class Schedule(Scope):
         verified before it is trained
         """
         from schedlang.passes.analyze.taking import check_options
-        from schedlang.passes.lower.build import build, check_job
-        from schedlang.passes.simulate.expected import demand
-        from schedlang.passes.simulate.gains import gained
-        from schedlang.passes.simulate.played_step import repeated
-        from schedlang.passes.static_checks.static import check_sums
-        from schedlang.passes.verify.probe import cheaply
+        from schedlang.passes.lower.build import check_job
         from schedlang.runtime.comm.collectives import on_ranks
-        from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting
 
-        plan = self.plan()
         options: dict[str, Any] = dict(
             loss=loss,
             optimizer=optimizer,
@@ -298,21 +316,9 @@ class Schedule(Scope):
             wait=wait,
             weights=weights,
         )
+        plan = self.plan()
         check_options(args, unknown, {"batch": batch, **options})
-
-        @on_ranks(ranks)
-        def made(first: Mapping[str, Any], local: bool = False) -> Program:
-            whole = repeated(first, plan.shares) if local else first
-            demand(plan, whole, loss, weight)
-            gained(plan, whole)
-
-            def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
-                check_sums(plan, batch, found, loss=loss, local=local)
-                if not local:  # rows of one rank are no whole that parts could be compared with
-                    cheaply(plan, batch, found, loss=loss, weight=weight)
-
-            return telling(build(plan, first, local=local, check=check, **options))
-
+        made = on_ranks(ranks)(partial(_made, plan, options))
         with on_ranks(ranks):
             if batch is not None:
                 return made(batch)
