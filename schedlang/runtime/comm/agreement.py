@@ -189,7 +189,7 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     if store.check([f"{room}/unlike"]):
         for name in (name for name in first if store.check([f"{room}/unlike/{name}"])):
             item = next((item for item in items if item.name == name), Item(name, {}))
-            _tell_apart(store, f"{room}/parts/{name}", item)
+            _tell_apart(store, f"{room}/parts/{name}", item, wait)
 
 
 def round_name() -> str:
@@ -333,23 +333,20 @@ def _hear(store: Any, key: str, said: Mapping[str, Any]) -> None:
         raise refusal
 
 
-def _tell_apart(store: Any, place: str, item: Item) -> None:
+def _tell_apart(store: Any, place: str, item: Item, wait: float) -> None:
     """Tell this rank's parts of an item; rank 0 compares, and all raise what it says is wrong."""
-    here, verdict = comm.here(), f"{place}/verdict"
-    keys = [f"{place}/{rank}" for rank in range(here.size)]
-    there = store.check
-    store.set(keys[here.rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
-    everyone: dict[int, Mapping[str, str]] = {}
-    if here.rank == 0:
-        until(lambda: there(keys), _MORE)
-        left = [rank for rank, key in enumerate(keys) if there([key])]
-        everyone = dict(zip(left, _read(store, [keys[rank] for rank in left])))
-    elif until(lambda: there([verdict]), 2 * _MORE):
-        return _hear(store, verdict, {})
-    if item.held and not _unlike({id(parts): parts for parts in everyone.values()}.values()):
-        return _hear(store, verdict, {})
-    title, notes = differences(item, everyone)
-    _hear(store, verdict, _said("S650", title, notes, item.helps))
+    rank, verdict, said = comm.here().rank, f"{place}/verdict", dict[str, Any]()
+    keys = [f"{place}/{each}" for each in range(comm.here().size)]
+    store.set(keys[rank], zlib.compress(json.dumps(dict(item.parts)).encode(), 1))
+    wanted = keys if rank == 0 else [verdict]
+    if not until(lambda: bool(store.check(wanted)), wait if rank == 0 else wait + _MORE):
+        said = _said("S651", "another rank has ended while the ranks met", (), ())
+    elif rank == 0:
+        everyone = _read(store, keys)
+        if not item.held or _unlike({id(parts): parts for parts in everyone}.values()):
+            title, notes = differences(item, dict(enumerate(everyone)))
+            said = _said("S650", title, notes, item.helps)
+    _hear(store, verdict, said)
 
 
 def _read(store: Any, keys: Sequence[str]) -> list[Any]:
