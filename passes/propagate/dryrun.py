@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -357,38 +357,36 @@ Choice = Number | Part | Size
 C = TypeVar("C", Number, Part, Size)
 
 
+@dataclass(eq=False)
 class Run:
     """One forward of the sharded copy with some attributes divided."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        batch: Mapping[str, Any],
-        loss: Loss | None,
-        leaves: Mapping[str, Leaf],
-        recording: Recording,
-        divided: frozenset[Choice],
-    ) -> None:
+    plan: Plan
+    batch: Mapping[str, Any]
+    loss: Loss | None
+    leaves: Mapping[str, Leaf]
+    recording: Recording
+    divided: frozenset[Choice]
+    edges: dict[str, tuple[Edge, ...]] = field(default_factory=dict)
+    numbers: list[tuple[str, str, int]] = field(default_factory=list)
+    layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = field(default_factory=dict)
+    given: dict[tuple[str, int], Any] = field(default_factory=dict)
+    parts: dict[str, tuple[Narrowed, ...]] = field(default_factory=dict)
+    cuts: dict[tuple[str, str], Narrowed | None] = field(default_factory=dict)
+    counted: dict[str, tuple[Counted, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         from schedlang.runtime.propagation.follow import Follower
         from schedlang.runtime.propagation.trace import Stack
 
-        self.plan, self.batch, self.loss, self.leaves = plan, batch, loss, leaves
-        self.divided, self.stack = divided, Stack()
+        plan, known = self.plan, self.recording
+        self.stack = Stack(seen=self._see)
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
-        sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
-        splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in leaves.items()}
-        draws, self.truths = recording.original.random, recording.original.truths
+        self.sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
+        splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in self.leaves.items()}
         tried: Any = plan.model.cache.setdefault("by parts", {})
-        self.follower = Follower(recording.frames, self.stack, sizes, splits, draws, tried)
-        self.sizes = sizes
-        self.edges: dict[str, tuple[Edge, ...]] = {}
-        self.numbers: list[tuple[str, str, int]] = []
-        self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
-        self.given: dict[tuple[str, int], Any] = {}
-        self.parts: dict[str, tuple[Narrowed, ...]] = {}
-        self.cuts: dict[tuple[str, str], Narrowed | None] = {}
-        self.counted: dict[str, tuple[Counted, ...]] = {}
-        self.stack.seen = self._see
+        draws = known.original.random
+        self.follower = Follower(known.frames, self.stack, self.sizes, splits, draws, tried)
 
     @cached_property
     def below(self) -> Mapping[str, Below]:
@@ -427,7 +425,7 @@ class Run:
             with without_values(self.batch) as (inputs, _):
                 for given in tensors_in(inputs):
                     self.follower.put(given, Note(data=True))
-                with Trace(self.stack, self.follower, asked=self.truths):
+                with Trace(self.stack, self.follower, asked=self.recording.original.truths):
                     output, _ = forward(model, inputs, self.loss)
             for tensor in tensors_in(output):
                 for axis, tag in self.follower.of(tensor).tags.items():
