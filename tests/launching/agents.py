@@ -253,7 +253,7 @@ def lines(folder: Path) -> list[Line]:
     return found
 
 
-def until(ready: Callable[[], bool], job: Nodes, seconds: float = 120.0) -> None:
+def until(ready: Callable[[], bool], job: Nodes, seconds: float = 600.0) -> None:
     """Wait for something that a job does."""
     end = time.monotonic() + seconds
     while not ready():
