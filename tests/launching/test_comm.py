@@ -80,9 +80,10 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 def _files() -> Iterator[tuple[str, ast.Module]]:
     for folder, _, names in os.walk(ROOT, followlinks=True):
         for name in names:
-            if name.endswith(".py"):
-                path = Path(folder) / name
-                yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+            path = Path(folder) / name
+            # what nothing names needs no syntax: most files
+            if name.endswith(".py") and "distributed" in (text := path.read_text()):
+                yield path.relative_to(ROOT).as_posix(), ast.parse(text)
 
 
 def test_one_layer_asks_torch_distributed() -> None:
