@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Keep the garbage collector from all that is imported: it would walk it again and again."""
     with uncollected():
-        with contextlib.suppress(AttributeError, TypeError):  # pytest's own: another may differ
+        with contextlib.suppress(Exception):  # what is wrong with a file shows at its import
             _rewrite(session.config)
         result = yield
     gc.freeze()
