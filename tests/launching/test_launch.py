@@ -126,16 +126,14 @@ def test_what_is_done_with_progress_is_no_hang(pool: Pool, tmp_path: Path) -> No
     def work() -> None:
         progress("begun")
         while not heard.exists():
-            time.sleep(0.1)
-        time.sleep(0.5)
+            time.sleep(0.05)
+        time.sleep(0.8)
 
     def listens(rank: int, what: object) -> None:
-        time.sleep(1.7)
-        (tmp_path / f"heard.{rank}").touch()
-        if len(list(tmp_path.iterdir())) == 2:
-            heard.touch()
+        time.sleep(1.9)
+        heard.touch()
 
-    pool.run(work, 2, hang_after=3.0, on_progress=listens)
+    pool.run(work, 1, hang_after=2.2, on_progress=listens)
 
 
 def test_an_error_meanwhile_ends_the_ranks(pool: Pool) -> None:
