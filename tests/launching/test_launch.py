@@ -119,8 +119,7 @@ def test_this_process_works_while_the_ranks_do(pool: Pool, tmp_path: Path) -> No
 
 
 def test_what_is_done_with_progress_is_no_hang(pool: Pool, tmp_path: Path) -> None:
-    """The ranks are not asked how long that takes, also where it is longer than they may hang."""
-
+    """The ranks are not asked how long that takes, which with their own wait would be a hang."""
     heard = tmp_path / "heard"
 
     def work() -> None:
