@@ -78,7 +78,8 @@ def _rewrite(config: pytest.Config) -> None:
     eighty of them.
     """
     given = getattr(config, "workerinput", None)
-    if given is None or sys.dont_write_bytecode:
+    folders = all(Path(one).is_dir() for one in config.args)  # else it imports some files only
+    if given is None or sys.dont_write_bytecode or not folders:
         return
     share = slice(int(given["workerid"].removeprefix("gw")), None, given["workercount"])
     for file in sorted(Path(__file__).parent.rglob("test_*.py"))[share]:
