@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -57,12 +61,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Keep the garbage collector from all that is imported: it would walk it again and again."""
     with uncollected():
+        with contextlib.suppress(Exception):  # what is wrong with a file shows at its import
+            _rewrite(session.config)
         result = yield
     gc.freeze()
     return result
+
+
+def _rewrite(config: pytest.Config) -> None:
+    """Rewrite the assertions of this worker's share of the files, where they are not kept yet.
+
+    Workers import all files, and would rewrite each at the same time: a second of a processor for
+    eighty of them.
+    """
+    given = getattr(config, "workerinput", None)
+    folders = all(Path(one).is_dir() for one in config.args)  # else it imports some files only
+    if given is None or sys.dont_write_bytecode or not folders:
+        return
+    share = slice(int(given["workerid"].removeprefix("gw")), None, given["workercount"])
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[share]:
+        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(file, kept) is None:
+            found, code = rewrite._rewrite_test(file, config)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, found, kept)
 
 
 @pytest.hookimpl(wrapper=True)

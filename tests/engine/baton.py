@@ -94,7 +94,7 @@ class Baton:
         self.check()
 
     def _hand_on(self, last: int) -> None:
-        if not self._waits:
+        if not self._waits or self.ended:  # then all have their turn
             return
         there = sorted(self._waits, key=lambda rank: (rank <= last, rank))
         able = [r for r in there if self.failure is not None or self._waits[r][0]()]

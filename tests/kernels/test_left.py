@@ -121,6 +121,7 @@ def test_a_program_warns_once() -> None:
     ) as seen:
         program.train_step(BATCH)
         program.train_step(BATCH)
+    seen = [one for one in seen if "W703" in str(one.message)]  # a collected file warns, too
     assert len(seen) == 1 and "drop the row `replace_kernel(add_norm)`" in str(seen[0].message)
     assert "W703" in WARNINGS
 

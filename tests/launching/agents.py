@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import forks
+
 ROOT = Path(__file__).parents[2]
 RUN = Path(__file__).with_name("elastic_run.py")
 STORE = (
@@ -20,6 +22,7 @@ STORE = (
     "store = TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False); "
     "print(store.port, flush=True); time.sleep(1e6)"
 )
+NODE = "GROUP_OF_NODE"  # the variable by which a rank knows its node
 CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -51,7 +54,7 @@ class Nodes:
     address: Callable[[int], str] = lambda _: "127.0.0.1"
     before: Callable[[int], Sequence[str]] = lambda _: ()
     more: Mapping[str, str] = field(default_factory=dict)
-    alive: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    alive: dict[int, subprocess.Popen[bytes] | forks.Fork] = field(default_factory=dict)
     turn: int = 0  # of the job's name: torchrun closes one for good when an agent gives up
     _store: subprocess.Popen[str] | None = None
     _port: int = 0
@@ -64,22 +67,29 @@ class Nodes:
         self._port = int(self._store.stdout.readline())
 
     def start(self, number: int) -> None:
-        """Start the agent of a node."""
+        """Start the agent of a node; where all are on this machine, it and its ranks are forked."""
         conf = ("--rdzv-backend", "c10d", "--rdzv-id", f"job{self.turn}", "--rdzv-conf", CONF)
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:9"),
+        words = [
+            *("-m", "torch.distributed.run", "--nnodes", "1:9"),
             *("--nproc-per-node", "1", "--max-restarts", "1000", *conf),
             *("--rdzv-endpoint", f"{self.address(0)}:{self._port}"),
             *("--local-addr", self.address(number), str(RUN), str(self.folder), *self.words),
         ]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"node.{number}").open("ab") as log:
+        environ = {**os.environ, "PYTHONPATH": path, NODE: str(number), **fresh, **self.more}
+        before = self.before(number)
+        with (self.folder / f"node.{number}").open("ab") as log, open(os.devnull) as nothing:
+            if not before and forks.FORKS.can(environ):
+                fds = [nothing.fileno(), log.fileno(), log.fileno()]
+                what = ("command", os.getcwd(), words)
+                self.alive[number] = forks.FORKS.fork(what, environ, fds)
+                return
             self.alive[number] = subprocess.Popen(
-                [*self.before(number), *command],
+                [*before, sys.executable, *words],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path, **fresh, **self.more},
+                env=environ,
                 start_new_session=True,
             )
 
@@ -108,7 +118,11 @@ class Nodes:
     def kill(self, number: int) -> None:
         """Take a node away, all its processes at once."""
         node = self.alive.pop(number)
-        for pid in tree(node.pid):
+        every = tree(node.pid)
+        if isinstance(node, forks.Fork):  # a rank is no child of it, and has told whose it is
+            told = (int(file.suffix[1:]) for file in self.folder.glob(f"rank.{number}.*"))
+            every += [pid for pid in told if _words(pid) == _words(node.pid)]
+        for pid in every:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.wait()
@@ -239,7 +253,7 @@ def lines(folder: Path) -> list[Line]:
     return found
 
 
-def until(ready: Callable[[], bool], job: Nodes, seconds: float = 120.0) -> None:
+def until(ready: Callable[[], bool], job: Nodes, seconds: float = 600.0) -> None:
     """Wait for something that a job does."""
     end = time.monotonic() + seconds
     while not ready():

@@ -124,6 +124,7 @@ def trained(folder: Path | None, steps: int, holds: list[int], pause: float) -> 
 def main() -> None:
     """The run, as torchrun starts it."""
     folder, steps, pause, *holds = sys.argv[1:]
+    Path(folder, f"rank.{os.environ['GROUP_OF_NODE']}.{os.getpid()}").touch()
     trained(Path(folder), int(steps), list(map(int, holds)), float(pause))
     if dist.is_initialized():
         dist.barrier()

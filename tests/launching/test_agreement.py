@@ -189,12 +189,10 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_differs_is_named(pool: Pool, kind: str) -> None:
     """All ranks refuse alike before any group is made, and say what differs, and where."""
     body, said = KINDS[kind]
-    start = time.monotonic()
     with pytest.raises(Refusal) as info:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S650"
     assert said in str(info.value), str(info.value)
-    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("how", ["zero 3", "tp", "pp 2"])
@@ -213,14 +211,14 @@ def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
         if dist.get_rank() == comes:
             _trained(wait=1.0)
         else:
-            time.sleep(60)
+            time.sleep(3000)
 
     start = time.monotonic()
     with pytest.raises(Refusal) as info:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S651"
     assert f"rank {1 - comes} has not called `build` within 1 s" in str(info.value)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300  # nobody waits for it
 
 
 def test_a_rank_that_cannot_build(pool: Pool) -> None:

@@ -112,7 +112,7 @@ def _job(folder: Path, how: str, steps: int) -> subprocess.CompletedProcess[str]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     more = {"PYTHONPATH": str(ROOT), "SCHEDLANG_RECORD": str(folder / "record")}
     words = [*start, "train.py", how, str(steps)]
-    return forks.run(*words, cwd=folder, timeout=90, env={**os.environ, **more})
+    return forks.run(*words, cwd=folder, timeout=600, env={**os.environ, **more})
 
 
 def _doctor(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:

@@ -31,7 +31,7 @@ def job(folder: Path, script: str, ranks: int = 2) -> str:
     (folder / "x.py").write_text(HEAD + script)
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "x.py"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = forks.run(*words, cwd=folder, env=environ, timeout=120)
+    done = forks.run(*words, cwd=folder, env=environ, timeout=600)
     assert done.returncode
     return done.stderr
 

@@ -313,7 +313,7 @@ def test_commands_do_not_hang(tmp_path: Path) -> None:
     for words in (["check"], ["fmt"], ["check", "--json"], ["plan"], ["diff", "x.sched"]):
         environ = {**os.environ, "PYTHONPATH": str(Path.cwd())}
         done = forks.run(
-            "-m", "schedlang", *words, "x.sched", cwd=tmp_path, timeout=60, env=environ
+            "-m", "schedlang", *words, "x.sched", cwd=tmp_path, timeout=600, env=environ
         )
         assert done.returncode == 2 and "not a regular file" in done.stdout + done.stderr, words
 

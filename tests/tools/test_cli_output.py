@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def until(ready: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what a thread says."""
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it has said nothing"
+        time.sleep(0.02)
+
+
 # -- progress ---------------------------------------------------------------------------------
 
 
@@ -47,11 +56,10 @@ def test_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     with Telling(first=0.05, every=0.05) as said:
         said("4 ranks", 0, 9)
         said("4 ranks", 3, 9)
-        time.sleep(0.4)
-    lines = capsys.readouterr().err.splitlines()
-    assert 2 <= len(lines) <= 9
-    assert all("s  4 ranks, step 3 of 9, about 1 s left ..." in line for line in lines)
-    assert "\r" not in "".join(lines)
+        lines: list[str] = []
+        until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) > 1)
+    told = re.compile(r"s  4 ranks, step 3 of 9, about \d+ s left \.\.\.$")
+    assert all(told.search(line) for line in lines) and "\r" not in "".join(lines)
 
 
 def test_lines_without_a_stage_wait(
@@ -64,8 +72,7 @@ def test_lines_without_a_stage_wait(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("schedlang.verbs.telling.UNNAMED", 0.05)
     with Telling(first=0.01, every=0.02):
-        time.sleep(0.3)
-    assert "reading the model ..." in capsys.readouterr().err
+        until(lambda: "reading the model ..." in capsys.readouterr().err)
 
 
 def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,8 +98,8 @@ def test_on_a_terminal_one_line_changes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
     with Telling() as said:
         said("the original")
-        time.sleep(0.2)
-    assert shown.getvalue().count("the original") > 1 and "\n" not in shown.getvalue()
+        until(lambda: shown.getvalue().count("the original") > 1)
+    assert "\n" not in shown.getvalue()
     assert shown.getvalue().endswith("\r\033[K")
 
 

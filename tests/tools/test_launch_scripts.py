@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -166,13 +167,15 @@ def test_batch_script_trains(tmp_path: Path) -> None:
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[0-1]",
     }
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     ran = subprocess.run(
         ["bash"],
-        input=script.replace(":29500", ":29517"),
+        input=script.replace(":29500", f":{port}"),
         env=os.environ | here,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -52,7 +52,7 @@ class Editor(LanguageClient):
 
     async def heard(self) -> list[t.Diagnostic]:
         """The next diagnostics."""
-        return list((await asyncio.wait_for(self.said.get(), 60)).diagnostics)
+        return list((await asyncio.wait_for(self.said.get(), 600)).diagnostics)
 
     def changed(self, uri: str, text: str) -> None:
         """Another text."""

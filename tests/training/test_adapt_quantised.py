@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
+from schedlang.passes.prove import Case
 from schedlang.passes.simulate.account import account
 from schedlang.passes.verify.changed import KIND
+from schedlang.passes.verify.sides import prepared
 from schedlang.runtime import batch as parts
 from schedlang.runtime.left import left_in
 from schedlang.runtime.offload import decoded
@@ -305,22 +308,20 @@ def test_what_lies_is_found_to_lie(
     assert each * elements in between
 
 
-def travelled(plan: Plan, other: Plan, folder: str, model: nn.Module) -> list[dict[str, Tensor]]:
+def travelled(one: Case, two: Case, folder: str, model: nn.Module) -> list[dict[str, Tensor]]:
     """States on this rank: trained, saved and loaded, given and read anew, and given whole."""
-    program = build(plan, BATCHES[0], optimizer=adamw)
+    program = build(one.plan, BATCHES[0], optimizer=adamw, prepared=one.prepared)
+    other = partial(build, two.plan, BATCHES[0], prepared=two.prepared)
     for batch in BATCHES[:2]:
         program.train_step(batch)
     program.save(f"{folder}/saved")
     program.export(f"{folder}/merged", model)
     found = [program.state_dict()]
-    for again in (
-        build(other, BATCHES[0], optimizer=adamw),
-        build(other, BATCHES[0], weights=f"{folder}/saved"),
-    ):
+    for again in (other(optimizer=adamw), other(weights=f"{folder}/saved")):
         if again.optimizer is not None:
             again.load(f"{folder}/saved")
         found.append(again.state_dict())
-    given, taken = build(other, BATCHES[0]), build(other, BATCHES[0])
+    given, taken = other(), other()
     given.load_state_dict(found[0])
     transfer(program, taken)
     found += [given.state_dict(), taken.state_dict()]
@@ -336,8 +337,8 @@ def test_values_travel_as_they_are(threads: Threads, tmp_path: Path, kind: str) 
     rows = lora(kind, ", block=4")
     plan = begun(f"{rows}{SPLIT}{ONE_F}", "pp=2, tp=2")
     other = begun(f"{rows}{SPLIT}zero(stage=3, over=dp)", "dp=2, tp=2")
-    model = plan.model.base.model
-    for first, *others in threads.run(travelled, 4, plan, other, str(tmp_path), model):
+    model, cases = plan.model.base.model, [prepared(Case(one, BATCHES)) for one in (plan, other)]
+    for first, *others in threads.run(travelled, 4, *cases, str(tmp_path), model):
         assert set(model.state_dict()) < set(first)
         for state in others:
             assert not [name for name in first if not torch.equal(first[name], state[name])]

@@ -37,7 +37,7 @@ class Held:
 
     def _write(self, *args: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread()
-        assert self.go.wait(60)
+        assert self.go.wait(600)
         return self.write(*args)
 
 

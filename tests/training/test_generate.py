@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from schedlang.schedule import Schedule, Settings
 from tests.engine import Threads
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -147,10 +149,17 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 MASKED = {**BATCH, "attention_mask": IDS, "position_ids": torch.arange(8).expand(8, 8)}
 
 
+def file(name: str, dp: int = 2) -> str:
+    """The rows of an example's file, for so many replicas."""
+    return (ROOT / name).read_text().replace("dp=_", f"dp={dp}")
+
+
 def of_text(model: nn.Module, text: str) -> Schedule:
     """The schedule of some rows, or of an example's file."""
     if text.endswith(".sched"):
         return schedlang.create_schedule(model, text)
+    if text.startswith("schedule"):
+        return scheduled(model, text)
     return scheduled(model, f"schedule 1 for {type(model).__name__}\n\n{text}")
 
 
@@ -212,8 +221,8 @@ def of(name: str) -> Any:
 @pytest.mark.parametrize(
     ("model", "text", "world"),
     [
-        (of("gpt2"), "examples/gpt2/3d.sched", 8),
-        (of("llama"), "examples/llama/3d.sched", 4),
+        (of("gpt2"), file("examples/gpt2/3d.sched"), 8),
+        (of("llama"), file("examples/llama/3d.sched", 1), 4),
         (of("llama"), "examples/llama/v_half.sched", 2),
         (of("mixtral"), "examples/mixtral/ep.sched", 4),
         (mistral, f"mesh(pp=2, tp=2)\n{SPLIT}", 4),
@@ -227,7 +236,7 @@ def test_tokens_are_those_of_the_original(
     """Greedily, with padded prompts, and with fewer prompts than there are parts."""
     given = (5, 1), {"max_new_tokens": 9}
     wanted = alone(model, *given)
-    if text.endswith(".sched"):  # its mesh takes what ranks there are
+    if text.endswith(".sched"):  # its mesh takes what ranks there are, each of which prepares it
         found = threads.run(_alone_prepared, world, model, text, *given)
     else:
         found = generated(threads, of_text(original(model), text), BATCH, *given)
@@ -362,31 +371,27 @@ def _watched() -> tuple[list[int], dict[int, tuple[int, ...]]]:
 
 def test_between_two_steps(threads: Threads) -> None:
     """What is generated follows the trained weights, and training goes on as if it had not been."""
-    for expected, found, losses in threads.run(_trained, 4):
-        assert torch.equal(expected, found)
+    ids = torch.arange(48).reshape(8, 6)
+    batch = {"input_ids": ids, "labels": ids}
+    model, rows = original(of("llama")), f"mesh(dp=2, pp=2)\n{STAGES}zero(stage=3, over=dp)\n"
+    case = prepared(Case(of_text(model, rows).plan(), (batch,)))
+    for found, state, losses in threads.run(_trained, 4, case.plan, case.prepared, batch):
+        model.load_state_dict(state)
+        assert torch.equal(model.eval().generate(**prompts(3), max_new_tokens=6), found)
         assert losses[0] == losses[1]
 
 
-def _trained() -> tuple[Tensor, Tensor, list[list[float]]]:
-    ids = torch.arange(48).reshape(8, 6)
-    batch = {"input_ids": ids, "labels": ids}
-    rows = "mesh(dp=2, pp=2)\nmodel.layers  pipeline_split(over=pp)\nzero(stage=3, over=dp)\n"
+def _trained(plan: Plan, ready: Any, batch: Any) -> tuple[Tensor, Any, list[list[float]]]:
     losses: list[list[float]] = []
     for generates in (True, False):
-        torch.manual_seed(0)
-        model = example("llama").double()
-        sch = scheduled(
-            model, f'schedule 1 for LlamaForCausalLM\n{rows}pipeline(order="1F1B", micro=2)\n'
-        )
-        program = sch.build(batch=batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+        program = build(plan, batch, optimizer=lambda p: torch.optim.SGD(p, lr=0.5), prepared=ready)
         told = [float(program.train_step(batch))]
         if generates:
             found = program.generate(**prompts(3), max_new_tokens=6)
             state = program.state_dict()
         told += [float(program.train_step(batch)) for _ in range(2)]
         losses.append(told)
-    model.load_state_dict(state)
-    return model.eval().generate(**prompts(3), max_new_tokens=6), found, losses
+    return found, state, losses
 
 
 @pytest.mark.parametrize(
