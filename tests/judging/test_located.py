@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
+from schedlang.passes.judge import located, modules
 from schedlang.passes.judge.calls import Run, Seen
 from schedlang.passes.judge.modules import Exact
 from schedlang.report import Report
@@ -170,6 +171,16 @@ def test_words_before_rows_where_there_are_as_many() -> None:
     assert places is not None and torch.equal(whole.reshape(-1)[places], part)
     assert looks.placed(at, whole[:, [0, 1, 2] * 3]) is None
     assert looks.placed(at, whole[[0, 1] * 4]) is None
+
+
+def test_rows_beside_an_output_that_is_split() -> None:
+    """Which rows a rank has is told by an output of which it has some features alone."""
+    size = torch.Size((4, 3, 6))
+    places = torch.arange(size.numel()).reshape(size)[2:, :, 3:]
+    half = modules.Part(1, ("up", 0), 0, torch.zeros(2, 3, 3), places, size)
+    wrong = modules.Part(1, ("mlp", 0), 0, torch.zeros(2, 3, 2), None, torch.Size((4, 3, 2)))
+    found = located._rows(wrong, [half], torch.zeros(4, 3, 2))
+    assert found is not None and found.tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
 def test_terms_that_ranks_have_as_copies(pool: Pool) -> None:
