@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quoted
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
@@ -109,7 +109,8 @@ def record(
     not always no; so it is of a model that does not run otherwise (it asserts).  Raises Refusal
     where the model, or the loss beside it, does not run.
     """
-    from torch.nn import Dropout
+    from torch import is_grad_enabled
+    from torch.nn import Dropout, Module
 
     from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.kept_outside import kept_outside
@@ -143,6 +144,11 @@ def record(
         return record(plan, batch, loss, leaves, True, truths)
     found = value if loss is None or is_loss(value) else None
     lossless = None if found is not None else _lossless(model, batch, loss, output, value)
+    if found is not None and not found.requires_grad and is_grad_enabled():
+        lossless = _untrained(()) if any(p.requires_grad for p in model.parameters()) else None
+    for one in (plan.model.base.model, getattr(loss, "__self__", loss)):
+        if loss is not None and isinstance(one, Module) and (others := reached(one, found)[0]):
+            lossless = _untrained(sorted(others), one is loss)
     given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
     original = Original(
         labels=tuple(seen.labels),
@@ -230,6 +236,19 @@ def _lossless(
     from schedlang.runtime.batch import no_loss, not_a_loss
 
     return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
+
+
+def _untrained(names: Sequence[str], beside: bool = False) -> Diagnostic:
+    """The message about a loss without a gradient, or whose gradient no program would see."""
+    title, notes = "the loss has no gradient", ["a backward from it reaches no parameter"]
+    helps = ["compute it from the output, nothing of which is detached or made by `no_grad`"]
+    if names:
+        title = f"the loss is computed with {quoted(names)}, which no program trains"
+        notes = ["they are parameters of the loss, and what is trained are the model's"]
+        if not beside:
+            notes = ["they are the model's own: what is trained is a copy of it"]
+        helps = ["let the model's forward compute this part, and return it with the output"]
+    return Diagnostic("S615", title, notes=tuple(notes), helps=tuple(helps))
 
 
 class Many(NamedTuple):
