@@ -92,7 +92,7 @@ UNTRAINED: tuple[tuple[Any, str], ...] = (
 def test_a_loss_whose_gradient_nobody_sees(given: Any, said: str) -> None:
     """What a plain loop would train, or raise, is refused: a program trains a copy of the model."""
     with pytest.raises(Refusal) as caught:
-        create_schedule(MODEL).build(batch=batch(), loss=given)
+        create_schedule(MODEL).build(batch=batch(), loss=given).train_step(batch())
     assert caught.value.diagnostic.code == "S615" and said in caught.value.render()
 
 
