@@ -109,8 +109,7 @@ def record(
     not always no; so it is of a model that does not run otherwise (it asserts).  Raises Refusal
     where the model, or the loss beside it, does not run.
     """
-    from torch import is_grad_enabled
-    from torch.nn import Dropout, Module
+    from torch.nn import Dropout
 
     from schedlang.runtime.batch import forward, is_loss, taken
     from schedlang.runtime.kept_outside import kept_outside
@@ -143,13 +142,9 @@ def record(
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
     found = value if loss is None or is_loss(value) else None
-    lossless = None if found is not None else _lossless(model, batch, loss, output, value)
-    if found is not None and not found.requires_grad and is_grad_enabled():
-        lossless = _untrained(()) if any(p.requires_grad for p in model.parameters()) else None
-    for one in (plan.model.base.model, getattr(loss, "__self__", loss)):
-        if loss is not None and isinstance(one, Module) and (others := reached(one, found)[0]):
-            lossless = _untrained(sorted(others), one is loss)
-    given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
+    trained, reenters, others = reached(model, found, plan.model.base.model, loss)
+    no_loss = found is None or others or not found.requires_grad
+    given = taken(plan.model.model, batch)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
@@ -163,7 +158,7 @@ def record(
         reenters=reenters,
         outside=frozenset(stack.outside),
         overwrites=frozenset(stack.overwrites),
-        lossless=lossless,
+        lossless=_lossless(model, batch, loss, output, value, others) if no_loss else None,
         asked=values.asked,
         truths=truths,
         entries=stack.turns,
@@ -230,25 +225,40 @@ def _with_other_values(
 
 
 def _lossless(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, output: Any, value: Any
-) -> Diagnostic:
-    """The message about a missing loss: without labels a batch can still be evaluated."""
-    from schedlang.runtime.batch import no_loss, not_a_loss
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    output: Any,
+    value: Any,
+    others: Mapping[str, bool],
+) -> Diagnostic | None:
+    """The message about a missing loss: without labels a batch can still be evaluated.
 
-    return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
+    Or about one whose gradient no program sees: of `others`, which are the model's own or not.
+    """
+    from torch import is_grad_enabled
 
+    from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
 
-def _untrained(names: Sequence[str], beside: bool = False) -> Diagnostic:
-    """The message about a loss without a gradient, or whose gradient no program would see."""
-    title, notes = "the loss has no gradient", ["a backward from it reaches no parameter"]
-    helps = ["compute it from the output, nothing of which is detached or made by `no_grad`"]
-    if names:
-        title = f"the loss is computed with {quoted(names)}, which no program trains"
-        notes = ["they are parameters of the loss, and what is trained are the model's"]
-        if not beside:
-            notes = ["they are the model's own: what is trained is a copy of it"]
-        helps = ["let the model's forward compute this part, and return it with the output"]
-    return Diagnostic("S615", title, notes=tuple(notes), helps=tuple(helps))
+    if not is_loss(value):
+        return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
+    if others:
+        own = "the model's own: what is trained is a copy of it"
+        other = "of the loss, and what is trained are the model's"
+        return Diagnostic(
+            "S615",
+            f"the loss is computed with {quoted(others)}, which no program trains",
+            notes=(f"they are parameters {own if all(others.values()) else other}",),
+            helps=("let the model's forward compute this part, and return it with the output",),
+        )
+    if not is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        return None
+    return Diagnostic(
+        "S615",
+        "the loss has no gradient",
+        notes=("a backward from it reaches no parameter",),
+        helps=("compute it from the output, nothing of which is detached or made by `no_grad`",),
+    )
 
 
 class Many(NamedTuple):
