@@ -134,7 +134,7 @@ def check_places(
         raise Refusal.of(
             "S622",
             f"the optimizer's settings of `{name}` follow from its place among the parameters",
-            notes=(f"{one} among all of them, and {other} among those of its stage",),
+            notes=(f"{one} among all of them, {other} among those of its stage",),
             helps=('choose groups by the names: `[p for name, p in named if "bias" in name]`',),
         )
 

@@ -183,5 +183,5 @@ def test_settings_by_place_are_refused(threads: Threads) -> None:
         return torch.optim.SGD([{"params": every[:2], "lr": 0.1}, {"params": every[2:]}], lr=0.2)
 
     plan = planned(Net().double(), rows, "pp=2")
-    with pytest.raises(Refusal, match="S622.*place among the parameters"):
+    with pytest.raises(Refusal, match="S622.*`blocks.1.up.weight` follow"):
         threads.run(steps, 2, plan, BATCHES[:1], halves, None, {})
