@@ -188,6 +188,9 @@ def prepare(
             _check_dense(plan)
         if traced.lossless is None and traced.unread:
             check_keys(plan, sample, traced, loss, weight)
+        for name, parameter in plan.model.base.model.named_parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise _hooked(name)
         check_settled(plan, traced)
         if plan.casts:
             check_casts(plan, sample, loss)
@@ -217,6 +220,19 @@ def prepare(
         if bits is None:
             bits = allotted(plan, sample, loss, chains) if plan.kept else {}
         return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+
+
+def _hooked(name: str) -> Refusal:
+    """S867: what stands on a gradient of the model's own is not there on that of its copies."""
+    return Refusal.of(
+        "S867",
+        f"`{name}` has a hook, which no copy of it has",
+        notes=("a program trains copies of parameters, by parts of the batch and of themselves",),
+        helps=(
+            "let the forward do it: `weight * mask + (weight * (1 - mask)).detach()`",
+            "or take the hook away before `build`: `handle.remove()`",
+        ),
+    )
 
 
 def _check_dense(plan: Plan) -> None:

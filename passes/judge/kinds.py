@@ -528,7 +528,8 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
     if row.kind == "replicas":
         return f"`{row.name}`: ranks hold different values"
     found = explain(row, expected, actual, sizes)
-    return f"`{row.name}`: {found.text}" if found else ""
+    after = "; its gradient is right: the optimizer's step is another, or a scheduler's before it"
+    return f"`{row.name}`: {found.text}{after * (row.kind == 'parameters')}" if found else ""
 
 
 def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:

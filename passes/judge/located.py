@@ -362,7 +362,7 @@ def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> 
         if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
             continue
         if one.places is not None and one.places.dim() > 2:
-            return one.places.flatten(2)[..., 0] // one.value.shape[2:].numel()
+            return one.places.flatten(2)[..., 0] // one.whole[2:].numel()
     whole = torch.arange(want.shape[:2].numel()).reshape(want.shape[:2])
     return whole if lead == want.shape[:2] else None
 

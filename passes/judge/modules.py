@@ -29,13 +29,14 @@ MOST_PLACES, NEAR = 32, 1e-9
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one call on a rank: where it lies in the original's, or None."""
+    """Result of one call on a rank: where it lies in the original's of a shape, or None."""
 
     rank: int
     frame: Frame
     k: int
     value: Tensor
     places: Tensor | None
+    whole: torch.Size
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,9 @@ class Followed:
         for frame, right in self.right.calls.items():
             turns = _turns(self.right, frame[0])
             mine = [one for one in calls.get(frame[0], ()) if one[1][1] % turns == frame[1]]
-            for k in range(len(right.outputs)):
+            for k, one in enumerate(right.outputs):
                 parts[frame, k] = [
-                    Part(rank, here, k, value, self.looks.placed((frame, k), value))
+                    Part(rank, here, k, value, self.looks.placed((frame, k), value), one.shape)
                     for rank, here, seen in mine
                     for value in seen.outputs[k : k + 1]
                 ]

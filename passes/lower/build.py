@@ -39,7 +39,7 @@ from schedlang.passes.lower.executor import (
     slice_state,
     sums_of,
 )
-from schedlang.passes.lower.fingerprint import built_from, optimized_by
+from schedlang.passes.lower.fingerprint import built_from, check_places, optimized_by
 from schedlang.passes.partition.chains import Chains
 from schedlang.passes.partition.staging import Staged, buffer_homes, buffer_stages, shard_modules
 from schedlang.passes.propagate.casts import cast_loss, cast_modules, loss_scale, steady
@@ -343,6 +343,8 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
     whole = optimizer = comparing = None
     if given.optimizer is not None:
+        if a.stage_axis is not None:
+            check_places(plan, a.stage_axis, a.holdings, given.optimizer)
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)
     if given.compare != "nothing" and not given.on_meta and shared_store() is not None:

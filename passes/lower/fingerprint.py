@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.passes.lower.build import Options
+    from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.agreement import Item
 
 _OPTIONS = ("clip", "seed", "dropout", "local", "compare")  # of `build`, told as they are
@@ -100,6 +103,40 @@ def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
         parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
     help_ = "build it with the same settings on every rank"
     return [Item("optimizer", parts, held=True, helps=(help_,))]
+
+
+def check_places(
+    plan: Plan, axis: str, holdings: Mapping[str, Holding], make: Callable[..., Any]
+) -> None:
+    """Refuse (S622) settings that follow from places in the list: a stage's list is another.
+
+    The optimizer is made of stand-ins without values: of all parameters, and of each stage's.  One
+    that takes no such tensors is not looked at.
+    """
+    from torch import empty_like, nn
+
+    model = dict(plan.model.model.named_parameters())
+    trained = [n for n in holdings if n in model and model[n].requires_grad]
+
+    def settings(names: Iterable[str]) -> Mapping[str, str]:
+        named = [(n, nn.Parameter(empty_like(model[n], device="meta"))) for n in names]
+        parts: Mapping[str, str] = optimized_by(make(named), {id(p): n for n, p in named})[0].parts
+        return {name: parts[name] for name, _ in named if name in parts}
+
+    moved: dict[str, tuple[str, str]] = {}
+    with suppress(Exception):  # whatever it raises is told where it is called in earnest
+        every = settings(trained)
+        for place in range(plan.mesh.size(axis)):
+            rank = plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | {axis: place})
+            own = settings(n for n in trained if holdings[n].held(plan.mesh, rank))
+            moved |= {n: (every[n], said) for n, said in own.items() if every.get(n) != said}
+    for name, (one, other) in moved.items():
+        raise Refusal.of(
+            "S622",
+            f"the optimizer's settings of `{name}` follow from its place among the parameters",
+            notes=(f"{one} among all of them, {other} among those of its stage",),
+            helps=('choose groups by the names: `[p for name, p in named if "bias" in name]`',),
+        )
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostics.culprit import told
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quoted
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
@@ -142,8 +142,9 @@ def record(
     if values.random and not draws:
         return record(plan, batch, loss, leaves, True, truths)
     found = value if loss is None or is_loss(value) else None
-    lossless = None if found is not None else _lossless(model, batch, loss, output, value)
-    given, (trained, reenters) = taken(plan.model.model, batch), reached(model, found)
+    trained, reenters, others = reached(model, found, plan.model.base.model, loss)
+    no_loss = found is None or others or not found.requires_grad
+    given = taken(plan.model.model, batch)
     original = Original(
         labels=tuple(seen.labels),
         label_counts=tuple(seen.counted),
@@ -157,7 +158,7 @@ def record(
         reenters=reenters,
         outside=frozenset(stack.outside),
         overwrites=frozenset(stack.overwrites),
-        lossless=lossless,
+        lossless=_lossless(model, batch, loss, output, value, others) if no_loss else None,
         asked=values.asked,
         truths=truths,
         entries=stack.turns,
@@ -224,12 +225,40 @@ def _with_other_values(
 
 
 def _lossless(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, output: Any, value: Any
-) -> Diagnostic:
-    """The message about a missing loss: without labels a batch can still be evaluated."""
-    from schedlang.runtime.batch import no_loss, not_a_loss
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss: Loss | None,
+    output: Any,
+    value: Any,
+    others: Mapping[str, bool],
+) -> Diagnostic | None:
+    """The message about a missing loss: without labels a batch can still be evaluated.
 
-    return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
+    Or about one whose gradient no program sees: of `others`, which are the model's own or not.
+    """
+    from torch import is_grad_enabled
+
+    from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
+
+    if not is_loss(value):
+        return no_loss(model, output, batch) if loss is None else not_a_loss(value, model, batch)
+    if others:
+        own = "the model's own: what is trained is a copy of it"
+        other = "of the loss, and what is trained are the model's"
+        return Diagnostic(
+            "S615",
+            f"the loss is computed with {quoted(others)}, which no program trains",
+            notes=(f"they are parameters {own if all(others.values()) else other}",),
+            helps=("let the model's forward compute this part, and return it with the output",),
+        )
+    if not is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
+        return None
+    return Diagnostic(
+        "S615",
+        "the loss has no gradient",
+        notes=("a backward from it reaches no parameter",),
+        helps=("compute it from the output, nothing of which is detached or made by `no_grad`",),
+    )
 
 
 class Many(NamedTuple):

@@ -7,6 +7,7 @@ import copyreg
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from schedlang.diagnostics.diagnostic import Refusal
 
@@ -74,7 +75,7 @@ def deeply_copied(module: M, memo: dict[int, Any], inside: bool = False) -> M:
 # what a class has of torch's if its modules are copied in the usual way, and what it then has not
 WAYS = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getattr__")
 OWN = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
-_PLAINLY: dict[type, bool] = {}  # classes that were asked
+_PLAINLY: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # classes that were asked
 _CONTAINERS = (dict, OrderedDict, list, set)
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
+from schedlang.passes.judge import kinds, located, modules
 from schedlang.passes.judge.calls import Run, Seen
 from schedlang.passes.judge.modules import Exact
-from schedlang.report import Report
+from schedlang.passes.verify.observe import Key, Observation
+from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import net
 from tests.judging.catches import lost_window, pipeline_accumulated
@@ -170,6 +172,25 @@ def test_words_before_rows_where_there_are_as_many() -> None:
     assert places is not None and torch.equal(whole.reshape(-1)[places], part)
     assert looks.placed(at, whole[:, [0, 1, 2] * 3]) is None
     assert looks.placed(at, whole[[0, 1] * 4]) is None
+
+
+def test_rows_beside_an_output_that_is_split() -> None:
+    """Which rows a rank has is told by an output of which it has some features alone."""
+    size = torch.Size((4, 3, 6))
+    places = torch.arange(size.numel()).reshape(size)[2:, :, 3:]
+    half = modules.Part(1, ("up", 0), 0, torch.zeros(2, 3, 3), places, size)
+    wrong = modules.Part(1, ("mlp", 0), 0, torch.zeros(2, 3, 2), None, torch.Size((4, 3, 2)))
+    found = located._rows(wrong, [half], torch.zeros(4, 3, 2))
+    assert found is not None and found.tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_a_step_that_is_another_after_right_gradients() -> None:
+    """A rate that falls with each micro-batch is looked for in the optimizer, not in sums."""
+    row = Row("own optimizer", "parameters", "w", 0.3, 1e-9, False, 0)
+    key = Key("own optimizer", "parameters", 0, "w")
+    want, got = (Observation({key: torch.tensor(value)}) for value in ([1.0, 2.0], [1.3, 1.9]))
+    said = kinds._of_row(row, want, got, {})
+    assert said.startswith("`w`: ") and "its gradient is right: the optimizer's step" in said
 
 
 def test_terms_that_ranks_have_as_copies(pool: Pool) -> None:

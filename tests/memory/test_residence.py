@@ -355,6 +355,33 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         assert _same(one.optimizer_state(), other.optimizer_state())
 
 
+def adagrad(named: Any) -> torch.optim.Optimizer:
+    """An optimizer whose state is there before its first step."""
+    return torch.optim.Adagrad([p for _, p in named], lr=0.01)
+
+
+def gone_on(plan: Any, folder: str) -> Any:
+    """On a rank: what two steps make, saved and loaded between them."""
+    for batch in BATCHES[:2]:
+        program = build(plan, batch, optimizer=adagrad)
+        if batch is BATCHES[1]:
+            program.load(folder)
+        program.train_step(batch)
+        program.save(folder)
+    return program.state_dict()
+
+
+def test_slices_that_were_loaded(threads: Threads, tmp_path: Path) -> None:
+    """State that lies in slices, loaded or made with the optimizer, is stepped on elsewhere."""
+    base, plans = "zero(stage=1, over=dp)", []
+    for rows in (_under("offload(gradients)", base), base):
+        plans.append(planned(words(), rows, "dp=2"))
+    seen, plain = (
+        threads.run(gone_on, 2, plan, str(tmp_path / str(k)))[0] for k, plan in enumerate(plans)
+    )
+    assert all(torch.equal(seen[name], value) for name, value in plain.items())
+
+
 def _same(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> bool:
     pairs = [(v, b[name][key]) for name, slots in a.items() for key, v in slots.items()]
     return bool(pairs) and all(

@@ -69,6 +69,44 @@ def test_what_is_given_wrongly_to_build(
     assert caught.value.diagnostic.helps
 
 
+class Scaled(nn.Module):
+    """A loss with a number that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Any, batch: Any) -> torch.Tensor:
+        return loss(output * self.scale, batch)
+
+
+MODEL = net()
+UNTRAINED: tuple[tuple[Any, str], ...] = (
+    (lambda output, batch: loss(output.detach(), batch), "the loss has no gradient"),
+    (lambda output, batch: loss(output, batch) + MODEL[0].bias.sum(), "`0.bias`, which no program"),
+    (Scaled(), "`scale`, which no program trains"),
+)
+
+
+@pytest.mark.parametrize("given, said", UNTRAINED, ids=[said for _, said in UNTRAINED])
+def test_a_loss_whose_gradient_nobody_sees(given: Any, said: str) -> None:
+    """What a plain loop would train, or raise, is refused: a program trains a copy of the model."""
+    with pytest.raises(Refusal) as caught:
+        create_schedule(MODEL).build(batch=batch(), loss=given).train_step(batch())
+    assert caught.value.diagnostic.code == "S615" and said in caught.value.render()
+
+
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient(way: str) -> None:
+    """No copy has it, so that the program would train on as if there were none."""
+    model = net()
+    handle = getattr(model[0].weight, way)(lambda given: None)
+    with pytest.raises(Refusal, match="S867"):
+        create_schedule(model).build(batch=batch(), loss=loss)
+    handle.remove()
+    assert create_schedule(model).build(batch=batch(), loss=loss).train_step(batch()).isfinite()
+
+
 @pytest.mark.parametrize("local", ["False", 0, None])
 def test_a_word_is_no_choice_of_rows(local: Any) -> None:
     """`local="False"`, as a configuration has it, is not taken for true."""

@@ -27,12 +27,13 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Linear(6, 9, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.pair = nn.Linear(9, 2, bias=False)  # one row on each rank, as columns have one
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = x + block(x)
-        return (x**2).mean()
+        return (self.pair(x) ** 2).mean()
 
 
 class Block(nn.Module):
@@ -171,3 +172,16 @@ def test_what_looks_at_all_is_refused(threads: Threads) -> None:
     plan = planned(Net().double(), TP, "tp=2")
     with pytest.raises(Refusal, match="S622"):
         threads.run(steps, 2, plan, BATCHES, Together, None, {})
+
+
+def test_settings_by_place_are_refused(threads: Threads) -> None:
+    """The first two of a stage's parameters are others than the first two of all (S622)."""
+    rows = 'blocks pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+
+    def halves(named: Named) -> torch.optim.Optimizer:
+        every = [p for _, p in named]
+        return torch.optim.SGD([{"params": every[:2], "lr": 0.1}, {"params": every[2:]}], lr=0.2)
+
+    plan = planned(Net().double(), rows, "pp=2")
+    with pytest.raises(Refusal, match="S622.*`blocks.1.up.weight` follow"):
+        threads.run(steps, 2, plan, BATCHES[:1], halves, None, {})

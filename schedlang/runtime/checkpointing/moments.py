@@ -85,7 +85,15 @@ def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
 
 def is_laid_like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Return whether a value of the optimizer's state lies as the parameter does."""
-    return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+    alike = isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+    return alike and not hasattr(value, "of_whole")
+
+
+def of_whole(value: Any) -> Any:
+    """Note that a value is no part, whatever its shape: it was made of a whole parameter."""
+    if isinstance(value, Tensor):  # the columns of a matrix are as one of its rows
+        value.of_whole = True  # type: ignore[attr-defined]
+    return value
 
 
 def moment_parts(program: Program) -> dict[tuple[str, str], Tensor]:
@@ -111,7 +119,8 @@ def load_moments(program: Program, saved: Moments, parts: Mapping[tuple[str, str
             _set_group(group, saved.groups[saved.of[found]])
     for name, parameter in owned.items():
         program.optimizer.state.pop(parameter, None)
-        state = {key: _copied(v, parameter) for key, v in saved.values.get(name, {}).items()}
+        values = saved.values.get(name, {})
+        state = {key: of_whole(_copied(value, parameter)) for key, value in values.items()}
         for key in saved.parts.get(name, {}):
             state[key] = laid(parts[name, key], parameter)
         if state:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.checkpointing.moments import of_whole
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, count
 from schedlang.runtime.device import HOST, current_stream, has_streams, record, settled
@@ -450,8 +451,10 @@ class Offloaded:
         parameter = self.parameters[fetched.name]
         old, master = optimizer.state.pop(parameter, {}), nn.Parameter(fetched.value)
         master.grad = copies.ready(fetched.grad, fetched.event)
-        # what is on disk, or may have to be as it was, is not stepped on
-        state = copy.deepcopy(dict(old)) if self.disk else dict(old)
+        # what was loaded, or made with the optimizer (Adagrad's), lies as the parameter does
+        state = {key: local(v) if hasattr(v, "to_local") else v for key, v in old.items()}
+        if self.disk:  # what is on disk, or may have to be as it was, is not stepped on
+            state = copy.deepcopy(state)
         if state:
             optimizer.state[master] = state
         return _Made(fetched.name, parameter, master, old)
@@ -474,7 +477,8 @@ class Offloaded:
             part = local(value)
             if tiers.state == DISK and part.shape == shape:
                 return self.scratch.put(part)
-            return mark(part, CPU) if part.is_cpu else plain_copy(part)
+            part = mark(part, CPU) if part.is_cpu else plain_copy(part)
+            return of_whole(part) if hasattr(value, "of_whole") else part
 
         if tiers.state in (DEVICE, PEER):
             return dict(state)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.diagnostics.diagnostic import Refusal, kind_of
 from schedlang.runtime.checkpointing.holding import Holding, assembled, take
-from schedlang.runtime.checkpointing.moments import is_laid_like_parameter, laid
+from schedlang.runtime.checkpointing.moments import is_laid_like_parameter, laid, of_whole
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.device import on_accelerator
@@ -291,7 +291,9 @@ class WholeStep:
             local(mine).copy_(part(whole.detach()))
             state = optimizer.state.pop(whole, {})
             optimizer.state[mine] = {
-                key: laid(part(value), mine) if is_laid_like_parameter(value, whole) else value
+                key: laid(part(value), mine)
+                if is_laid_like_parameter(value, whole)
+                else of_whole(value)
                 for key, value in state.items()
             }
 

@@ -409,27 +409,36 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return step
 
 
-def reached(model: nn.Module, loss: Tensor | None) -> tuple[frozenset[str], bool]:
+def reached(
+    model: nn.Module, loss: Tensor | None, original: nn.Module, computes: object
+) -> tuple[frozenset[str], bool, dict[str, bool]]:
     """First names of the parameters that a backward from this loss would give a gradient, and
-    whether it would run another backward: that of a reentrant checkpoint of the model's.
+    whether it would run another backward: that of a reentrant checkpoint of the model's; names of
+    those that are not the model's, and whether they are the original's, of which it is a copy, or
+    of a module that `computes` the loss beside it.
 
     What stands inside of reentrant checkpoints is not seen.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, tuple[str, bool | None]] = {}
+    beside = getattr(computes, "__self__", computes)
+    for one, own in ((beside, False), (original, True), (model, None)):
+        if isinstance(one, nn.Module):
+            names |= {id(parameter): (name, own) for name, parameter in one.named_parameters()}
     todo: list[Any] = [loss.grad_fn] if loss is not None else []
     seen: set[Any] = {None}
-    found: set[str] = set()
+    found: set[tuple[str, bool | None]] = set()
     reenters = False
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        found |= {name} if name is not None else set()
+        known = names.get(id(getattr(node, "variable", None)))
+        found |= {known} if known is not None else set()
         reenters |= node.name() == "CheckpointFunctionBackward"
         todo += [following for following, _ in node.next_functions]
-    return frozenset(found), reenters
+    others = {name: own for name, own in sorted(found, key=str) if own is not None}
+    return frozenset(name for name, own in found if own is None), reenters, others
 
 
 Result = TypeVar("Result")
