@@ -276,7 +276,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
 
     def run(bare: nn.Module, inputs: dict[str, Any], stack: Stack, rows: int) -> Many:
-        seen = Recorded(stack, inputs, draws=True)
+        seen = Recorded(stack, inputs, draws=True, calls=False)
         sums = Sums(stack, rows, seen.means)
         with Trace(stack, seen, sums):
             _, value = forward(bare, inputs, sums.beside(loss))

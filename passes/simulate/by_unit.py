@@ -72,7 +72,7 @@ def by_unit(step: Step, units: Sequence[str]) -> tuple[Seen, ...]:
         sliced = [unit for one in program.assembly.sliced.values() for unit in one.units]
         calls = _Calls(footprint, tuple(units))
         with without_values(sliced), calls.watching(program.assembly.module):
-            play(program, step.prepared.staged.cut, step.batch, footprint)
+            play(program, step.prepared.staged.cut, step.batch, footprint, step.dealings)
     return _seen(footprint, calls)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ class Step:
     sample: Mapping[str, Any]
     loss: Loss | None = None
     weight: Any = None
+    # how the batch is dealt, which is the same for all ranks
+    dealings: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def even(self) -> Plan:

@@ -209,7 +209,7 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
         state_held(program, footprint, away)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
-            play(program, staged.cut, step.batch, footprint)
+            play(program, staged.cut, step.batch, footprint, step.dealings)
     left = tuple(map(str, left_in(program.assembly.module)))
     parking = program.assembly.pipeline.parking
     sent = {} if parking is None else dict(parking.sent)

@@ -140,7 +140,7 @@ def _role(step: Step, rank: int) -> Role:
 
     plan, staged = step.plan, step.prepared.staged
     with alone(step, rank, optimizer) as (program, tap):
-        played = play(program, staged.cut, step.batch)
+        played = play(program, staged.cut, step.batch, dealings=step.dealings)
     if program.optimizer is None:
         trained.clear()  # nothing is trained here: `build` asked about its own alone
     return Role(

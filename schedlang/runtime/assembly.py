@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class Assembly:
     dealt: Shares | None = None  # how rows are dealt; None: as many to each
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
     ways: Ways = field(default_factory=dict)  # by which parts have become whole
+    dealings: dict[object, Any] | None = None  # of a batch that each of several ranks is played on
 
     @cached_property
     def primary_parameters(self) -> frozenset[str]:

@@ -159,14 +159,21 @@ class Played(Program):
             self.footprint.mark(what)
 
 
-def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None = None) -> Played:
+def play(
+    program: Program,
+    cut: Cut,
+    batch: Batch,
+    footprint: Footprint | None = None,
+    dealings: dict[object, Any] | None = None,
+) -> Played:
     """One training step, with nothing in it; `batch` is whole, and its values are real.
 
-    With a footprint also the step of the program's optimizer.
+    With a footprint also the step of the program's optimizer.  Plays of one plan on one batch share
+    `dealings`, so that it is dealt and weighed once.
     """
     from schedlang.runtime.pipeline.stage import signature
 
-    assembly = replace(program.assembly, dropout=None)
+    assembly = replace(program.assembly, dropout=None, dealings=dealings)
     optimizer = program.optimizer if footprint is not None else None
     answers = Answers(assembly.parameters if footprint is None else {})
     played = Played(assembly, optimizer, footprint=footprint, answers=answers)

@@ -73,6 +73,10 @@ def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
     alone = replicas * a.micro == 1 and a.tokens is None and pytree.flat(batch)
     if alone and (count := rows_of(batch)):  # as it is, and weighed against nothing
         return Dealt([Part({**batch}, tuple(range(count)))], [1.0], [[1.0]], _alike)
+    known = a.dealings if a.tokens is None else None
+    if known is not None and (key := (id(batch), replicas)) in known:
+        _, everyone, weigh, even = known[key]
+        return Dealt(everyone[place], weigh[place], weigh, even)
     everyone = split(batch, shares, a.micro)
     if a.tokens is not None:
         copies = a.tokens.ranks
@@ -87,6 +91,8 @@ def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
         weights = iter(a.weigh_all([part for parts in everyone for part in parts]))
         weigh = [[next(weights) for _ in parts] for parts in everyone]
     even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
+    if known is not None:  # with the batch, so that no other gets its identity
+        known[id(batch), replicas] = batch, everyone, weigh, even
     return Dealt(everyone[place], weigh[place], weigh, even)
 
 

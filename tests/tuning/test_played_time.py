@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from schedlang.passes.simulate.machine import CLUSTERS, Cluster, changed, cluste
 from schedlang.passes.simulate.rehearse import rehearse
 from schedlang.passes.simulate.step_time import StepTime, step_time
 from schedlang.runtime import batch as parts
+from schedlang.runtime import played, step_batch
 from schedlang.runtime.offload.saved_tensors import everything_moves
 from schedlang.runtime.storage.footprint import Footprint, Message, Work
 from tests.proofs import planned
@@ -176,6 +178,20 @@ def test_operators_of_passes_have_starts_and_those_of_the_update_none() -> None:
     assert begun.seconds == pytest.approx(
         count + step_time(plan, prepared, played, COMPUTES).seconds
     )
+
+
+def test_kinds_of_ranks_share_how_a_batch_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of two replicas deal it once; what is counted is what each counts by itself."""
+    rows = 'blocks  pipeline_split(over=pp)\nzero(stage=1, over=dp)\npipeline("GPipe", micro=2)'
+    plan = planned(Net(), rows, "dp=2, pp=2")
+    prepared = prepare(plan, parts.sample_of(BATCH, plan.shares, plan.micro), loss)
+    split, play = Mock(wraps=step_batch.split), played.play
+    monkeypatch.setattr(step_batch, "split", split)
+    shared = rehearse(plan, BATCH, loss, prepared, works=True)
+    assert split.call_count == 1
+    monkeypatch.setattr(played, "play", lambda *given: play(*given[:4]))
+    assert rehearse(plan, BATCH, loss, prepared, works=True) == shared
+    assert split.call_count == 1 + 2 * 2
 
 
 @pytest.mark.parametrize("micro", [2, 4, 8])

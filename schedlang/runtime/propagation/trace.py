@@ -255,7 +255,7 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 class Recorded(Lattice):
     """The tensors made of the batch, and those made of labels; every call is written down.
 
-    frames      calls by module and turn, but for those inside of opaque modules
+    frames      calls by module and turn, but for those inside of opaque modules; only if `calls`
     labels      how losses read their labels
     counted     labels that count, of each mean of cross-entropies whose labels `values` knows
     drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
@@ -272,8 +272,9 @@ class Recorded(Lattice):
         inputs: Mapping[str, Any],
         values: OnMeta | None = None,
         draws: bool = False,
+        calls: bool = True,
     ) -> None:
-        self.stack, self.values, self.draws = stack, values, draws
+        self.stack, self.values, self.draws, self.calls = stack, values, draws, calls
         self.frames: dict[Frame, list[Call]] = {}
         self.labels: list[LabelRule] = []
         self.counted: list[float] = []
@@ -309,7 +310,7 @@ class Recorded(Lattice):
         """Write the call down."""
         for tensor in call.outputs if self._batched else ():
             self.put(tensor, True)
-        if call.outputs and not self.stack.muted:
+        if call.outputs and self.calls and not self.stack.muted:
             with torch._C.DisableTorchFunction():  # no mode hears what is asked
                 given, made = (
                     tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
