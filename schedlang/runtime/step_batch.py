@@ -73,6 +73,7 @@ def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
     alone = replicas * a.micro == 1 and a.tokens is None and pytree.flat(batch)
     if alone and (count := rows_of(batch)):  # as it is, and weighed against nothing
         return Dealt([Part({**batch}, tuple(range(count)))], [1.0], [[1.0]], _alike)
+    weigh: list[list[Number]]
     known = a.dealings if a.tokens is None else None
     if known is not None and (key := (id(batch), replicas)) in known:
         _, everyone, weigh, even = known[key]
@@ -86,7 +87,7 @@ def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
             for parts in ([share] * copies if whole else a.by_tokens(share))
         ]
     if replicas * a.micro == 1:
-        weigh: list[list[Number]] = [[1.0]]
+        weigh = [[1.0]]
     else:
         weights = iter(a.weigh_all([part for parts in everyone for part in parts]))
         weigh = [[next(weights) for _ in parts] for parts in everyone]

@@ -182,10 +182,10 @@ def test_operators_of_passes_have_starts_and_those_of_the_update_none() -> None:
 
 def test_kinds_of_ranks_share_how_a_batch_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of two replicas deal it once; what is counted is what each counts by itself."""
-    rows = 'blocks  pipeline_split(over=pp)\nzero(stage=1, over=dp)\npipeline("GPipe", micro=2)'
-    plan = planned(Net(), rows, "dp=2, pp=2")
+    split_up = "blocks  pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
+    plan = planned(Net(), split_up + 'pipeline(order="GPipe", micro=2)', "dp=2, pp=2")
     prepared = prepare(plan, parts.sample_of(BATCH, plan.shares, plan.micro), loss)
-    split, play = Mock(wraps=step_batch.split), played.play
+    split, play = Mock(wraps=parts.split), played.play
     monkeypatch.setattr(step_batch, "split", split)
     shared = rehearse(plan, BATCH, loss, prepared, works=True)
     assert split.call_count == 1
