@@ -190,7 +190,8 @@ def test_kinds_of_ranks_share_how_a_batch_is_dealt(monkeypatch: pytest.MonkeyPat
     shared = rehearse(plan, BATCH, loss, prepared, works=True)
     assert split.call_count == 1
     monkeypatch.setattr(played, "play", lambda *given: play(*given[:4]))
-    assert rehearse(plan, BATCH, loss, prepared, works=True) == shared
+    by_itself = rehearse(plan, BATCH, loss, prepared, works=True)
+    assert repr(by_itself) == repr(shared)  # bytes by class are arrays
     assert split.call_count == 1 + 2 * 2
 
 
