@@ -215,7 +215,7 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
 
 
 def _machines(setting: Setting, cluster: Cluster) -> Sequence[Sequence[Cluster]]:
-    """What the ranks of each replica are at each place of its pipeline."""
+    """Machines of each replica, place by place of its pipeline."""
     if isinstance(cluster, Nodes):
         return laid(setting, ordered(cluster, setting.nodes))
     return [[cluster] * setting.pp]  # all replicas are alike

@@ -203,7 +203,7 @@ def slowest(setting: Setting, nodes: Nodes) -> float:
 def test_hetpipe_arranges_unlike_devices_as_all_orders_and_cuts_tell() -> None:
     """One virtual worker of three unlike devices: no order and no cut has a quicker slowest
     stage."""
-    nodes = unlike("v100", "a100", "v100")
+    nodes = unlike("v100", "a100", "h100")  # as they stand 3 % slower than in the best order
     job = Job(3, 6, nodes, orders=("1F1B",))
     limits = Limits(pinned={"pp": (3,), "rows": (1,), "zero": (0,)})
     *_, every = search(SMALL, job, limits)
