@@ -85,6 +85,8 @@ def layouts(
 
     start, out = time.perf_counter(), asked.out
     check_folders(out=out)
+    if ranks == 1:
+        bad_option("one rank has nothing to split", "`--gpus 4`, or a larger mesh in the schedule")
     facts = begun.plan.model if begun else ModelFacts(model.model(meta=True))
     job = Job(facts, batch_of(model), model.loss, model.weight, cluster, ranks)
     trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
