@@ -42,6 +42,7 @@ class Devices:
     """Devices in a row; the next `node` of them share the faster link.  Bytes, bytes per second.
 
     speeds  of each device (none: all 1); `host` and `peer` the links over which activations leave
+    rooms   bytes of each, `memory` at most (none: all of it)
     """
 
     count: int
@@ -52,10 +53,17 @@ class Devices:
     host: float = math.inf
     peer: float = math.inf
     speeds: tuple[float, ...] = ()
+    rooms: tuple[float, ...] = ()
 
     def speed(self, some: range) -> float:
         """The speed of the slowest of them."""
         return min(self.speeds[some.start : some.stop]) if self.speeds else 1.0
+
+    def fills(self, some: range) -> float:
+        """Share of the smallest of them that a byte fills, by that of the largest of all."""
+        if not self.rooms or math.isinf(self.memory):
+            return 1.0
+        return self.memory / max(1e-9, min(self.rooms[some.start : some.stop]))
 
     def between(self, some: range) -> float:
         """Bytes per second of a ring through them: of its slowest link."""
@@ -125,8 +133,8 @@ class LayerMenu:
         if math.isinf(self.devices.memory):
             flight = 1.0  # of no matter
         link, speed = self.devices.between(devices), self.devices.speed(devices)
-        start = devices.start % self.devices.node
-        key = first, last, len(devices), start, link, speed, flight
+        start, fills = devices.start % self.devices.node, self.devices.fills(devices)
+        key = first, last, len(devices), start, link, speed, fills, flight
         if key not in self._stages:
             self._stages[key] = list(self._ways(first, last, devices, flight))
         return self._stages[key]
@@ -134,6 +142,7 @@ class LayerMenu:
     def _ways(self, first: int, last: int, devices: range, flight: float) -> Iterator[Way]:
         weights = sum(layer.weights for layer in self.layers[first:last])
         link, speed = self.devices.between(devices), self.devices.speed(devices)
+        fills = self.devices.fills(devices)
         for degree in self.degrees(len(devices)):
             copies, rest = divmod(len(devices), degree)
             if rest:
@@ -141,7 +150,7 @@ class LayerMenu:
             groups = (range(at, at + degree) for at in range(devices.start, devices.stop, degree))
             meet = min(map(self.devices.between, groups))
             for way in self._front(first, last, flight / copies, degree, meet):
-                shared = _scaled(way, 1 / speed / copies, 1 / copies)
+                shared = _scaled(way, 1 / speed / copies, fills, fills / copies)
                 yield self.replicas(shared, weights / degree, copies, link, self.micro)
 
     def _front(self, first: int, last: int, flight: float, ranks: int, link: float) -> list[Way]:
@@ -173,9 +182,13 @@ class LayerMenu:
         )
 
 
-def _scaled(way: Way, time: float, kept: float) -> Way:
+def _scaled(way: Way, time: float, held: float, kept: float) -> Way:
     return replace(
-        way, forward=way.forward * time, backward=way.backward * time, kept=way.kept * kept
+        way,
+        forward=way.forward * time,
+        backward=way.backward * time,
+        held=way.held * held,
+        kept=way.kept * kept,
     )
 
 

@@ -37,6 +37,7 @@ from schedlang.passes.planner.search import ANY, Found, Profiles, search
 from schedlang.passes.planner.space import Job, divisors, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
+from schedlang.passes.planner.unlike import judged, laid, ordered, orders
 from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
@@ -185,11 +186,39 @@ def layers_of(
 
 def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
     """The ranks of a pipeline as devices in a row; what a unit holds at its fullest is set
-    aside."""
+    aside.
+
+    Of unlike replicas the slowest at each place, with the rows that it is dealt, and the smallest;
+    links are the slowest of all.
+    """
     aside = max(run.unit.most + run.unit.kept for run in chain.runs)
-    node = max(1, cluster.node // stride(setting, "pp"))
-    memory = max(0.0, cluster.memory - aside)
-    return Devices(setting.pp, memory, node, cluster.link, cluster.network)
+    machines = _machines(setting, cluster)
+    parts = [rows / setting.placement.rows for rows in setting.rows] or [1.0] * setting.dp
+
+    def took(one: Cluster) -> float:
+        times = ((unit_times(run.unit, setting, one), run.count) for run in chain.runs)
+        return sum((time[0] + time[1]) * count for time, count in times)
+
+    first, places = took(machines[0][0]), list(zip(*machines))
+    speeds = [first / max(took(m) * part for m, part in zip(at, parts)) for at in places]
+    rooms = [max(0.0, min(one.memory for one in at) - aside) for at in places]
+    every = [one.device for one in cluster.nodes] if isinstance(cluster, Nodes) else [cluster]
+    return Devices(
+        setting.pp,
+        max(rooms),
+        max(1, min(one.node for one in every) // stride(setting, "pp")),
+        min(one.link for one in every),
+        min(one.network for one in every),
+        speeds=tuple(speeds),
+        rooms=tuple(rooms) if len(set(rooms)) > 1 else (),
+    )
+
+
+def _machines(setting: Setting, cluster: Cluster) -> Sequence[Sequence[Cluster]]:
+    """Machines of each replica, place by place of its pipeline."""
+    if isinstance(cluster, Nodes):
+        return laid(setting, ordered(cluster, setting.nodes))
+    return [[cluster] * setting.pp]  # all replicas are alike
 
 
 def cut_as(
@@ -200,7 +229,7 @@ def cut_as(
     Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
     where none fit in memory.  Raises KeyError for a planner that cuts no stages,
     ValueError for several stages on a rank, and for fewer units than stages, TypeError for unlike
-    nodes.
+    nodes, which only some planners have.
     """
     found = _cut(name, chain, setting, cluster, recipe)
     return found and found[0]
@@ -210,7 +239,8 @@ def _cut(
     name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
 ) -> tuple[Setting, float] | None:
     """The same with the value of the stages by the planner's own objective."""
-    alike(cluster)
+    if not STAGED[name].unlike:
+        alike(cluster)
     if setting.chunks != 1:
         raise ValueError(f"{name} gives each rank one stage, and {setting.order} has several")
     says = tuple(choice for choice in STAGED[name].choices if choice in (keep, again))
@@ -220,7 +250,7 @@ def _cut(
     if planner.replicas in (each_step, shared_out):
         planner = replace(planner, replicas=_copied(planner.replicas, setting, cluster))
     flying: Sequence[float] = in_flight(setting.order, setting.pp, setting.micro, 1)[0].tolist()
-    layers = layers_of(chain, setting, cluster, recipe)
+    layers = layers_of(chain, setting, _machines(setting, cluster)[0][0], recipe)
     if len(layers) < setting.pp:
         raise ValueError(f"{len(layers)} units do not make {setting.pp} stages")
     devices = devices_of(setting, chain, cluster)
@@ -350,12 +380,13 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
 
     One that cuts stages does so on the axes which are quickest for each number of stages, and
     chooses of these by its own model.  It has no best where nothing that it says fits.
-    Raises Refusal S109 for unlike nodes.
+    Raises Refusal S109 for unlike nodes where its paper takes devices to be alike.
     """
-    planner = planner_named(name)
-    if isinstance(job.cluster, Nodes):
+    planner, unlike = planner_named(name), isinstance(job.cluster, Nodes)
+    if unlike and not (isinstance(planner, Staged) and planner.unlike):
         title = f"`{name}` takes all ranks to be alike, and `{job.cluster.name}` has unlike nodes"
-        raise Refusal.of("S109", title, helps=("search without a planner",))
+        known = ", ".join(f"`{name}`" for name, one in STAGED.items() if one.unlike)
+        raise Refusal.of("S109", title, helps=(f"search without a planner, or ask {known}",))
     says = {Staged: _staged, Ruled: _ruled, Searched: _searched}[type(planner)]
     said = says(name, profiles, job, limits)
     by = (f"Planner {name}: {planner.paper}; leaves out {planner.leaves}.",)
@@ -363,8 +394,12 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
     if said is None:
         return replace(every, best=None, rejected=(Rejected(name, None, "nothing fits"),), by=by)
     setting, words = said
-    priced = price(_chain(profiles, setting), setting, job.cluster, job.recipe)
-    one = Filled(setting, priced.seconds, priced.peak, priced if priced.peak <= memory else None)
+    if unlike:
+        one = judged(profiles, job, setting)
+    else:
+        priced = price(_chain(profiles, setting), setting, job.cluster, job.recipe)
+        fits = priced if priced.peak <= memory else None
+        one = Filled(setting, priced.seconds, priced.peak, fits)
     best, others = one if one.priced else None, list[Rejected]()
     if best is None:
         others.append(against(None, one, memory, name))
@@ -417,14 +452,22 @@ def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
         *_, last = search(profiles, job, own, moves=0)
         if last.best is None or last.best.setting.chunks > 1:
             continue
-        setting = last.best.setting
-        cut = _cut(name, _chain(profiles, setting), setting, job.cluster, job.recipe)
-        if cut is None or not kept(limits, cut[0]):
-            continue
-        value = cut[1] * (setting.micro if planner.objective is SLOWEST else 1)
-        if value < best:
-            best, found = value, (cut[0], _valued(planner, cut[1]))
+        for setting in _standing(planner, last.best.setting, job.cluster):
+            cut = _cut(name, _chain(profiles, setting), setting, job.cluster, job.recipe)
+            if cut is None or not kept(limits, cut[0]):
+                continue
+            value = cut[1] * (setting.micro if planner.objective is SLOWEST else 1)
+            if value < best:
+                best, found = value, (cut[0], _valued(planner, cut[1]))
     return found
+
+
+def _standing(planner: Staged, setting: Setting, cluster: Cluster) -> Sequence[Setting]:
+    """A setting in all orders of unlike nodes, for a planner that arranges them: with as many rows
+    for each replica."""
+    if not planner.arranged or not isinstance(cluster, Nodes):
+        return [setting]
+    return [replace(setting, nodes=order, rows=()) for order in orders(cluster.nodes)]
 
 
 def _valued(planner: Staged, value: float) -> str:

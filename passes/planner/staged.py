@@ -66,6 +66,7 @@ class Staged:
     alike     all stages have as many devices, split alike; every such grid is tried
     links     messages between stages take time
     arranged  unlike devices may stand in any order
+    unlike    its paper has devices of unlike speed; else it takes them to be alike
     """
 
     paper: str
@@ -79,6 +80,7 @@ class Staged:
     alike: bool = False
     links: bool = True
     arranged: bool = False
+    unlike: bool = False
 
     def problem(
         self,
@@ -137,7 +139,7 @@ class Staged:
         flight  microbatches that a stage keeps, with so many behind it (None: those of 1F1B)
         The first choice is quicker than others: if its best stages fit, no others are better.
         """
-        if len(self.choices) > 1:
+        if len(self.choices) > 1 and not devices.rooms:
             first = replace(self, choices=self.choices[:1])
             free = first.problem(layers, replace(devices, memory=math.inf), micro, stages, flight)
             found = self.solver(free, self.objective)
@@ -146,8 +148,13 @@ class Staged:
         return self.solver(self.problem(layers, devices, micro, stages, flight), self.objective)
 
     def _orders(self, devices: Devices) -> Iterator[Devices]:
-        orders = set(permutations(devices.speeds)) if self.arranged else {devices.speeds}
-        return (replace(devices, speeds=speeds) for speeds in sorted(orders))
+        if not (self.arranged and devices.speeds):
+            yield devices
+            return
+        rooms = devices.rooms or (devices.memory,) * devices.count
+        for order in sorted(set(permutations(zip(devices.speeds, rooms)))):
+            speeds, room = zip(*order)
+            yield replace(devices, speeds=speeds, rooms=room if devices.rooms else ())
 
     def _grids(
         self, layers: Sequence[Layer], devices: Devices, stages: int | None
@@ -215,6 +222,7 @@ STAGED = {
         degrees=powers,
         replicas=each_step,
         alike=True,
+        unlike=True,
     ),
     "adapipe": Staged(
         "AdaPipe (Sun et al., ASPLOS 2024)",
@@ -226,12 +234,14 @@ STAGED = {
         "Whale (Jia et al., USENIX ATC 2022), its stages",
         "the pipeline's beginning and end; devices that share a stage are alike",
         SLOWEST,
+        unlike=True,
     ),
     "hetpipe": Staged(
         "HetPipe (Park et al., USENIX ATC 2020), stages of a virtual worker",
         "waves of several workers, and the server that they share; links depend on places alone",
         SLOWEST,
         arranged=True,
+        unlike=True,
     ),
     "mcap": Staged(
         "mCAP (Dreuning et al., Euro-Par 2022)",

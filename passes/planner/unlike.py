@@ -188,6 +188,12 @@ def _figures(one: Cluster) -> tuple[float, ...]:
     return (*(one.speed * share for share in reached), one.stream * one.streaming, one.link)
 
 
+def judged(profiles: Profiles, job: Job, setting: Setting) -> Filled:
+    """A setting that is cut already, priced where it lies on unlike nodes."""
+    filler = Unlike(job, Limits(), profiles)
+    return filler._priced(setting, setting.cuts, filler._rows(setting))
+
+
 def filler_of(profiles: Profiles, job: Job, limits: Limits) -> Filler:
     """The filler of ways on the job's cluster."""
     if isinstance(job.cluster, Nodes):

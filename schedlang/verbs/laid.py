@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from schedlang.verbs.ending import FAILS, bad_option, show_json
 from schedlang.verbs.inputs import check_folders, write_asked
-from schedlang.verbs.searched import DTYPES, Search, batch_of
+from schedlang.verbs.searched import DTYPES, Search, batch_of, head
 
 if TYPE_CHECKING:
     from schedlang.diagnostics.source import Source
@@ -86,6 +85,8 @@ def layouts(
 
     start, out = time.perf_counter(), asked.out
     check_folders(out=out)
+    if ranks == 1:
+        bad_option("one rank has nothing to split", "`--gpus 4`, or a larger mesh in the schedule")
     facts = begun.plan.model if begun else ModelFacts(model.model(meta=True))
     job = Job(facts, batch_of(model), model.loss, model.weight, cluster, ranks)
     trial = Trial(facts, blocks_of(facts), job.batch, job.loss, job.weight)
@@ -224,8 +225,7 @@ def _told(
 ) -> Iterator[str]:
     from schedlang.diagnostics.tables import seconds, size
 
-    ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
-    yield f"{Path(name).name} · {ranks}"
+    yield head(name, job.ranks, job.cluster)
     if best is None:
         yield "nothing that is legal fits"
         yield from (f"refused   {why}" for why in dict.fromkeys(said))

@@ -225,12 +225,10 @@ def _told(
     written: Written | None,
 ) -> Iterator[str]:
     """The best in words, what was rejected, and answers to what was asked."""
-    from schedlang.diagnostics.tables import size
     from schedlang.passes.planner.tuned import REASONS
 
-    ranks = f"{job.ranks} ranks of {job.cluster.name}, {size(job.cluster.memory)}"
     rows = f"{job.rows} rows" + (f" of {job.length} tokens" if job.length else "")
-    yield f"{Path(name).name} · {ranks} · {rows}"
+    yield f"{head(name, job.ranks, job.cluster)} · {rows}"
     yield ""
     if written is None:
         yield "nothing fits"
@@ -247,6 +245,13 @@ def _told(
     counts = found.counts
     end = "none is quicker" if found.done else f"one may be {found.gap:.0%} quicker"
     yield f"{counts.all} ways, {counts.priced} of them priced, {counts.large} too large: {end}"
+
+
+def head(name: str, ranks: int, cluster: Cluster) -> str:
+    """model.py · 4 ranks of a100, 80 GiB"""
+    from schedlang.diagnostics.tables import size
+
+    return f"{Path(name).name} · {ranks} ranks of {cluster.name}, {size(cluster.memory)}"
 
 
 def _split(placement: Placement) -> str:

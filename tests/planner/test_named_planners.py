@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, combinations, permutations
 
 import pytest
 
@@ -14,9 +15,10 @@ from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, 
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.unlike import judged, laid, ordered
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
-from schedlang.passes.simulate.nodes import Node, of_nodes
+from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]
@@ -116,8 +118,8 @@ def test_a_planner_that_is_asked_keeps_limits_and_fits(memory: int) -> None:
         assert found.by[1].startswith("By its model: ")
 
 
-def test_planners_take_all_ranks_to_be_alike() -> None:
-    """On unlike nodes a planner that is asked is refused, and nothing is offloaded."""
+def test_planners_whose_papers_take_ranks_to_be_alike_are_refused() -> None:
+    """On unlike nodes, where nothing is offloaded."""
     two = of_nodes("two", [Node(replace(A100, node=1)), Node(replace(CLUSTERS["h100"], node=1))])
     job = Job(2, 8, two, orders=("1F1B",))
     *_, found = search(SMALL, job)
@@ -175,3 +177,75 @@ def test_tessel_is_no_slower_than_the_best_order_by_hand(chunks: int, hand: str)
     chain = SMALL(way.placement)
     took = price(chain, way, A100).seconds
     assert took <= price(chain, replace(way, order=hand), A100).seconds * (1 + 1e-9)
+
+
+# -- unlike nodes ----------------------------------------------------------------------------------
+
+
+def unlike(*kinds: str) -> Nodes:
+    """Nodes of one rank each, of these devices."""
+    return of_nodes("mixed", [Node(replace(CLUSTERS[one], node=1)) for one in kinds])
+
+
+def slowest(setting: Setting, nodes: Nodes) -> float:
+    """Seconds of a microbatch in the slowest stage, unit by unit on the machine of its rank."""
+    chain = SMALL(setting.placement)
+    units = [run.unit for run in chain.runs for _ in range(run.count)]
+    ends = [0, *accumulate(setting.cuts)]
+    machines = laid(setting, ordered(nodes, setting.nodes))
+    return max(
+        sum(sum(unit_times(unit, setting, machine)[:2]) for unit in units[first:last])
+        for some in machines
+        for machine, first, last in zip(some, ends, ends[1:])
+    )
+
+
+def test_hetpipe_arranges_unlike_devices_as_all_orders_and_cuts_tell() -> None:
+    """One virtual worker of three unlike devices: no order and no cut has a quicker slowest
+    stage."""
+    nodes = unlike("v100", "a100", "h100")  # as they stand 3 % slower than in the best order
+    job = Job(3, 6, nodes, orders=("1F1B",))
+    limits = Limits(pinned={"pp": (3,), "rows": (1,), "zero": (0,)})
+    *_, every = search(SMALL, job, limits)
+    found = found_by("hetpipe", SMALL, job, every, limits)
+    assert found.best is not None and every.best is not None
+    setting = found.best.setting
+    count = SMALL(setting.placement).length
+    ways = [
+        replace(setting, cuts=(a, b - a, count - b), nodes=order)
+        for a, b in combinations(range(1, count), 2)
+        for order in permutations(range(3))
+    ]
+    best = min(slowest(way, nodes) for way in ways)
+    assert slowest(setting, nodes) <= 1.01 * best  # it knows one speed of each device
+    assert max(slowest(way, nodes) for way in ways) > 1.5 * best
+    assert found.best.least >= every.best.least * (1 - 1e-9)
+
+
+def test_whale_gives_the_quicker_replica_more_rows_and_amp_stages_by_speed() -> None:
+    """Whale balances rows in a stage by the speed of devices; AMP's stages are cut likewise."""
+    nodes = unlike("a100", "v100")
+    job = Job(2, 16, nodes, orders=("1F1B",))
+    *_, every = search(SMALL, job)
+    rows = Limits(pinned={"pp": (1,)})
+    found = found_by("whale", SMALL, job, every, rows).best
+    assert found is not None and found.setting.rows
+    assert found.setting.rows[0] > found.setting.rows[1]
+    stages = Limits(pinned={"pp": (2,), "rows": (1,)})
+    cut = found_by("amp", SMALL, job, every, stages).best
+    assert cut is not None
+    quick = cut.setting.nodes.index(0) if cut.setting.nodes else 0
+    assert cut.setting.cuts[quick] > cut.setting.cuts[1 - quick]
+
+
+def test_a_stage_fits_the_memory_of_its_own_device() -> None:
+    """A small device gets the stage that it holds, however slow the other one is."""
+    small = replace(CLUSTERS["a100"], node=1, memory=3 << 30)
+    nodes = of_nodes("tight", [Node(small), Node(replace(CLUSTERS["v100"], node=1))])
+    way = Setting(Placement(), pp=2, micro=4, order="1F1B")
+    free = cut_as("whale", SMALL(way.placement), way, unlike("a100", "v100"))
+    held = cut_as("whale", SMALL(way.placement), way, nodes)
+    assert free is not None and held is not None and held.cuts[0] < free.cuts[0]
+    one = judged(SMALL, Job(2, 4, nodes, orders=("1F1B",)), held)
+    assert one.priced is not None
+    assert judged(SMALL, Job(2, 4, nodes, orders=("1F1B",)), free).priced is None

@@ -30,6 +30,8 @@ def cases(draw: st.DrawFn) -> tuple[list[Layer], Devices, int]:
     speeds = draw(st.sampled_from([(), (1.0, 2.0, 1.0, 4.0)[:count]]))
     memory = draw(st.sampled_from([math.inf, 12.0, 24.0]))
     devices = Devices(count, memory, draw(st.sampled_from([1, 2, 4])), 2.0, 1.0, 1.0, 3.0, speeds)
+    if speeds and memory < math.inf:
+        devices = replace(devices, rooms=(memory, memory / 2, memory / 4, memory)[:count])
     return layers, devices, draw(st.integers(1, 4))
 
 
@@ -38,6 +40,7 @@ def all_ways(
 ) -> Iterator[Way]:
     """All ways of a stage, each added up from scratch."""
     speed = min((devices.speeds or (1.0,) * devices.count)[some.start : some.stop])
+    fills = devices.memory / min(devices.rooms[some.start : some.stop]) if devices.rooms else 1.0
     link = devices.between(some)
     for degree in planner.degrees(len(some)):
         if len(some) % degree:
@@ -55,8 +58,8 @@ def all_ways(
                 sum(w.forward / degree + e[0] for w, e in zip(ways, extra)) / speed / copies,
                 sum(w.backward / degree + e[1] for w, e in zip(ways, extra)) / speed / copies,
                 0.0,
-                sum(w.held for w in ways) / degree,
-                sum(w.kept for w in ways) / degree / copies,
+                sum(w.held for w in ways) / degree * fills,
+                sum(w.kept for w in ways) / degree / copies * fills,
             )
             weights = sum(layer.weights for layer in layers) / degree
             yield planner.replicas(whole, weights, copies, link, micro)

@@ -92,6 +92,7 @@ def test_the_cheapest_node_is_written_and_proven(model: Path) -> None:
         ("--samples 512=3", "fewer rows than one of its steps"),
         ("--tokens 3G", "have no tokens"),
         ("--layouts --aim cost", "looks for the quickest step alone"),
+        ("--layouts --on a100 --gpus 1", "one rank has nothing to split"),
         ("--aim cost --samples 1M --on a100x2", "`a100` says none"),
     ],
 )

@@ -120,13 +120,19 @@ def _order(sizes: Sequence[int], pairs: Mapping[tuple[int, int], Costs]) -> tupl
     for i, j in pairs:
         near[i].add(j)
         near[j].add(i)
-    order = []
-    while near:
-        chosen = min(near, key=lambda k: sizes[k] * math.prod(sizes[o] for o in near[k]))
+
+    def cells(k: int) -> int:
+        return sizes[k] * math.prod(sizes[other] for other in near[k])
+
+    table, order = {k: cells(k) for k in near}, []
+    while table:
+        chosen = min(table, key=table.__getitem__)
         around = near.pop(chosen)
+        del table[chosen]
         for other in around:
             near[other] |= around - {other}
             near[other].discard(chosen)
+        table |= {other: cells(other) for other in around}  # those of others stay
         order.append(chosen)
     return tuple(order)
 
