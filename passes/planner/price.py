@@ -44,6 +44,12 @@ def stride(setting: Setting, axis: str) -> int:
     return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
 
 
+def replicas_apart(setting: Setting) -> int:
+    """Ranks from one replica to the next, along the farther of the axes that they lie on."""
+    sizes = {"dp": setting.dp, "cp": setting.placement.cp}
+    return max((stride(setting, axis) for axis, size in sizes.items() if size > 1), default=1)
+
+
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and the forward computed once more."""
     ahead, back, _ = _of_unit(unit, axes_of(setting), cluster)
@@ -431,7 +437,7 @@ def replicas_send(
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
-    apart = stride(setting, "dp" if setting.dp > 1 else "cp")
+    apart = replicas_apart(setting)
     places = (replicas, apart), (replicas // at.ep, apart * at.ep)
 
     def took(op: str, size: int, often: float = 1) -> dict[str, float]:
