@@ -218,7 +218,7 @@ def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
 def _summed(op: str, chain: Chain, setting: Setting, job: Job) -> float:
     """Seconds of one collective of replicas over the mean share of all numbers."""
     one, recipe = setting.placement, job.recipe
-    far, ranks = replicas_apart(setting), setting.dp * one.cp
+    far, ranks = replicas_apart(setting, job.cluster), setting.dp * one.cp
     size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
     numbers, spread = _numbers(chain)
     plain = _sent(job.cluster, op, (numbers - spread) * size, ranks, far)

@@ -42,7 +42,7 @@ class Filler:
 
     job: Job
     limits: Limits = Limits()
-    _least: dict[object, tuple[Ints | None, float]] = field(default_factory=dict)
+    _least: dict[object, tuple[Ints | None, float]] = field(default_factory=dict, init=False)
 
     def filled(
         self,

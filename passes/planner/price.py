@@ -44,10 +44,15 @@ def stride(setting: Setting, axis: str) -> int:
     return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
 
 
-def replicas_apart(setting: Setting) -> int:
-    """Ranks from one replica to the next, along the farther of the axes that they lie on."""
+def replicas_apart(setting: Setting, cluster: Cluster) -> int:
+    """Ranks from one replica to the next; along two axes as if they were one, of whose ranks as
+    many share a node."""
     sizes = {"dp": setting.dp, "cp": setting.placement.cp}
-    return max((stride(setting, axis) for axis, size in sizes.items() if size > 1), default=1)
+    lie = [(stride(setting, axis), size) for axis, size in sizes.items() if size > 1]
+    if len(lie) < 2 or isinstance(cluster, Nodes):
+        return max(lie, default=(1, 1))[0]
+    shared = math.prod(min(size, max(1, cluster.node // far)) for far, size in lie)
+    return max(1, cluster.node // shared)
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
@@ -437,7 +442,7 @@ def replicas_send(
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
-    apart = replicas_apart(setting)
+    apart = replicas_apart(setting, cluster)
     places = (replicas, apart), (replicas // at.ep, apart * at.ep)
 
     def took(op: str, size: int, often: float = 1) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,9 @@ class Ways:
 
     def at(self, some: Ints, **columns: Ints) -> Ways:
         """Return those of some places, with other columns."""
-        return replace(self, **{n: getattr(self, n)[some] for n in COLUMNS} | columns)
+        each: dict[str, Any] = {n: getattr(self, n)[some] for n in COLUMNS}
+        each.update(columns)
+        return replace(self, **each)
 
     def and_(self, other: Ways) -> Ways:
         """Return these and others of the same chains."""
