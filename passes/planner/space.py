@@ -119,7 +119,7 @@ class Ways:
 
     def at(self, some: Ints, **columns: Ints) -> Ways:
         """Return those of some places, with other columns."""
-        each: dict[str, Any] = {n: getattr(self, n)[some] for n in COLUMNS}
+        each = dict[str, Any]((name, getattr(self, name)[some]) for name in COLUMNS)
         each.update(columns)
         return replace(self, **each)
 
