@@ -119,14 +119,14 @@ class Ways:
 
     def at(self, some: Ints, **columns: Ints) -> Ways:
         """Return those of some places, with other columns."""
-        each = dict[str, Any]((name, getattr(self, name)[some]) for name in COLUMNS)
-        each.update(columns)
-        return replace(self, **each)
+        return replace(self, **{n: getattr(self, n)[some] for n in COLUMNS} | columns)
 
     def and_(self, other: Ways) -> Ways:
         """Return these and others of the same chains."""
-        both = ((getattr(self, n), getattr(other, n)) for n in COLUMNS)
-        return replace(self, **dict(zip(COLUMNS, map(np.concatenate, both))))
+        both = dict[str, Any]()
+        for name in COLUMNS:
+            both[name] = np.concatenate([getattr(self, name), getattr(other, name)])
+        return replace(self, **both)
 
     def over(self, chains: Sequence[Chain]) -> Ways:
         """Return each of them once for each of some chains in the place of the first."""
