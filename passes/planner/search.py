@@ -254,7 +254,8 @@ class _Search:
 
     def _glance(self, one: _Opened) -> Iterator[Found]:
         """Look at the most promising way of some placements."""
-        if one.floors[at := int(one.hopes.argmin())] < self._worst:
+        at = int(one.hopes.argmin())
+        if one.floors[at] < self._worst and one.looks[at] < 2:
             yield from self._better(self._try(one, at, self._worst), 0.0)
 
     # -- ways --------------------------------------------------------------------------------------
