@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.lying import replicas_apart
 from schedlang.passes.planner.price import (
     axes_of,
     by_run,
     collective,
     composition,
     even,
-    replicas_apart,
     updating,
 )
 from schedlang.passes.planner.space import LAYS, Floats, Ints, Job, Ways
@@ -207,7 +207,7 @@ SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 
 
 def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Which of all combinations of columns each row has, and a row that has each of them."""
+    """Find the combination of columns of each row, and a row that has each of these."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for one in columns:
         key = key * (int(one.max(initial=0)) + 1) + one

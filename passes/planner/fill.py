@@ -11,7 +11,8 @@ from schedlang.ir.limits import Limits
 from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock, span_floor
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import collective, composition, peaks, price, stride
+from schedlang.passes.planner.lying import stride
+from schedlang.passes.planner.price import collective, composition, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes, in_flight
 from schedlang.passes.planner.values import Chain, Priced, Setting

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.lying import replicas_apart, stride
 from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
@@ -34,25 +35,6 @@ RECIPE = Recipe()
 COMPUTING, HOST = "computing", "host"
 
 # -- one unit --------------------------------------------------------------------------------------
-
-
-def stride(setting: Setting, axis: str) -> int:
-    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
-    at = setting.placement
-    sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
-    place = setting.axes.index("dp" if axis == "ep" else axis)
-    return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
-
-
-def replicas_apart(setting: Setting, cluster: Cluster) -> int:
-    """Ranks from one replica to the next; along two axes as if they were one, of whose ranks as
-    many share a node."""
-    sizes = {"dp": setting.dp, "cp": setting.placement.cp}
-    lie = [(stride(setting, axis), size) for axis, size in sizes.items() if size > 1]
-    if len(lie) < 2 or isinstance(cluster, Nodes):
-        return max(lie, default=(1, 1))[0]
-    shared = math.prod(min(size, max(1, cluster.node // far)) for far, size in lie)
-    return max(1, cluster.node // shared)
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
