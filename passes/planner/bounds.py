@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.price import collective, composition, stride, unit_times, updating
-from schedlang.passes.planner.space import Floats, Ints, Job, Ways
+from schedlang.passes.planner.lying import replicas_apart
+from schedlang.passes.planner.price import (
+    axes_of,
+    by_run,
+    collective,
+    composition,
+    even,
+    updating,
+)
+from schedlang.passes.planner.space import LAYS, Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
@@ -30,66 +39,99 @@ WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # a backwar
 class Clock:
     """Seconds of a chain's units, by runs: forward, backward, forward again.
 
-    They depend on the ranks of a pipeline only where experts lie apart, beyond them.
+    They depend on how far apart the ranks of its own axes lie.
     """
 
     chain: Chain
     job: Job
-    _known: dict[int, Floats] = field(default_factory=dict)
+    _known: dict[object, Floats] = field(default_factory=dict)
+    _cuts: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _spans: dict[object, float] = field(default_factory=dict)
 
-    def times(self, pp: int) -> Floats:
-        """Return [3, runs]."""
-        key = pp if self.chain.placement.ep > 1 else 0
+    def cut(self, way: Setting) -> tuple[Setting, float]:
+        """Cut a way so that its slowest stage is as quick as can be; with the floor of its span."""
+        if way.cuts:
+            return way, span_floor(self, way)
+        key = way.pp, way.chunks, self.near(way)
+        if (cuts := self._cuts.get(key)) is None:
+            each = tuple(self.times(way)[:2].sum(0).tolist())
+            cuts = self._cuts[key] = even(self.chain, way.pp * way.chunks, each)
+        made, known = replace(way, cuts=cuts), (*key, way.order)
+        if (span := self._spans.get(known)) is None:
+            span = self._spans[known] = span_floor(self, made)
+        return made, span
+
+    def near(self, setting: Setting) -> tuple[int, ...]:
+        """Ranks of each axis of its own that share a node, on which its times hang alone."""
+        where, node = axes_of(setting), self.job.cluster.node
+        return tuple(max(1, min(size, node // far)) for _, size, far in where if size > 1)
+
+    def times(self, setting: Setting | None = None) -> Floats:
+        """Return [3, runs] for the axes of a setting, whatever its rows and offloading; without one
+        those of ranks that lie side by side on every axis, which are no quicker in any."""
+        one = self.chain.placement
+        where = axes_of(Setting(one) if setting is None else replace(setting, placement=one))
+        if setting is None:
+            where = tuple((axis, size, min(far, 1)) for axis, size, far in where)
+        key = None if setting is None else self.near(setting)
         if key not in self._known:
-            setting = Setting(self.chain.placement, pp=pp)
-            cluster = self.job.cluster
-            each = [unit_times(run.unit, setting, cluster) for run in self.chain.runs]
-            self._known[key] = np.array(each).T
+            _, ahead, back, _ = by_run(self.chain, where, self.job.cluster)
+            self._known[key] = np.array([ahead.sum(1), back.sum(1), ahead.sum(1)])
         return self._known[key]
 
 
-def seconds_floor(ways: Ways, clock: Clock) -> Floats:
-    """Seconds that a step of each way takes at least, however it is cut.
+def seconds_bounds(ways: Ways, clocks: Sequence[Clock], laid: bool = True) -> tuple[Floats, Floats]:
+    """Seconds that a step of each way takes at least, however it is cut, and that it may take; in
+    whatever order its axes lie, where it is not `laid`.
 
     A rank computes its share of a step, the fullest at least the mean of them.  With one stage on
-    each rank more can be said: how long some rank waits before and after, for any cut.
+    each rank more can be said: how long some rank waits before and after, for any cut.  The second
+    is no bound, but the order in which to look at them: stages alike, idle as orders are by their
+    closed forms, a whole share of a microbatch for each rank but one, less by the stages on a rank,
+    a third of it where backwards are halved.
     """
-    ahead, back, longest = _units(ways, clock)
-    busy = ways.passes * np.maximum((ahead + back) / ways.pp / clock.job.worth, longest)
+    ahead, back, longest = _units(ways, clocks, laid)
+    both, share = ahead + back, (ahead + back) / ways.pp / clocks[0].job.worth
+    busy = ways.passes * np.maximum(share, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
-    waits = _waiting(ahead + back, ways.pp, ways.passes)
+    waits = _waiting(both, ways.pp, ways.passes)
     first = ahead * _first(ways.chain.placement.slices)
-    last = _last(first, ahead + back - first, ways.pp, ways.passes)
+    last = _last(first, both - first, ways.pp, ways.passes)
     waits = np.where(_of(ways, FLUSHED), waits, last)
-    return np.where(alone, np.maximum(busy, waits), busy)
-
-
-def seconds_hoped(ways: Ways, clock: Clock) -> Floats:
-    """Seconds that a step of each way may take: no bound, but the order in which to look at them.
-
-    Stages alike, idle as orders are by their closed forms: a whole share of a microbatch for each
-    rank but one, less by the stages on a rank, a third of it where backwards are halved.
-    """
-    ahead, back, _ = _units(ways, clock)
     idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
-    found: Floats = (ahead + back) / ways.pp / clock.job.worth * (ways.passes + idle)
-    return found
+    hoped: Floats = share * (ways.passes + idle)
+    return np.where(alone, np.maximum(busy, waits), busy), hoped
 
 
-def _units(ways: Ways, clock: Clock) -> tuple[Floats, Floats, Floats]:
+def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Floats, Floats]:
     """Seconds of all units forward and backward, and of the longest of them, for each way."""
+    each, near = _near(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
+    which, at = _distinct(ways.one, near)
+    pairs = zip(ways.one[at].tolist(), near[at].tolist())
+    times = [clocks[one].times(each[place]) for one, place in pairs]
     counts = np.array([run.count for run in ways.chain.runs])
-    ahead, back, longest = (np.zeros(len(ways)) for _ in "fbm")
-    for pp in np.unique(ways.pp):
-        times, mine = clock.times(int(pp)), ways.pp == pp
-        ahead[mine], back[mine] = times[:2] @ counts
-        longest[mine] = times[:2].sum(0).max()
+    table = np.array([(*(one[:2] @ counts), one[:2].sum(0).max()) for one in times])
+    ahead, back, longest = table[which].T
     return ahead, back, longest
+
+
+def _near(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], Ints]:
+    """Settings whose units take other times, and the place of that of each way."""
+    which, at = _distinct(ways.pp, ways.axes)
+    settings: list[Setting | None] = []
+    places, found = dict[tuple[int, ...], int](), []
+    for one in at.tolist():
+        key = clocks[0].near(setting := ways.setting(one))
+        if key not in places:
+            settings.append(setting)
+        found.append(places.setdefault(key, len(places)))
+    return settings, np.array(found, dtype=np.int64)[which]
 
 
 def _of(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
     """Find the ways whose order is one of these."""
-    return np.isin(ways.order, [at for at, name in enumerate(ways.names) if name in orders])
+    found: NDArray[np.bool_] = np.array([name in orders for name in ways.names])[ways.order]
+    return found
 
 
 def _first(slices: int) -> float:
@@ -122,39 +164,61 @@ def _last(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
     return found
 
 
-def sums_floor(ways: Ways, job: Job) -> tuple[Floats, Floats]:
-    """Seconds in which each way's replicas send at least, however it is cut.
+def sums_floor(ways: Ways, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
+    """Seconds in which each way's replicas send at least, however it is cut, and in whatever order
+    its axes lie where it is not `laid`.
 
     The first beside the computing, so that a step takes at least as long; the second after the last
     backward, with the update.  The fullest rank has at least the mean of the numbers.
     """
-    one = ways.chain.placement
-    beside, after = np.zeros(len(ways)), np.zeros(len(ways))
-    numbers, spread = _numbers(ways.chain)
-    held = np.array([numbers - spread, spread], dtype=float)
-    for pp in np.unique(ways.pp).tolist():
-        setting = Setting(one, job.ranks // (one.tp * one.cp * pp), pp)
-        took = {op: _summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)}
-        often = ways.passes * (took[SCATTER] + 2 * took[GATHER])
-        once = took[SCATTER] + took[GATHER]
-        nothing = np.zeros(len(ways))
-        more = (nothing, nothing, (ways.passes - 1) * took[SCATTER], often)
-        mine = ways.pp == pp
-        for stage, last in enumerate((took[SUM], once, once, 0.0)):
-            at = mine & (ways.zero == stage)
-            fewer = replace(setting, zero=stage)
-            after[at] = last + updating(fewer, held / pp, job.cluster, job.recipe)
-            beside[at] = more[stage][at]
-    return beside, after
+    one, numbers = ways.chain.placement, _numbers(ways.chain)
+    held = np.array([numbers[0] - numbers[1], numbers[1]], dtype=float)
+    ranks = job.ranks // (one.tp * one.cp)
+
+    @cache
+    def summed(pp: int, axes: int) -> Floats:
+        """Seconds of a sum, of a scattering, of a gathering."""
+        setting = Setting(one, ranks // pp, pp, axes=LAYS[axes])
+        return np.array([_summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)])
+
+    @cache
+    def updated(hosted: bool, pp: int) -> list[float]:
+        """Seconds of the update, by stage of ZeRO."""
+        at = replace(one, offload="optimizer" if hosted else "none")
+        setting = Setting(at, ranks // pp, pp)
+        each = (replace(setting, zero=zero) for zero in range(4))
+        return [updating(zero, held / pp, job.cluster, job.recipe) for zero in each]
+
+    hosted = np.array([chain.placement.hosted for chain in ways.chains])[ways.one]
+    which, at = _distinct(ways.pp, ways.axes, hosted)
+    sums, updates = [], []
+    for pp, axes, away in zip(*(one[at].tolist() for one in (ways.pp, ways.axes, hosted))):
+        some = (axes,) if laid else ways.lays[pp]
+        sums.append(np.min([summed(pp, order) for order in some], 0))
+        updates.append(updated(away, pp))
+    every, zero = np.array(sums)[which], ways.zero
+    once = every[:, 1] + every[:, 2]
+    after = np.select([zero == 0, zero < 3], [every[:, 0], once]) + np.array(updates)[which, zero]
+    scattered, often = (ways.passes - 1) * every[:, 1], ways.passes * (once + every[:, 2])
+    return np.select([zero == 2, zero == 3], [scattered, often]), after
 
 
 SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 
 
+def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Find the combination of columns of each row, and a row that has each of these."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for one in columns:
+        key = key * (int(one.max(initial=0)) + 1) + one
+    _, at, which = np.unique(key, return_index=True, return_inverse=True)
+    return which, at
+
+
 def _summed(op: str, chain: Chain, setting: Setting, job: Job) -> float:
     """Seconds of one collective of replicas over the mean share of all numbers."""
     one, recipe = setting.placement, job.recipe
-    far, ranks = stride(setting, "dp" if setting.dp > 1 else "cp"), setting.dp * one.cp
+    far, ranks = replicas_apart(setting, job.cluster), setting.dp * one.cp
     size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
     numbers, spread = _numbers(chain)
     plain = _sent(job.cluster, op, (numbers - spread) * size, ranks, far)
@@ -184,16 +248,20 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     The fullest holds at least the mean: of the state, and of what one microbatch keeps where all
     units are computed again, less gradients that may not be there yet.
     """
-    runs, recipe, one = ways.chain.runs, job.recipe, ways.chain.placement
+    recipe, one = job.recipe, ways.chain.placement
     numbers, spread = _numbers(ways.chain)
+    each = []
+    for chain in ways.chains:
+        at = chain.placement
+        kept = sum(_least(run.unit, at.parked) * run.count for run in chain.runs)
+        least = min(run.unit.most for run in chain.runs)
+        each.append((recipe.state(at.hosted), max(0.0, kept - numbers * recipe.gradient), least))
+    state, kept, least = np.array(each, dtype=float)[ways.one].T
     held = np.zeros(len(ways))
-    for stage, size in enumerate((recipe.state(one.hosted), recipe.gradient, recipe.parameter)):
+    for stage, size in enumerate((state, recipe.gradient, recipe.parameter)):
         split = np.where(ways.zero > stage, ways.dp * one.cp, 1)
         apart = np.where(ways.zero > stage, np.maximum(1, ways.dp * one.cp // one.ep), 1)
         held += size * ((numbers - spread) / split + spread / apart)
-    kept = sum(_least(run.unit, one.parked) * run.count for run in runs)
-    least = min(run.unit.most for run in runs)
-    kept = max(0.0, kept - numbers * recipe.gradient)
     found: Floats = (held + kept) / ways.pp + least
     return found
 
@@ -211,7 +279,7 @@ def span_floor(clock: Clock, setting: Setting) -> float:
     Each rank waits for the first microbatch to reach its first stage, computes, and, where
     backwards are whole, waits until the last one has gone back to the first stage of all.
     """
-    ahead, back, once_more = clock.times(setting.pp)
+    ahead, back, once_more = clock.times(setting)
     first = _first(setting.placement.slices)
     made, again = composition(clock.chain, setting.cuts, setting.again)
     forward, backward = made @ ahead, made @ back + again @ once_more

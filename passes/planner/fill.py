@@ -11,7 +11,8 @@ from schedlang.ir.limits import Limits
 from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock, span_floor
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.price import collective, composition, even, peaks, price, stride
+from schedlang.passes.planner.lying import stride
+from schedlang.passes.planner.price import collective, composition, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes, in_flight
 from schedlang.passes.planner.values import Chain, Priced, Setting
@@ -42,6 +43,7 @@ class Filler:
 
     job: Job
     limits: Limits = Limits()
+    _least: dict[object, tuple[Ints | None, float]] = field(default_factory=dict, init=False)
 
     def filled(
         self,
@@ -56,19 +58,21 @@ class Filler:
         Its replicas send at least so many seconds `beside` its pipeline and `after` it.
         """
         chain, memory = clock.chain, self.job.cluster.memory
-        times = clock.times(way.pp)[:2].sum(0)
-        cut = way if way.cuts else replace(way, cuts=even(chain, way.pp * way.chunks, tuple(times)))
-        least = max(span_floor(clock, cut), beside) + after
+        cut, span = clock.cut(way)
+        least = max(span, beside) + after
         if least >= worst:
             return Filled(cut, least, 0.0)
-        held = Held(chain, self.job, cut)
-        again = held.least(memory, *self._bounds(cut))
+        key = replace(cut, axes=())
+        if key not in self._least:  # it hangs on no order of the axes
+            held = Held(chain, self.job, cut)
+            self._least[key] = held.least(memory, *self._bounds(cut)), held.fullest
+        again, fullest = self._least[key]
         if again is None:
-            return Filled(cut, least, held.fullest)
+            return Filled(cut, least, fullest)
         full = replace(cut, again=tuple(again.tolist()) if again.any() else ())
         least = max(span_floor(clock, full), beside) + after if full.again else least
         if least >= worst:
-            return Filled(full, least, held.fullest)
+            return Filled(full, least, fullest)
         priced = price(chain, full, self.job.cluster, self.job.recipe)
         return Filled(full, priced.seconds, priced.peak, priced)
 
@@ -93,7 +97,7 @@ class Filler:
         units = [run.unit for run in chain.runs]
         spares = [max(0.0, one.kept - one.input) for one in units]
         rows = [(one.numbers * each, one.kept, spare) for one, spare in zip(units, spares)]
-        sums = np.repeat(np.vstack([clock.times(setting.pp), np.array(rows).T]), counts, axis=1)
+        sums = np.repeat(np.vstack([clock.times(setting), np.array(rows).T]), counts, axis=1)
         ahead, back, again, state, kept, spare = np.pad(sums.cumsum(1), ((0, 0), (1, 0)))
         flying = in_flight(
             setting.order, setting.pp, setting.micro, 1, slices=setting.placement.slices

@@ -25,6 +25,7 @@ def told(setting: Setting) -> dict[str, Value]:
         "zero": setting.zero,
         "sequence": one.sequence,
         "order": setting.order,
+        "axes": "-".join(setting.axes),
         "offload": one.offload,
         "again": "none" if not again else "all" if setting.again == setting.cuts else "some",
     }

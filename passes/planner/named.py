@@ -30,7 +30,8 @@ from schedlang.passes.planner.menus import (
     shared_out,
 )
 from schedlang.passes.planner.operators.unity import UNITY
-from schedlang.passes.planner.price import RECIPE, alike, collective, price, stride, unit_times
+from schedlang.passes.planner.lying import stride
+from schedlang.passes.planner.price import RECIPE, alike, collective, price, unit_times
 from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import ANY, Found, Profiles, search

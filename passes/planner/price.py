@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.lying import replicas_apart, stride
 from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
@@ -34,14 +35,6 @@ RECIPE = Recipe()
 COMPUTING, HOST = "computing", "host"
 
 # -- one unit --------------------------------------------------------------------------------------
-
-
-def stride(setting: Setting, axis: str) -> int:
-    """Ranks from one to its neighbour along an axis; ep is folded into dp."""
-    at = setting.placement
-    sizes = {"dp": setting.dp, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
-    place = setting.axes.index("dp" if axis == "ep" else axis)
-    return math.prod(sizes[inner] for inner in setting.axes[place + 1 :])
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
@@ -431,7 +424,7 @@ def replicas_send(
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
-    apart = stride(setting, "dp" if setting.dp > 1 else "cp")
+    apart = replicas_apart(setting, cluster)
     places = (replicas, apart), (replicas // at.ep, apart * at.ep)
 
     def took(op: str, size: int, often: float = 1) -> dict[str, float]:

@@ -12,7 +12,10 @@ from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.values import Priced, Setting
 
 # names in which a rejected setting differs from the best
-KINDS = ("tp", "pp", "cp", "ep", "order", "chunks", "slices", "zero", "rows", "sequence", "offload")
+KINDS = (
+    *("tp", "pp", "cp", "ep", "order", "chunks", "slices", "zero", "rows", "sequence", "offload"),
+    "axes",
+)
 DOES = {  # parts of a step as what a rank does
     "computing": "computes",
     "idle": "waits in the pipeline",

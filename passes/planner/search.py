@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,24 @@ from schedlang.ir.limits import Limits
 from schedlang.passes.planner.bounds import (
     Clock,
     bytes_floor,
-    seconds_floor,
-    seconds_hoped,
+    seconds_bounds,
     sums_floor,
 )
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
-from schedlang.passes.planner.space import Floats, Ints, Job, Ways, check, groups, rows_of, ways
+from schedlang.passes.planner.space import (
+    LAYS,
+    Floats,
+    Ints,
+    Job,
+    Ways,
+    check,
+    groups,
+    joined,
+    rows_of,
+    ways,
+)
 from schedlang.passes.planner.unlike import filler_of, job_bound
 from schedlang.passes.planner.values import Chain, Placement, Setting
 
@@ -34,6 +45,7 @@ Progress = Callable[[int, int], None]  # ways done, of all that are known
 ANY = Limits()
 LOOKS = 60  # at ways, for the best of another kind
 MOVES = 60  # of a unit from stage to stage, for the best
+BOUNDS = ("floors", "hopes", "beside", "after", "looks")
 
 
 @dataclass(frozen=True)
@@ -106,34 +118,45 @@ def search(
     """
     check(limits)
     filler = filler_of(profiles, job, limits)
-    return _Search(profiles, job_bound(job, limits), limits, progress, moves, filler).run()
+    bound = job_bound(job, limits)
+    if bound is not job:  # a filler on unlike nodes tries orders of axes itself
+        usual = limits.admitted("axes", map("-".join, LAYS))[:1]
+        limits = replace(limits, pinned={**limits.pinned, "axes": tuple(usual)})
+    return _Search(profiles, bound, limits, progress, moves, filler).run()
 
 
 @dataclass
 class _Opened:
-    """The ways of one placement that may fit, with their bounds; those known that need no other
-    look, since they have a price or do not fit."""
+    """The ways of placements that split tensors alike and that may fit, with their bounds."""
 
     ways: Ways
-    clock: Clock
-    at: Ints
+    clocks: Sequence[Clock]
     floors: Floats
     hopes: Floats  # what they may take, by which they are looked at in turn
     beside: Floats  # seconds that replicas send while the pipeline runs
     after: Floats  # and after it
-    known: set[int] = field(default_factory=set)
+    looks: Ints  # 1 of those that were looked at, 2 where no other is needed: priced, or too large
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
         """Find those that have another value of a name than a setting."""
-        mine = told(setting)[name]
+        mine, ways = told(setting)[name], self.ways
         if name == "order":
-            values = np.array(self.ways.names)[self.ways.order]
-            found: NDArray[np.bool_] = (values != mine)[self.at]
-            return found
-        if hasattr(self.ways, name):
-            other: NDArray[np.bool_] = np.not_equal(getattr(self.ways, name)[self.at], mine)
-            return other
-        return np.full(len(self.at), getattr(self.ways.chain.placement, name) != mine)
+            values = np.array(ways.names)[ways.order]
+        elif name == "axes":
+            values = np.array(["-".join(order) for order in LAYS])[ways.axes]
+        elif hasattr(ways, name):
+            values = getattr(ways, name)
+        else:
+            values = np.array([getattr(one.placement, name) for one in ways.chains])[ways.one]
+        found: NDArray[np.bool_] = np.not_equal(values, mine)
+        return found
+
+
+def _opened(ways: Ways, clocks: Sequence[Clock], job: Job, laid: bool) -> _Opened:
+    """Ways with their bounds: of one order of the axes, or of any where they are not `laid`."""
+    beside, after = sums_floor(ways, job, laid)
+    floors, hopes = (np.maximum(one, beside) + after for one in seconds_bounds(ways, clocks, laid))
+    return _Opened(ways, clocks, floors, hopes, beside, after, np.zeros(len(ways), dtype=np.int64))
 
 
 @dataclass
@@ -154,12 +177,17 @@ class _Search:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
     def run(self) -> Iterator[Found]:
-        """Open all placements, and look at the most promising way of each group; then all ways;
-        then the best of other kinds."""
-        for group in groups(self.job, self.limits):
-            first = len(self.opened)
-            self._open(group)
-            yield from self._glance(self.opened[first:])
+        """Open all placements, and look at the most promising way of those that split tensors
+        alike; then at all ways, in all orders of axes; then the best of other kinds."""
+        for _, some in groupby(groups(self.job, self.limits), lambda one: replace(one, offload="")):
+            opened = self._open(list(some))
+            if opened is not None:
+                self.opened.append(opened)
+                yield from self._glance(opened)
+        turns = sorted(range(len(self.opened)), key=lambda at: self.opened[at].hopes.min())
+        for at in turns:
+            self.opened[at] = self._laid(self.opened[at])
+            yield from self._glance(self.opened[at])
         yield from self._descend()
         yield from self._move()
         self._others()
@@ -167,32 +195,56 @@ class _Search:
 
     # -- placements ------------------------------------------------------------------------------
 
-    def _open(self, group: Placement) -> None:
-        """All ways of a group; more rows need more bytes, so those after the first without any way
-        that fits have none either."""
-        for rows in rows_of(self.job, group, self.limits):
-            chain = self.profiles(replace(group, rows=rows))
-            if not isinstance(chain, Chain):
-                self.counts["refused"] += 1
-                if chain is not None:
-                    code = chain.diagnostics[0].code
-                    self.refused.setdefault(code, (replace(group, rows=rows), chain))
+    def _open(self, some: list[Placement]) -> _Opened | None:
+        """All ways of placements that differ in what lies on hosts, with any rows; more rows need
+        more bytes, so those after the first without any way that fits have none either."""
+        found, clocks = list[Ways](), list[Clock]()
+        for rows in rows_of(self.job, some[0], self.limits):
+            chains = self._chains([replace(one, rows=rows) for one in some])
+            mine = ways(self.job, chains[0], self.limits) if chains else None
+            if mine is None:
                 continue
-            found = ways(self.job, chain, self.limits)
-            if found is None:
-                continue
-            self.counts["all"] += len(found)
-            needed = bytes_floor(found, self.job)
-            fits = np.flatnonzero(needed <= self.job.cluster.memory)
-            self.counts["large"] += len(found) - len(fits)
-            if not fits.size:
-                self._note(found, needed)
+            every = mine.over(chains)
+            needed = bytes_floor(every, self.job)
+            fits = needed <= self.job.cluster.memory
+            each = every.often(np.arange(len(every)))
+            self.counts["all"] += int(each.sum())
+            self.counts["large"] += int(each[~fits].sum())
+            if not fits.any():
+                self._note(every, needed)
                 break
-            clock, (beside, after) = Clock(chain, self.job), sums_floor(found, self.job)
-            floors = np.maximum(seconds_floor(found, clock), beside) + after
-            hopes = np.maximum(seconds_hoped(found, clock), beside) + after
-            bounds = (floors[fits], hopes[fits], beside[fits], after[fits])
-            self.opened.append(_Opened(found, clock, fits, *bounds))
+            known = dict[bool, dict[object, Floats]]()
+            at = [known.setdefault(one.placement.parked, {}) for one in chains]
+            clocks += [Clock(*pair) for pair in zip(chains, repeat(self.job), at)]
+            found.append(every.at(np.flatnonzero(fits)))
+        return _opened(joined(found), clocks, self.job, False) if found else None
+
+    def _chains(self, some: list[Placement]) -> list[Chain]:
+        """The chains of placements that differ in what lies on hosts alone; none where there is
+        none of the first."""
+        chain = self.profiles(some[0])
+        if isinstance(chain, Chain):
+            return [replace(chain, placement=one) for one in some]
+        self.counts["refused"] += len(some)
+        if chain is not None:
+            self.refused.setdefault(chain.diagnostics[0].code, (some[0], chain))
+        return []
+
+    def _laid(self, one: _Opened) -> _Opened:
+        """The same with those that may be better than the best in every order of their axes; the
+        others have one, for reasons."""
+        open_ = one.floors < self._worst
+        if not open_.any():
+            return one
+        rows, every = one.ways.laid(np.flatnonzero(open_))
+        shut = np.flatnonzero(~open_)
+        bounds = (getattr(one, name)[shut] for name in BOUNDS)
+        rest = _Opened(one.ways.at(shut), one.clocks, *bounds)
+        more = _opened(every, one.clocks, self.job, True)
+        first = every.axes == one.ways.axes[rows]
+        more.looks = np.where(first, one.looks[rows], 0)
+        both = (np.concatenate([getattr(more, n), getattr(rest, n)]) for n in BOUNDS)
+        return _Opened(every.and_(rest.ways), one.clocks, *both)
 
     def _note(self, found: Ways, needed: Floats) -> None:
         """Keep of ways that are all too large the one that needs least, if all are."""
@@ -200,42 +252,45 @@ class _Search:
         if self.nearest is None or needed[at] < self.nearest.needs:
             self.nearest = Filled(found.setting(at), 0.0, float(needed[at]))
 
-    def _glance(self, some: list[_Opened]) -> Iterator[Found]:
+    def _glance(self, one: _Opened) -> Iterator[Found]:
         """Look at the most promising way of some placements."""
-        one = min(some, key=lambda opened: opened.hopes.min(), default=None)
-        if one is not None and one.floors[at := int(one.hopes.argmin())] < self._worst:
+        at = int(one.hopes.argmin())
+        if one.floors[at] < self._worst and one.looks[at] < 2:
             yield from self._better(self._try(one, at, self._worst), 0.0)
 
     # -- ways --------------------------------------------------------------------------------------
 
     def _descend(self) -> Iterator[Found]:
         """Try all ways that may be better than the best, the most promising first."""
-        order = list(self._in_turn())
-        left = np.minimum.accumulate(np.array([f for _, _, f in order])[::-1])[::-1]
-        for done, (one, at, floor) in enumerate(order):
+        order, floors = self._in_turn([one.looks < 2 for one in self.opened], self._worst)
+        left = np.minimum.accumulate(floors[::-1])[::-1]
+        for done, (one, at) in enumerate(order):
             if left[done] >= self._worst:
                 break
             if self.progress is not None:
-                self.progress(done, len(order))
-            if floor < self._worst and at not in one.known:
+                self.progress(done, len(floors))
+            if floors[done] < self._worst:
                 yield from self._better(self._try(one, at, self._worst), float(left[done]))
 
     def _in_turn(
-        self, masks: list[NDArray[np.bool_]] | None = None
-    ) -> Iterator[tuple[_Opened, int, float]]:
-        """Ways, or those of a mask, with their bounds, the most promising first."""
-        some, none = self.opened, np.zeros(0)
-        hopes, floors = (
-            np.concatenate([none, *(getattr(one, name) for one in some)])
-            for name in ("hopes", "floors")
+        self, masks: list[NDArray[np.bool_]], worst: float
+    ) -> tuple[Iterator[tuple[_Opened, int]], Floats]:
+        """Ways of a mask that may be better than the worst, and their bounds, the most promising
+        first."""
+        some = self.opened
+        each = [np.flatnonzero(mask & (one.floors < worst)) for mask, one in zip(masks, some)]
+        hopes, floors, at, whose = (
+            np.concatenate([np.zeros(0), *found])
+            for found in (
+                [one.hopes[at] for one, at in zip(some, each)],
+                [one.floors[at] for one, at in zip(some, each)],
+                each,
+                [np.full(len(at), k) for k, at in enumerate(each)],
+            )
         )
-        whose = np.repeat(np.arange(len(some)), [len(one.at) for one in some])
-        begins = np.cumsum([0, *(len(one.at) for one in some)])
         order = np.argsort(hopes, kind="stable")
-        if masks is not None:
-            order = order[np.concatenate([*masks, none.astype(bool)])[order]]
-        for at in order.tolist():
-            yield some[whose[at]], at - int(begins[whose[at]]), float(floors[at])
+        turns = zip(whose[order].astype(int).tolist(), at[order].astype(int).tolist())
+        return ((some[k], place) for k, place in turns), floors[order]
 
     def _move(self) -> Iterator[Found]:
         """Move units between the stages of the best, as it is cut and as the programme cuts it."""
@@ -258,11 +313,11 @@ class _Search:
                 if kind == name and value != mine[name]
             ]
             worst, left = min(known, default=np.inf), LOOKS
-            masks = [one.unlike(self.best.setting, name) for one in self.opened]
-            for one, at, floor in self._in_turn(masks):
+            masks = [one.unlike(self.best.setting, name) & (one.looks < 2) for one in self.opened]
+            for (one, at), floor in zip(*self._in_turn(masks, worst)):
                 if not left:
                     break
-                if floor < worst and at not in one.known:
+                if floor < worst:
                     filled = self._try(one, at, worst)
                     worst = min(worst, filled.least) if filled.priced is not None else worst
                     left -= 1
@@ -273,13 +328,16 @@ class _Search:
         return np.inf if self.best is None else self.best.least
 
     def _try(self, one: _Opened, at: int, worst: float) -> Filled:
-        """Fill one way in, if it may beat the worst."""
-        way, sums = one.ways.setting(int(one.at[at])), (float(one.beside[at]), float(one.after[at]))
-        filled = self.filler.filled(one.clock, way, worst, *sums)
+        """Fill one way in, if it may beat the worst; its bounds hold for any order of the axes."""
+        sums = float(one.beside[at]), float(one.after[at])
+        clock = one.clocks[one.ways.one[at]]
+        filled = self.filler.filled(clock, one.ways.setting(at), worst, *sums)
+        self.counts["cut"] -= int(one.looks[at] == 1)
         self.counts["cut" if filled.priced is None else "priced"] += 1
+        one.looks[at] = max(1, one.looks[at])
         room = self.job.cluster.memory if filled.room is None else filled.room
         if filled.priced is not None or filled.needs > room:
-            one.known.add(at)
+            one.looks[at] = 2
             self.seen.note(filled)
         return filled
 

@@ -5,15 +5,18 @@ A way is what a `Setting` says but for its cuts and what is computed again: thes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.limits import CHOICES, Limits
+from schedlang.ir.limits import AXES, CHOICES, Limits, Value
 from schedlang.passes.planner.span import played
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import Cluster
@@ -35,6 +38,7 @@ ORDERS: dict[str, tuple[int, ...]] = {
     "GPipe": (1,),
 }
 HALVED = ("ZB-H1", "ZB-V", "V-Half", "V-Min")  # a backward in halves, but beside slices of ZeRO
+LAYS = tuple(permutations(AXES))  # orders of the axes, the usual one first
 SLICED = ("Seq1F1B", "TeraPipe")  # those that cut sequences
 PARTS = (1, 2, 4, 8, 16)  # slices that are tried unasked
 SLICE = 1024  # tokens that a rank of `cp`, or a slice, has at least, where nothing is pinned
@@ -68,32 +72,95 @@ class Job:
 
 @dataclass(frozen=True)
 class Ways:
-    """All ways of one placement, in columns."""
+    """All ways of some placements that split tensors alike, in columns.
 
-    chain: Chain
+    one          place in `chains`, which differ in rows of a microbatch and in what hosts have
+    order, axes  places in `names`, and in LAYS
+    lays         the orders of axes that differ, by ranks of a pipeline
+    """
+
+    chains: tuple[Chain, ...]
+    one: Ints
     pp: Ints
     dp: Ints
     micro: Ints
-    order: Ints  # place in `names`
+    order: Ints
     chunks: Ints
     zero: Ints
-    names: tuple[str, ...] = field(default=())
+    axes: Ints
+    names: tuple[str, ...]
+    lays: Mapping[int, tuple[int, ...]]
 
     def __len__(self) -> int:
         return len(self.pp)
+
+    @property
+    def chain(self) -> Chain:
+        """The first of the chains."""
+        return self.chains[0]
 
     @property
     def passes(self) -> Ints:
         """Forwards of each stage in a step."""
         return self.micro * self.chain.placement.slices
 
+    @property
+    def count(self) -> int:
+        """The number of ways, in all orders of their axes."""
+        return int(self.often(np.arange(len(self))).sum())
+
     def setting(self, at: int) -> Setting:
         """Return one of them."""
-        pp, dp, micro, order, chunks, zero = (
-            int(column[at])
-            for column in (self.pp, self.dp, self.micro, self.order, self.chunks, self.zero)
+        one, pp, dp, micro, order, chunks, zero, axes = (
+            int(getattr(self, name)[at]) for name in COLUMNS
         )
-        return Setting(self.chain.placement, dp, pp, micro, self.names[order], chunks, zero)
+        placement, laid = self.chains[one].placement, LAYS[axes]
+        return Setting(placement, dp, pp, micro, self.names[order], chunks, zero, axes=laid)
+
+    def at(self, some: Ints, **columns: Ints) -> Ways:
+        """Return those of some places, with other columns."""
+        return replace(self, **{n: getattr(self, n)[some] for n in COLUMNS} | columns)
+
+    def and_(self, other: Ways) -> Ways:
+        """Return these and others of the same chains."""
+        both = dict[str, Any]()
+        for name in COLUMNS:
+            both[name] = np.concatenate([getattr(self, name), getattr(other, name)])
+        return replace(self, **both)
+
+    def over(self, chains: Sequence[Chain]) -> Ways:
+        """Return each of them once for each of some chains in the place of the first."""
+        every = np.arange(len(self))
+        some, one = np.tile(every, len(chains)), np.repeat(np.arange(len(chains)), len(self))
+        return replace(self.at(some, one=one), chains=tuple(chains))
+
+    def often(self, some: Ints) -> Ints:
+        """Return in how many orders of the axes each of those of some places may lie."""
+        known, which = np.unique(self.pp[some], return_inverse=True)
+        return np.array([len(self.lays[pp]) for pp in known.tolist()], dtype=np.int64)[which]
+
+    def laid(self, some: Ints) -> tuple[Ints, Ways]:
+        """Return those of some places in every order of their axes, and the place of each."""
+        rows, axes = [some[:0]], [some[:0]]
+        for pp, lays in self.lays.items():
+            mine = some[self.pp[some] == pp]
+            rows.append(np.repeat(mine, len(lays)))
+            axes.append(np.tile(np.array(lays), len(mine)))
+        every = np.concatenate(rows)
+        return every, self.at(every, axes=np.concatenate(axes))
+
+
+COLUMNS = ("one", "pp", "dp", "micro", "order", "chunks", "zero", "axes")
+
+
+def joined(some: Sequence[Ways]) -> Ways:
+    """All of several, of placements that split tensors alike."""
+    first = np.cumsum([0, *(len(ways.chains) for ways in some)])
+    columns = {n: np.concatenate([getattr(ways, n) for ways in some]) for n in COLUMNS}
+    columns["one"] += np.repeat(first[:-1], [len(ways) for ways in some])
+    chains = tuple(chain for ways in some for chain in ways.chains)
+    lays = {pp: lays for ways in some for pp, lays in ways.lays.items()}
+    return Ways(chains, names=some[0].names, lays=lays, **columns)
 
 
 def divisors(number: int) -> list[int]:
@@ -103,8 +170,8 @@ def divisors(number: int) -> list[int]:
 
 
 def groups(job: Job, limits: Limits) -> Iterator[Placement]:
-    """Ways to split tensors, for one row; those without offloading come first, and of them those
-    that split least."""
+    """Ways to split tensors, for one row, those that split least first; one after the other those
+    that differ in what lies on hosts alone."""
     sizes = [
         (tp * cp, ep, tp, cp)
         for tp in _tensors(job, limits)
@@ -112,12 +179,33 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
         for ep in _experts(job, limits, job.ranks // tp // cp)
     ]
     away = job.offload and ("offload" in limits.pinned or not isinstance(job.cluster, Nodes))
-    for offload in limits.admitted("offload", CHOICES["offload"] if away else ("none",)):
-        for _, ep, tp, cp in sorted(sizes):
-            for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
-                whole = cp == ep == 1 and not sequence and offload == "none"
-                for slices in _slices(job, limits, whole):
-                    yield Placement(1, tp, bool(sequence), cp, ep, str(offload), slices)
+    hosts = limits.admitted("offload", CHOICES["offload"] if away else ("none",))
+    for _, ep, tp, cp in sorted(sizes):
+        for sequence in limits.admitted("sequence", (False, True) if tp > 1 else (False,)):
+            plain = cp == ep == 1 and not sequence
+            cut = {offload: _slices(job, limits, plain and offload == "none") for offload in hosts}
+            for slices in sorted({k for some in cut.values() for k in some}):
+                for offload in hosts:
+                    if slices in cut[offload]:
+                        yield Placement(1, tp, bool(sequence), cp, ep, str(offload), slices)
+
+
+def lays(job: Job, one: Placement, pp: int, dp: int, limits: Limits) -> tuple[int, ...]:
+    """Orders of the axes, as places in LAYS, of which no two cost the same: in none of the others
+    a node has as many ranks of each axis."""
+    found: dict[tuple[int, ...], int] = {}
+    some = [at for at, order in enumerate(LAYS) if limits.admits("axes", "-".join(order))]
+    if isinstance(job.cluster, Nodes) or job.ranks <= job.cluster.node:
+        return tuple(some[:1])
+    sizes, node = {"dp": dp, "pp": pp, "cp": one.cp, "tp": one.tp}, job.cluster.node
+    # replicas are those of two axes, and what two stages share may cross all of them
+    most = {"dp": dp * one.cp, "pp": 2 * pp, "cp": dp * one.cp, "tp": one.tp}
+    for at in some:
+        order = LAYS[at]
+        far = [math.prod(sizes[inner] for inner in order[k + 1 :]) for k in range(len(order))]
+        near = {a: min(most[a], max(1, node // each)) for a, each in zip(order, far)}
+        found.setdefault(tuple(near[axis] * (sizes[axis] > 1) for axis in AXES), at)
+    return tuple(found.values())
 
 
 def _slices(job: Job, limits: Limits, whole: bool = True) -> list[int]:
@@ -164,13 +252,14 @@ def rows_of(job: Job, group: Placement, limits: Limits) -> list[int]:
 
 
 def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
-    """All ways of one placement that keep the hard rules; None where there is none.
+    """All ways of one placement that keep the hard rules, in the first order of their axes; None
+    where there is none.
 
     Ranks are used up, the batch fills the microbatches, experts fit into the replicas, a stage has
     a unit at least, the order exists for its sizes.
     """
-    one, found = chain.placement, []
-    rest = job.ranks // (one.tp * one.cp)
+    one, found, each = chain.placement, [], dict[int, tuple[int, ...]]()
+    rest, most = job.ranks // (one.tp * one.cp), chain.length
     more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
     known = SLICED if one.slices > 1 else (*job.orders, *more)
     names = tuple(name for name in known if limits.admits("order", name))
@@ -178,7 +267,7 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
     halved = {
         at for at, name in enumerate(names) if name in HALVED and "order" not in limits.pinned
     }
-    for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= chain.length)):
+    for pp in _counts(limits, "pp", (k for k in divisors(rest) if k <= most)):
         dp = rest // pp
         if dp % one.ep or job.rows % (dp * one.rows) or not limits.admits("dp", dp):
             continue
@@ -186,18 +275,20 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
         if not limits.admits("micro", micro):
             continue
         zeros = _counts(limits, "zero", range(4) if dp > 1 else (0,))
-        orders = _orders(names, pp, micro, chain.length // pp, limits, one.slices)
+        orders = _orders(names, pp, micro, most // pp, limits, one.slices)
         gathered = {zero for zero in zeros if zero and dp > 1}
+        each[pp] = lays(job, one, pp, dp, limits)
         found += [
-            (pp, dp, micro, *way, zero)
+            (0, pp, dp, micro, *way, zero, first)
+            for first in each[pp][:1]
             for way in orders
             for zero in zeros
             if zero not in gathered or way[0] not in halved
         ]
     if not found:
         return None
-    pps, dps, micros, at, chunks, stages = np.array(found, dtype=np.int64).T
-    return Ways(chain, pps, dps, micros, at, chunks, stages, names)
+    columns = dict(zip(COLUMNS, np.array(found, dtype=np.int64).T))
+    return Ways((chain,), names=names, lays=each, **columns)
 
 
 def _orders(
@@ -224,14 +315,15 @@ def _chunks(name: str, limits: Limits) -> list[int]:
 
 def demand(job: Job, limits: Limits) -> None:
     """Refuse (S109) limits that no value of an axis, or of `rows`, can meet in this job."""
-    every = divisors(job.ranks)
+    every, alike = divisors(job.ranks), not isinstance(job.cluster, Nodes)
     free = Limits({"cp": tuple(every)} if "cp" in limits.pinned else {})
-    legal = {
+    legal: dict[str, Sequence[Value]] = {
         **dict.fromkeys(("dp", "pp", "tp"), every),
         "cp": _contexts(job, free, job.ranks),
         "ep": _experts(job, Limits(), job.ranks),
         "rows": divisors(job.rows),
         "slices": sorted({*_slices(job, Limits()), *_slices(job, limits.of("slices"))}),
+        "axes": ["-".join(order) for order in LAYS if alike or order[2:] == AXES[2:]],
     }
     for name, values in legal.items():
         if not limits.admitted(name, values):

@@ -306,10 +306,12 @@ def _moments(order: str, ranks: int, micro: int, chunks: int, apart: bool) -> tu
         changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
         halves = (kind == Kind.I).astype(int) - (kind == Kind.W)
         changes[at, 1, stage] = halves * (mine > 0)[stage]
-        flat = np.unique(changes.cumsum(0).reshape(len(kind), -1), axis=0)
-        less = (flat[:, None] <= flat[None]).all(2).sum(1) > 1
-        held = np.zeros((int((~less).sum()), 2, ranks * chunks))
-        held[:, :, mine] = flat[~less].reshape(-1, 2, len(mine))
+        flat, most = changes.cumsum(0).reshape(len(kind), -1), []
+        while len(flat):  # no other one can hold more than the one whose sum is the largest
+            most.append(flat[flat.sum(1).argmax()])
+            flat = flat[(flat > most[-1]).any(1)]
+        held = np.zeros((len(most), 2, ranks * chunks))
+        held[:, :, mine] = np.array(most).reshape(-1, 2, len(mine))
         found.append(held)
     return tuple(found)
 

@@ -37,7 +37,7 @@ from schedlang.passes.planner.price import (
     states,
     updating,
 )
-from schedlang.passes.planner.space import Floats, Ints, Job
+from schedlang.passes.planner.space import LAYS, Floats, Ints, Job
 from schedlang.passes.planner.span import homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
 from schedlang.passes.simulate.machine import Cluster
@@ -50,7 +50,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]  # units of each stage, rows of 
 # -- where ranks lie -------------------------------------------------------------------------------
 
 
-AXES = (("dp", "pp", "cp", "tp"), ("pp", "dp", "cp", "tp"))
+AXES = tuple(order for order in LAYS if order[2:] == ("cp", "tp"))
 FEW = 6  # nodes, all of whose orders are tried
 
 
@@ -223,9 +223,10 @@ class Unlike(Filler):
         if way.cuts:
             return self._priced(way, way.cuts, self._rows(way))
         nodes = self._nodes
+        axes_ = [one for one in AXES if self.limits.admits("axes", "-".join(one))]
         every = [
             replace(way, axes=axes, nodes=order)
-            for axes in (AXES if way.dp > 1 and way.pp > 1 else AXES[:1])
+            for axes in axes_[: None if way.dp > 1 and way.pp > 1 else 1]
             for order in orders(nodes.nodes)
         ]
         found = [self._priced(each, *one) for each in every for one in self._shaped(each)]

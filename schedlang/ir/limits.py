@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
@@ -15,7 +16,8 @@ CHOICES = {  # words that a name may have
     "again": ("none", "some", "all"),  # units that are computed again
     "offload": ("none", "activations", "optimizer", "both"),  # what lies on the host
 }
-NAMES = (*COUNTS, "sequence", "order", *CHOICES)
+AXES = ("dp", "pp", "cp", "tp")  # of a mesh, from the slowest, as they usually lie
+NAMES = (*COUNTS, "sequence", "order", "axes", *CHOICES)
 PIN, FORBID, LEAST = "pin", "forbid", "at least"
 
 
@@ -66,7 +68,7 @@ class Limits:
             title = f"a search has no `{name}`"
             facts = unknown(name, NAMES)
             raise Refusal.of("S106", title, helps=(guess(name, NAMES, "it has"),), facts=facts)
-        made = tuple(_value(name, value) for value in values)
+        made = tuple(one for value in values for one in _values(name, value))
         if how == LEAST:
             if name not in COUNTS or len(made) > 1:
                 _refuse(f"`{name}` has no least value", f"one number, of {', '.join(COUNTS)}")
@@ -94,10 +96,27 @@ class Limits:
 
     def text(self) -> str:
         """tp = 4, pp not 8, dp at least 2"""
-        parts = [f"{name} = {_any(values)}" for name, values in self.pinned.items()]
-        parts += [f"{name} not {_any(values)}" for name, values in self.forbidden.items()]
+        parts = [f"{name} = {_any(name, values)}" for name, values in self.pinned.items()]
+        parts += [f"{name} not {_any(name, values)}" for name, values in self.forbidden.items()]
         parts += [f"{name} at least {value}" for name, value in self.least.items()]
         return ", ".join(parts)
+
+
+def laid(said: str) -> tuple[Value, ...]:
+    """Every order of all axes in which those that are said, as `pp-dp`, lie so."""
+    some = said.split("-")
+    orders = (order for order in permutations(AXES) if [a for a in order if a in some] == some)
+    return tuple("-".join(order) for order in orders)
+
+
+def _values(name: str, value: Any) -> tuple[Value, ...]:
+    """The values that one which is said stands for."""
+    if name != "axes":
+        return (_value(name, value),)
+    if not (found := laid(str(value))) or "-" not in str(value):
+        legal = "some of dp, pp, cp and tp from the slowest on: `pp-dp`; experts lie along dp"
+        _refuse(f"`axes` cannot be `{value}`", legal)
+    return found
 
 
 def _value(name: str, value: Any) -> Value:
@@ -133,6 +152,9 @@ def _refuse(title: str, legal: str) -> NoReturn:
     raise Refusal.of("S109", title, helps=(legal,))
 
 
-def _any(values: Iterable[Value]) -> str:
+def _any(name: str, values: Iterable[Value]) -> str:
     shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+    if name == "axes":  # as shortly as they may be said
+        some = (one for count in (2, 3) for one in permutations(AXES, count))
+        shown = next(([s] for s in map("-".join, some) if list(laid(s)) == shown), shown)
     return " or ".join(shown)

@@ -231,7 +231,8 @@ def _told(
     yield f"{head(name, job.ranks, job.cluster)} · {rows}"
     yield ""
     if written is None:
-        yield "nothing fits"
+        late = bool(found.rejected) and all("too late" in one.reason for one in found.rejected)
+        yield "nothing ends in time" if late else "nothing fits"
     else:
         yield f"best      {_way(found)}"
         yield from (f"          {line}" for line in written.said)
@@ -264,6 +265,7 @@ def _split(placement: Placement) -> str:
 
 def _way(found: Found) -> str:
     """dp = 8, tp = 4, zero 1, .."""
+    from schedlang.ir.limits import AXES
     from schedlang.passes.planner.limits import told
 
     assert found.best is not None
@@ -271,8 +273,9 @@ def _way(found: Found) -> str:
     axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
     if "pp" not in axes:
         said.pop("order")
-    if said["offload"] == "none":
-        said.pop("offload")
+    for name, usual in (("offload", "none"), ("axes", "-".join(AXES))):
+        if said[name] == usual:
+            said.pop(name)
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
     for name, value in said.items():
         if name not in ("chunks", "slices") or value != 1:

@@ -106,8 +106,8 @@ def _setting(one: Setting) -> str:
     )
     again = f", {sum(one.again)} of {sum(one.cuts)} units again" if one.again else ""
     return (
-        f"{axes}, {at.rows} rows x {one.micro}, {one.order} with {one.chunks}, "
-        f"zero {one.zero}{again}"
+        f"{axes}, {'-'.join(one.axes)}, {at.rows} rows x {one.micro}, "
+        f"{one.order} with {one.chunks}, zero {one.zero}{again}"
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.ir.limits import Limits
+from schedlang.ir.limits import AXES, Limits
 from schedlang.language.printer import fmt
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
@@ -79,6 +80,18 @@ def test_a_schedule_binds_a_search():
     assert limits == limits_of(["tp=4,2", "sequence=true"], ["order=GPipe,1F1B"], ["dp=2"])
 
 
+def test_axes_that_are_named_lie_so_among_the_others():
+    """A pin of some axes admits all orders in which they do; several bind together."""
+    limits = expanded('search pin axes = "pp-dp"', 'search pin axes = "tp-cp"')
+    assert limits == limits_of(["axes=pp-dp", "axes=tp-cp"])
+    admitted = {
+        order for order in map("-".join, permutations(AXES)) if limits.admits("axes", order)
+    }
+    assert {"pp-dp-tp-cp", "tp-pp-cp-dp"} < admitted and len(admitted) == 6
+    assert not limits_of([], ["axes=pp-dp"]).admits("axes", "cp-pp-tp-dp")
+    assert limits_of(["axes=pp-dp"]).text() == "axes = pp-dp"
+
+
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [
@@ -87,6 +100,9 @@ def test_a_schedule_binds_a_search():
         ("search pin rowz = 4", "S106", "rows"),
         ("search at least order = GPipe", "S109", "no least value"),
         ("search pin tp = 1.5", "S109", "`tp` cannot be `1.5`"),
+        ('search pin axes = "ep-dp"', "S109", "experts lie along dp"),
+        ('search pin axes = "tp"', "S109", "from the slowest on"),
+        ('search pin axes = "pp-dp"\nsearch pin axes = "dp-pp"', "S109", "nothing is left of"),
         ("search pin tp = 2\nsearch forbid tp = 2", "S109", "nothing is left of `tp`"),
     ],
 )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedlang.ir.limits import Limits
+from schedlang.ir.limits import AXES, Limits
 from schedlang.passes.planner.bounds import (
     Clock,
     bytes_floor,
-    seconds_floor,
+    seconds_bounds,
     span_floor,
     sums_floor,
 )
@@ -67,9 +67,15 @@ def every(profiles: Profiles, job: Job, limits: Limits = ANY) -> list[tuple[Cloc
             chain = profiles(replace(group, rows=rows))
             some = ways(job, chain, limits)
             if some is not None:
-                clock = Clock(chain, job)
-                found += [(clock, some.setting(at)) for at in range(len(some))]
+                clock, (_, laid) = Clock(chain, job), some.laid(np.arange(len(some)))
+                found += [(clock, laid.setting(at)) for at in range(len(laid))]
     return found
+
+
+def in_all_orders(ways: list[tuple[Clock, Setting]]) -> list[tuple[Clock, Setting]]:
+    """Ways with their axes in every order, whatever shares a node."""
+    once = {replace(way, axes=AXES): clock for clock, way in ways}
+    return [(c, replace(way, axes=one)) for way, c in once.items() for one in permutations(AXES)]
 
 
 def last(profiles: Profiles, job: Job, limits: Limits = ANY) -> Found:
@@ -106,6 +112,37 @@ def test_what_is_found_is_the_best_of_all_ways(case):
         best = moved.best
         again = price(_chain(profiles, best), best.setting, job.cluster, job.recipe)
         assert again.seconds == best.least and again.peak <= job.cluster.memory
+
+
+@settings(max_examples=3, deadline=None)
+@given(jobs(), st.sampled_from([("pp-dp",), ("tp-dp", "dp-tp-pp"), ("cp-pp-dp-tp",), ()]))
+def test_axes_are_found_in_the_best_of_all_orders(case, pinned):
+    """Orders that are left out cost the same as one that is not; what is pinned is kept."""
+    profiles, job = case
+    limits = Limits({"pp": tuple(range(2, 9)), "offload": ("none",), "zero": (0, 1)})
+    limits = limits.limited("pin", "axes", pinned) if pinned else limits
+    filler, some = Filler(job, limits), every(profiles, job, limits)
+    tried = (filler.filled(clock, way) for clock, way in in_all_orders(some) if kept_(limits, way))
+    found = last(profiles, job, limits)
+    fit = [one.least for one in tried if one.priced is not None]
+    assert seconds(found) == pytest.approx(min(fit, default=np.inf), rel=1e-12)
+    assert found.best is None or kept(limits, found.best.setting)
+
+
+def kept_(limits: Limits, way: Setting) -> bool:
+    return limits.admits("axes", "-".join(way.axes))
+
+
+def test_other_axes_are_worth_their_place():
+    """Replicas that send much are laid side by side where a pipeline sends little."""
+    profiles = decoder(8, 4096, 32, 16384, 512, 512)
+    job = Job(16, 16, replace(A100, library=""), length=512, orders=("1F1B",), offload=False)
+    limits = Limits({"pp": (2,), "tp": (1,), "cp": (1,)})
+    found = last(profiles, job, limits)
+    usual = last(profiles, job, limits.limited("pin", "axes", ("dp-pp",)))
+    assert found.best is not None and found.best.setting.axes.index("pp") == 0
+    assert seconds(usual) / seconds(found) > 1.02
+    assert "axes" in {one.kind.split(" ")[0] for one in found.rejected}
 
 
 def _chain(profiles: Profiles, filled: Filled) -> Chain:
@@ -160,7 +197,7 @@ def test_no_bound_is_above_a_price(case, random):
         if some is None:
             continue
         clock, at = Clock(chain, job), random.randrange(len(some))
-        low, least = seconds_floor(some, clock)[at], bytes_floor(some, job)[at]
+        low, least = seconds_bounds(some, [clock])[0][at], bytes_floor(some, job)[at]
         way = some.setting(at)
         stages = way.pp * way.chunks
         ends = sorted(random.sample(range(1, chain.length), stages - 1))
@@ -171,6 +208,11 @@ def test_no_bound_is_above_a_price(case, random):
         span = priced.seconds - priced.parts["gradients"] - priced.parts["optimizer"]
         assert max(low, span_floor(clock, one)) <= span * (1 + 1e-9), one
         beside, after = (sums[at] for sums in sums_floor(some, job))
+        assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
+        low = seconds_bounds(some, [clock], laid=False)[0][at]
+        beside, after = (sums[at] for sums in sums_floor(some, job, laid=False))
+        one = replace(one, axes=random.choice(list(permutations(AXES))))
+        priced = price(chain, one, job.cluster, job.recipe)
         assert max(low, beside) + after <= priced.seconds * (1 + 1e-9), one
         assert least <= priced.peak * (1 + 1e-9), one
 
@@ -296,7 +338,8 @@ def test_scaled_times_leave_the_choice(case, times):
 
 @FEW
 @given(
-    jobs(), st.sampled_from([("tp", 2), ("pp", 2), ("zero", 0), ("rows", 1), ("order", "GPipe")])
+    jobs(),
+    st.sampled_from([("tp", 2), ("pp", 2), ("zero", 0), ("rows", 1), ("order", "GPipe")]),
 )
 def test_what_is_pinned_is_kept_and_never_better(case, pin):
     """A pinned search keeps its pin, and never beats the free one."""
