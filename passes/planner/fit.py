@@ -147,6 +147,11 @@ EDGE = 0.03  # scale of a logistic law: how near the limit a run may end either 
 OUTLIER = 15.0  # at most so many of these count against the weights, that one odd run may be
 
 
+def chance(need: float) -> float:
+    """Chance to fit of a run that is told to need so much of the limit, by the law of the fit."""
+    return float(1 / (1 + need ** (1 / EDGE)))
+
+
 def fitted_memory(
     state: Array, parts: Array, ran: Sequence[bool], limit: float, priors: Mapping[str, float]
 ) -> dict[str, float]:

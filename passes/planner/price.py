@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.lying import replicas_apart, stride
-from schedlang.passes.planner.span import Way, homes, in_flight, longest
+from schedlang.passes.planner.span import Way, homes, in_flight, longest, second_halves
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -164,8 +164,9 @@ def causes(
     way, made = step.way, step.made
     found = dict.fromkeys(step.names, 0.0)
     ahead, inputs, weigh = (  # [slices, stages]
-        one.reshape(len(made), -1).T for one in (way.forward, way.inputs, way.weights)
+        one.reshape(len(made), -1).T.copy() for one in (way.forward, way.inputs, way.weights)
     )
+    inputs[:, 0] = np.where(apart(setting)[0], weigh[:, 0], inputs[:, 0])
     vector = (ahead @ made + inputs @ step.again) @ step.forward
     vector = vector + (inputs @ made) @ step.backward
     vector = vector + ((weigh - inputs) * apart(setting)) @ made @ step.half
@@ -223,12 +224,12 @@ def _step(
     made, again = composition(chain, cuts, setting.again)
     sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
-    w = apart(setting)[:, None] * (made @ weigh)
-    f, i = made @ ahead, made @ back - w + again @ ahead
+    f, whole = made @ ahead, made @ back + again @ ahead
+    w = second_halves(apart(setting), whole, made @ weigh)
     sizes = (setting.pp, setting.chunks, setting.micro)  # [stages, slices]
-    way = longest(setting.order, *sizes, f, i, w, send)
+    way = longest(setting.order, *sizes, f, whole - w, w, send)
     rank = homes(setting.order, setting.pp, setting.chunks)
-    worst = int(np.bincount(rank, (f + i + w).sum(1), setting.pp).argmax())
+    worst = int(np.bincount(rank, (f + whole).sum(1), setting.pp).argmax())
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
     busiest = setting.passes * ((once + more) @ forward + once @ backward)
@@ -250,7 +251,7 @@ def _step(
         again,
         busiest,
         way,
-        way.seconds(f, i, w, send),
+        way.seconds(f, whole - w, w, send),
         send,
         sent,
         data,

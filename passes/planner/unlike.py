@@ -38,7 +38,7 @@ from schedlang.passes.planner.price import (
     updating,
 )
 from schedlang.passes.planner.space import LAYS, Floats, Ints, Job
-from schedlang.passes.planner.span import homes, in_flight, longest
+from schedlang.passes.planner.span import homes, in_flight, longest, second_halves
 from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Node, Nodes
@@ -396,8 +396,9 @@ class Unlike(Filler):
         home = homes(way.order, way.pp, way.chunks)
         each = np.array([self._table(way, rows, machines[at]) for at in home])
         ahead, back, half = each.transpose(1, 0, 2)
-        weights = (made * half).sum(1) * apart(way)
-        return (made * ahead).sum(1), (made * back + more * ahead).sum(1) - weights, weights
+        whole, halved = (one.sum(1) for one in (made * back + more * ahead, made * half))
+        weights = second_halves(apart(way), whole, halved)
+        return (made * ahead).sum(1), whole - weights, weights
 
     def _span(self, way: Setting, kind: Kind) -> tuple[float, float]:
         """Seconds of a replica's pipeline, and of its messages on the longest way."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.passes.planner.fit import Timed, fitted, unlikelihood
+from schedlang.passes.planner.fit import Timed, chance, fitted, unlikelihood
 from schedlang.passes.simulate.machine import CLUSTERS
 from tests.benchmarks.layouts import (
     TIME,
@@ -41,7 +41,6 @@ SHAPES = {
     "llama-30B": Decoder(60, 6656, 52, 17920, 128000, 2048, gated=True),
     "llama-65B": Decoder(80, 8192, 64, 22016, 128000, 2048, gated=True),
 }
-HEADROOM = 0.03  # of the memory, what the chosen layout leaves: a bound of what is fitted
 FLUSHES = (1, 2, 4, 8, 16)  # of a pipeline in a step, that are tried
 EVIDENCE = 6.0  # by how much the logarithm of the likelihood has to rise before one is believed
 NEEDED = ("model", "seq", "gpus", "mb", "tp", "pp", "act_ckpt", "kernel", "step_s", "status")
@@ -198,9 +197,13 @@ def evaluated(rows: Sequence[Row], constants: dict[str, dict[str, Any]]) -> dict
 
 
 def _group(items: Sequence[tuple[float | None, float, float]]) -> dict[str, Any]:
+    """Compare a group; of what is more likely to fit than not the least time over chance is chosen.
+
+    That is the time expected until one is made, where a try that does not fit costs one as well.
+    """
     ran = [(took, told) for took, told, _ in items if took]
-    fit = [item for item in items if item[2] <= 1 - HEADROOM]
-    chosen = min(fit, key=lambda item: item[1])[0] if fit else None
+    fit = [item for item in items if item[2] <= 1]
+    chosen = min(fit, key=lambda item: item[1] / chance(item[2]))[0] if fit else None
     best = min((took for took, _ in ran), default=None)
     return {
         "rows": len(items),

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from schedlang.passes.planner.price import (
+    axes_of,
+    by_run,
     causes,
     composition,
     even,
@@ -301,6 +303,31 @@ def test_memory_of_stages() -> None:
     assert plain.peaks[1] - again.peaks[1] == pytest.approx(less)
     assert plain.peaks[0] == again.peaks[0]
     assert again.seconds > plain.seconds
+
+
+@pytest.mark.parametrize("order", ["ZB-V", "V-Half"])
+def test_the_first_stage_hands_nothing_back(order: str) -> None:
+    """Its backward is one half: quicker than where both are waited for, and causes say the same."""
+    chain, times = GPT(Placement()), list[tuple[float, ...]]()
+    cuts = even(chain, 4, (1.0, 1.0, 1.0))
+    setting = Setting(chain.placement, 1, 2, 8, order, 2, 0, cuts)
+    for run in chain.runs:
+        times += [unit_times(run.unit, setting, A100)[:2]] * run.count
+    ends = np.cumsum((0, *setting.cuts))
+    f, b = (np.add.reduceat([t[at] for t in times], ends[:-1]) for at in (0, 1))
+    found = price(chain, setting, A100)
+    assert found.seconds == pytest.approx(sum(causes(chain, setting, A100).values()))
+    line = played(order, 2, 8, 2)
+    took = np.zeros((len(Kind), 4))
+    _, _, _, half = by_run(chain, axes_of(setting), A100)
+    made, _ = composition(chain, setting.cuts)
+    took[Kind.F], took[Kind.B], took[Kind.W] = f, b, made @ half.sum(1)
+    took[Kind.W, 0] = b[0]
+    took[Kind.I] = b - took[Kind.W]
+    sent = A100.collective("send", chain.runs[1].unit.handed, 2, 1)
+    true = float(timing(line, took[line.kind, line.stage], sent).makespan)
+    span = found.seconds - found.parts["optimizer"]
+    assert span == pytest.approx(true, rel=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "tp", "cp"), list(product((1, 2), (1, 2, 4), (1, 2)))[1:])

@@ -96,6 +96,7 @@ SETTINGS = [
     Setting(P(8, tp=2), dp=2, pp=2, micro=4, again=(2, 1)),
     Setting(P(8), dp=2, pp=2, micro=4, order="ZB-H1"),
     Setting(P(8), pp=2, micro=4, order="ZB-H1", again=(3, 0)),
+    Setting(P(8), pp=2, micro=8, order="V-Half", chunks=2, zero=0),
 ]
 SLICED = Setting(P(8, slices=2), dp=2, pp=2, micro=2, order="Seq1F1B")
 NEAR = [SETTINGS[2], SETTINGS[12], SLICED]  # what an ordinary run looks at
