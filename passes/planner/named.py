@@ -20,6 +20,7 @@ from schedlang.passes.partition.programme import PEAK, SLOWEST, Way
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import kept
+from schedlang.passes.planner.lying import stride
 from schedlang.passes.planner.menus import (
     Devices,
     Layer,
@@ -30,7 +31,6 @@ from schedlang.passes.planner.menus import (
     shared_out,
 )
 from schedlang.passes.planner.operators.unity import UNITY
-from schedlang.passes.planner.lying import stride
 from schedlang.passes.planner.price import RECIPE, alike, collective, price, unit_times
 from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled

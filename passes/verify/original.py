@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import pytree
 from schedlang.ir.copied import copied
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
@@ -198,6 +199,21 @@ def rows(batch: Batch) -> int:
     sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
+
+
+def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
+    """The batch with the first row of each part in the place of the part's others.
+
+    What parts add up, of a mask or of counts, then differs as far as single rows do.  What are no
+    tensors of rows stays.
+    """
+    count, first = rows(batch), torch.tensor([part[0] for part in parts for _ in part])
+
+    def taken(value: Any) -> Any:
+        mixed = isinstance(value, Tensor) and value.dim() and value.shape[0] == count
+        return value[first.to(value.device)] if mixed else value
+
+    return {name: pytree.tree_map(taken, value) for name, value in batch.items()}
 
 
 def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -33,7 +33,7 @@ from schedlang.passes.propagate.propagate import Traced
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
-from schedlang.passes.verify.original import Sequential, loss_of, rows
+from schedlang.passes.verify.original import Sequential, loss_of, parts_unlike, rows
 from schedlang.passes.verify.relaxed import check_sums, directions_of
 from schedlang.passes.verify.sides import (
     Case,
@@ -485,15 +485,18 @@ def _line_if_told(probe: Probe) -> str:
 
 
 def check_own_parts(case: Case) -> None:
-    """Refuse as `check_parts` where the model's own parameters alone show it.
+    """Refuse as `check_parts` where the model's own parameters alone show it, or unlike parts do.
 
     A hinge, or a clamp, is flat at some parameters; these are the ones that training begins with.
+    A loss over a mask's sum of its own splits well as long as all parts have equal sums.
     """
     if relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
         return
     own = wide_alone(replace(case, plan=unlimited(case.plan)))
-    if Probe(own, own.batches[0]).disagreement() is not None:
-        check_parts(own)
+    parts = [part.rows for part in Probe(own, own.batches[0]).parts]
+    for batch in (own.batches[0], parts_unlike(own.batches[0], parts)):
+        if Probe(own, batch).disagreement() is not None:
+            check_parts(replace(own, batches=(batch,)))
 
 
 def _of_the_model(probe: Probe, bad: Row) -> None:
@@ -573,7 +576,8 @@ def cheaply(
     apart = plan.shares * plan.micro > 1 and found.traced.lossless is None
     if not apart:
         return
-    if size * numbers > CHEAP or _on_meta(plan) or not _has_float64(plan):
+    devices = {tensor.device for tensor in plan.model.model.parameters()}
+    if size * numbers > CHEAP or _on_meta(plan) or not all(map(has_float64, devices)):
         _check_batch_norms(plan, found)
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
@@ -593,8 +597,3 @@ def cheaply(
 
 def _on_meta(plan: Plan) -> bool:
     return any(tensor.is_meta for tensor in plan.model.model.parameters())
-
-
-def _has_float64(plan: Plan) -> bool:
-    """Return whether the device where the model lies computes in float64."""
-    return all(has_float64(tensor.device) for tensor in plan.model.model.parameters())

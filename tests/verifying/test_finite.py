@@ -1,5 +1,6 @@
 """Tests of what the original itself lacks: a finite loss, finite gradients, any gradient."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ class Net(nn.Module):
             loss = (1e4 * out).pow(12).mean()
         if self.how == "masked":
             out = out.masked_fill(x[:, :1] > 0, NAN)
-        return {"loss": loss, "out": out}
+        return {"out": out} if self.how == "no loss" else {"loss": loss, "out": out}
 
 
 def batches(bad: int = -1, **other: Tensor) -> tuple[dict[str, Tensor], ...]:
@@ -109,18 +110,18 @@ def test_a_loss_that_training_makes_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "how, code, words",
     [
-        ("frozen", "no parameter of the original is trained"),
-        ("detached", "the original's loss has no gradient"),
-        ("of inputs", "no parameter that requires a gradient leads to it"),
+        ("frozen", "S710", "no parameter of the original is trained"),
+        ("detached", "S615", "the loss has no gradient"),
+        ("of inputs", "S615", "a backward from it reaches no parameter"),
     ],
 )
-def test_nothing_is_trained(how: str, words: str) -> None:
+def test_nothing_is_trained(how: str, code: str, words: str) -> None:
     """Nothing would be compared."""
     for rows in (DP, ALONE):
         said = refusal(Net(how), batches(), rows)
-        assert "S710" in said and words in said, said
+        assert code in said and words in said, said
 
 
 def test_a_program_is_built_all_the_same() -> None:
@@ -133,6 +134,27 @@ def test_a_program_is_built_all_the_same() -> None:
 
     first, second = Threads().run(trained, 2)
     assert first == second and first == first
+
+
+def test_parts_with_equal_sums_by_chance() -> None:
+    """A loss over a sum of its own is no mean of parts, also where these happen to add up alike."""
+    chance, alike = torch.tensor([1.0, 2, 3, 3, 2, 1]), torch.ones(6)
+    plan = planned(Net("no loss"), 'pipeline(order="GPipe", micro=2)')
+
+    def mean(output: Any, batch: Any) -> Tensor:
+        each = F.cross_entropy(output["out"], batch["y"], reduction="none")
+        return (each * batch["kept"]).sum() / batch["kept"].sum()
+
+    def refused(kept: Tensor) -> str:
+        try:
+            build(plan, batches(0, kept=kept)[0], loss=mean, check=partial(cheaply, loss=mean))
+        except Refusal as error:
+            return error.diagnostic.code
+        return ""
+
+    assert refused(chance) == "S703" and refused(alike) == ""
+    with pytest.raises(Refusal, match="S703"):
+        prove(Case(plan, batches(0, kept=chance)[:1], mean, dtype="none"), pool=Threads())
 
 
 def test_a_program_that_only_evaluates_is_built() -> None:
