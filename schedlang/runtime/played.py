@@ -133,7 +133,8 @@ class Played(Program):
 
             def on_op(event: Event) -> None:
                 self._mark(event.op)
-                told(event)
+                if told is not None:
+                    told(event)
 
             return plain(batches, scale, **options, on_op=on_op)
 

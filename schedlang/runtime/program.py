@@ -367,8 +367,8 @@ class Program:
                 scope = weighing(scale[op.microbatch], scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
-        early, versions = (a.early, self._versions) if train else (None, None)
-        region = a.region if train else None
+        early, versions, region = (a.early, self._versions, a.region) if train else (None,) * 3
+        told = a.sliced or any(one is not None for one in (early, versions, region))
 
         def on_op(event: Event) -> None:
             if versions is not None:
@@ -392,7 +392,7 @@ class Program:
                     scale,
                     train=train,
                     around=around,
-                    on_op=on_op,
+                    on_op=on_op if told else None,
                     keep_outputs=self.keep_output or not train,
                 )
         finally:

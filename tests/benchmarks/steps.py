@@ -4,8 +4,8 @@ A decoder of plain torch trains under schedules and under what torch's documenta
 for the same (`step_rows`).  Counted on rank 0, alike on both sides: Python functions entered in a
 step, collectives (and how many bytes the largest tensor of each has), and, of a model `--wider N`
 times as wide, bytes of tensors that live between steps and at the peak of one, on the rank that
-has most.  With `--pairs N`, the ratios of wall and CPU time of steps in turn, with their 95 %
-intervals.  `--profile ROW` prints where our step calls most.
+has most.  With `--pairs N`, the ratios of wall time of steps in turn, and of CPU time on the rank
+where it is largest, with their 95 % intervals.  `--profile ROW` prints where our step calls most.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ def fullest(found: Sequence[Measured]) -> list[Counts]:
 
 def shown(name: str, found: Sequence[Measured]) -> str:
     """A row of the table, of what each rank has measured."""
-    (ours, peer), ratios = fullest(found), found[0][1]
+    ours, peer = fullest(found)
+    every = [ratios for _, ratios in found if ratios is not None]
+    # all ranks take as long from barrier to barrier; of processors that is told which takes most
+    ratios = (every[0][0], max((one for _, one in every), key=lambda r: r.median)) if every else ()
     cells = [
         f"{getattr(ours, key):,} / {getattr(peer, key):,}"
         for key in ("calls", "collectives", "sent", "live", "peak")
@@ -193,7 +196,7 @@ def shown(name: str, found: Sequence[Measured]) -> str:
     return (
         f"{title:36}{cells[0]:>18}{calls:6.2f}"
         + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], (12, 24, 26, 26)))
-        + "".join(f"   {name} {one}" for name, one in zip(("wall", "CPU"), ratios or ()))
+        + "".join(f"   {name} {one}" for name, one in zip(("wall", "CPU"), ratios))
     )
 
 

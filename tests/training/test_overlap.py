@@ -86,7 +86,8 @@ def _late(plan: Any, batch: Any) -> dict[str, set[str]]:
         def told(*args: Any, on_op: Any, **more: Any) -> Any:
             def both(event: Any) -> None:
                 half.append(event.op.kind.name)
-                on_op(event)
+                if on_op is not None:
+                    on_op(event)
 
             return run(*args, on_op=both, **more)
 

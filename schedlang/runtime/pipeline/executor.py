@@ -22,7 +22,7 @@ from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
 from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
-from schedlang.runtime.pipeline.flight import Bag, Message, Work, work_of
+from schedlang.runtime.pipeline.flight import Bag, Message, Work, message, work_of
 from schedlang.runtime.pipeline.p2p import Layout, Mail, layout_of
 from schedlang.runtime.pipeline.parking import Groups, Parking
 from schedlang.runtime.pipeline.recomputed_forward import recompute
@@ -137,7 +137,7 @@ Handler = Callable[[Step, Op], None]
 def _send(step: Step, op: Op) -> None:
     """Send what an operation has made for another stage; sizes go before it the first time."""
     back = op.kind is Kind.SEND_B
-    name = Message(back, op.stage, op.peer, op.replica, op.microbatch, op.slice)
+    name = message(back, op.stage, op.peer, op)
     tensors = step.outbox.pop(name)
     to = step.pipe.rank_of(op.peer, op.replica)
     header = False if back else step.pipe.sizes.told(step.signatures[op.microbatch], name, tensors)
@@ -147,7 +147,7 @@ def _send(step: Step, op: Op) -> None:
 def _receive(step: Step, op: Op) -> None:
     """Post the receive of what another stage sends."""
     back = op.kind is Kind.RECV_B
-    name = Message(back, op.peer, op.stage, op.replica, op.microbatch, op.slice)
+    name = message(back, op.peer, op.stage, op)
     source, stage = step.pipe.rank_of(op.peer, op.replica), step.pipe.stages[op.stage]
     if back:
         work = work_of(op)
@@ -314,7 +314,7 @@ class Pipeline:
         *,
         train: bool = True,
         around: Callable[[Op], AbstractContextManager[Any]] = lambda op: nullcontext(),
-        on_op: Callable[[Event], None] = lambda event: None,
+        on_op: Callable[[Event], None] | None = None,
         keep_outputs: bool = False,
     ) -> dict[int, Result]:
         """One step: gradients are added to the parameters' `.grad`; parameters do not change.
@@ -327,7 +327,8 @@ class Pipeline:
         step = kind(self, microbatches, scale, train, keep_outputs)
         with torch.set_grad_enabled(train):
             for event in self._order(len(microbatches), train):
-                on_op(event)
+                if on_op is not None:
+                    on_op(event)
                 op = event.op
                 if op.kind is Kind.STEP:
                     continue  # whoever is told of operations updates the weights

@@ -209,6 +209,11 @@ class Message(NamedTuple):
     slice: int
 
 
+def message(back: bool, source: int, target: int, of: Work | Op) -> Message:
+    """Name what an operation, or some work, sends from one stage to another."""
+    return tuple.__new__(Message, (back, source, target, of.replica, of.microbatch, of.slice))
+
+
 class Carried(Protocol):
     """The values that slices of one microbatch pass on within a stage, beside the messages.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
 from schedlang.runtime.comm import world
 from schedlang.runtime.device import not_there, sent
@@ -27,21 +27,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
     """Dtype and shape of each tensor."""
-    return tuple((t.dtype, tuple(t.shape)) for t in tensors)
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _plainly(method: F) -> F:
-    """Outside all function modes: what is sent is no part of the model's arithmetic."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return method(*args, **kwargs)
-
-    return cast(F, run)
+    return tuple([(t.dtype, tuple(t.shape)) for t in tensors])
 
 
 @dataclass
@@ -62,7 +48,7 @@ class Mail:
     message is posted only after all earlier ones from the same rank. `down` carries what goes from
     a higher rank to a lower: NCCL runs the messages of a group and a pair of ranks one after the
     other, and one group for both directions could stop them for each other. What arrives is marked
-    as lying on `tier`.
+    as lying on `tier`.  Function modes see none of it: it is no part of the model's arithmetic.
     """
 
     def __init__(
@@ -79,6 +65,7 @@ class Mail:
         # whether the backend runs the messages of two ranks one after the other, and then also says
         # what has arrived: NCCL does, gloo does not
         self.queues = group is not None and world.here().queues(device)
+        self._sweeps = self.queues or not_there(device)  # a step without values is an accelerator's
         self._queues: dict[int, deque[_Expected]] = {}
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
@@ -102,23 +89,20 @@ class Mail:
             for source, target in ((low, high), (high, low)):
                 world.send_recv(word, source, target, self._lane(source, target))
 
-    @_plainly
     def send(
         self, to: int, key: Hashable, tensors: Sequence[torch.Tensor], *, header: bool
     ) -> None:
         """Start sending; the tensors are kept until `free(key)` or `finish()`."""
-        parts = [*tensors]
-        if header:
-            parts.insert(0, _header(layout_of(tensors), self.device))
-        if self.queues or not_there(self.device):  # a step without values is one on accelerators
+        if self._sweeps:
             self.sweep()
         kept = self._sent.setdefault(key, [])
         lane = self._lane(self.rank, to)
-        for part in map(_bytes, parts):
-            if part.numel():
-                kept.append((world.isend(part, to, lane), part))
+        with DisableTorchFunction():
+            first = [_header(layout_of(tensors), self.device)] if header else []
+            for part in map(_bytes, [*first, *tensors]):
+                if part.numel():
+                    kept.append((world.isend(part, to, lane), part))
 
-    @_plainly
     def post(
         self,
         source: int,
@@ -137,15 +121,15 @@ class Mail:
         queue.append(expected)
         self._drain(source, queue, None)
 
-    @_plainly
     def take(self, key: Hashable) -> list[torch.Tensor]:
         """The tensors of a message; waits for them. Each is fresh memory of its own."""
         source, expected = self._expected.pop(key)
         if expected.tensors is None:
             self._drain(source, self._queues[source], expected)
         assert expected.tensors is not None
-        for work in expected.works:
-            work.wait()
+        with DisableTorchFunction():  # what gloo brought for a device is copied there
+            for work in expected.works:
+                work.wait()
         return expected.tensors
 
     def free(self, key: Hashable) -> None:
@@ -166,21 +150,22 @@ class Mail:
         assert not self._expected, "messages were expected and not taken"
 
     def _drain(self, source: int, queue: deque[_Expected], until: _Expected | None) -> None:
+        lane = self._lane(source, self.rank)
         while queue:
             expected = queue[0]
             layout = expected.layout()
-            if layout is None:
-                if until is None:
-                    return  # its header would have to be waited for
-                layout = self._receive_header(source, expected.count)
-                expected.learn(layout)
-            expected.tensors = []
-            for dtype, shape in layout:
-                tensor = made_on(self.device, shape, dtype, self.tier)
-                expected.tensors.append(tensor)
-                if tensor.numel():
-                    lane = self._lane(source, self.rank)
-                    expected.works.append(world.irecv(_bytes(tensor), source, lane))
+            if layout is None and until is None:
+                return  # its header would have to be waited for
+            with DisableTorchFunction():
+                if layout is None:
+                    layout = self._receive_header(source, expected.count)
+                    expected.learn(layout)
+                expected.tensors = []
+                for dtype, shape in layout:
+                    tensor = made_on(self.device, shape, dtype, self.tier)
+                    expected.tensors.append(tensor)
+                    if tensor.numel():
+                        expected.works.append(world.irecv(_bytes(tensor), source, lane))
             queue.popleft()
             if expected is until:
                 until = None
@@ -208,5 +193,5 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     flat = tensor.detach().contiguous().reshape(-1)
     # a float64 mode refuses to look at bits; here nothing is computed from them
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return flat.view(torch.uint8)

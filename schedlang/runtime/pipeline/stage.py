@@ -563,12 +563,13 @@ def signature(batch: Mapping[str, Any]) -> Any:
 def _signature(tree: Any) -> Any:
     """Return the signature: plain nests by hand, many times faster than a flattening by pytree."""
     kind = type(tree)
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, Tensor):
         return (tree.shape, tree.dtype)
     if kind is tuple or kind is list:
-        return (kind, *map(_signature, tree))
+        # most are nests of tensors: these without a call for each
+        return (kind, *[(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in tree])
     if kind is dict:
-        return (kind, *((key, _signature(value)) for key, value in tree.items()))
+        return (kind, *tree, *_signature([*tree.values()]))
     if kind in SIMPLE:
         return (kind, tree)
     leaves, spec = pytree.tree_flatten(tree)

@@ -12,7 +12,15 @@ from schedlang.ir import pytree
 from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
 from schedlang.runtime.device import not_there
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
-from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address
+from schedlang.runtime.pipeline.flight import (
+    Bag,
+    Carried,
+    Flight,
+    Message,
+    Work,
+    address,
+    message,
+)
 from schedlang.runtime.pipeline.p2p import Layout, layout_of
 from schedlang.runtime.pipeline.recomputed_forward import Kept
 from schedlang.runtime.pipeline.split_backward import SplitBackward
@@ -188,7 +196,7 @@ class Step:
         total: dict[Token, torch.Tensor] = {}
         for target in stage.outgoing:
             values = self.collect(True, target, work.stage, work)
-            self.pipe.mail.free(_name(False, work.stage, target, work))
+            self.pipe.mail.free(message(False, work.stage, target, work))
             for token, value in zip(stage.awaited[target], values):
                 total[token] = total[token] + value if token in total else value
         self.layouts.pop(work, None)
@@ -222,7 +230,7 @@ class Step:
         self, back: bool, source: int, target: int, work: Work, values: list[torch.Tensor]
     ) -> None:
         """Hand values to another stage: at once if it is on this rank, else its row sends them."""
-        name = _name(back, source, target, work)
+        name = message(back, source, target, work)
         if self.pipe.home(target, work.replica) == self.pipe.place:
             self.here[name] = [value.detach() for value in values]
         else:
@@ -230,17 +238,13 @@ class Step:
 
     def collect(self, back: bool, source: int, target: int, work: Work) -> list[torch.Tensor]:
         """Return the values that another stage has sent."""
-        name = _name(back, source, target, work)
+        name = message(back, source, target, work)
         return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
 
     def gradient_layout(self, work: Work, target: int) -> Layout | None:
         """The layout of gradients is that of the values sent; unknown before the forward."""
         layouts = self.layouts.get(work)
         return None if layouts is None else layouts[target]
-
-
-def _name(back: bool, source: int, target: int, work: Work) -> Message:
-    return Message(back, source, target, work.replica, work.microbatch, work.slice)
 
 
 def _detached(output: Any, model: torch.nn.Module) -> Any:
