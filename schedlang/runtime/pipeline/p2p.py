@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,12 +66,15 @@ class Mail:
         # whether the backend runs the messages of two ranks one after the other, and then also says
         # what has arrived: NCCL does, gloo does not
         self.queues = group is not None and world.here().queues(device)
-        self._sweeps = self.queues or not_there(device)  # a step without values is an accelerator's
         self._queues: dict[int, deque[_Expected]] = {}
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         if self.queues:
             self._connect(pairs)
+
+    @cached_property
+    def _sweeps(self) -> bool:
+        return self.queues or not_there(self.device)  # a step without values is an accelerator's
 
     @property
     def tells(self) -> bool:
