@@ -201,19 +201,21 @@ def rows(batch: Batch) -> int:
     return max(set(sizes), key=sizes.count)
 
 
-def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch:
+def parts_unlike(batch: Batch, parts: Sequence[Sequence[int]]) -> Batch | None:
     """The batch with the first row of each part in the place of the part's others.
 
-    What parts add up, of a mask or of counts, then differs as far as single rows do.  What are no
-    tensors of rows stays.
+    What parts add up, of a mask or of counts, then differs as far as single rows do.  None of a
+    batch that is no plain dict of tensors: what its samples share, edges of graphs say, is unknown.
     """
+    if not pytree.flat(batch):
+        return None
     count, first = rows(batch), torch.tensor([part[0] for part in parts for _ in part])
 
     def taken(value: Any) -> Any:
         mixed = isinstance(value, Tensor) and value.dim() and value.shape[0] == count
         return value[first.to(value.device)] if mixed else value
 
-    return {name: pytree.tree_map(taken, value) for name, value in batch.items()}
+    return {name: taken(value) for name, value in batch.items()}
 
 
 def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -495,7 +495,7 @@ def check_own_parts(case: Case) -> None:
     own = wide_alone(replace(case, plan=unlimited(case.plan)))
     parts = [part.rows for part in Probe(own, own.batches[0]).parts]
     for batch in (own.batches[0], parts_unlike(own.batches[0], parts)):
-        if Probe(own, batch).disagreement() is not None:
+        if batch is not None and Probe(own, batch).disagreement() is not None:
             check_parts(replace(own, batches=(batch,)))
 
 
