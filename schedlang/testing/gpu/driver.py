@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,9 @@ def _said(code: int) -> str:
 def _ended(child: subprocess.Popen[bytes]) -> None:
     """End what is left of a child, and those that it has started in its session."""
     if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # all of it ended meanwhile
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
     child.wait()
 
 
