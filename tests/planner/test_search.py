@@ -122,14 +122,16 @@ def test_axes_are_found_in_the_best_of_all_orders(case, pinned):
     limits = Limits({"pp": tuple(range(2, 9)), "offload": ("none",), "zero": (0, 1)})
     limits = limits.limited("pin", "axes", pinned) if pinned else limits
     filler, some = Filler(job, limits), every(profiles, job, limits)
-    tried = (filler.filled(clock, way) for clock, way in in_all_orders(some) if kept_(limits, way))
+    tried = (
+        filler.filled(clock, way) for clock, way in in_all_orders(some) if admitted(limits, way)
+    )
     found = last(profiles, job, limits)
     fit = [one.least for one in tried if one.priced is not None]
     assert seconds(found) == pytest.approx(min(fit, default=np.inf), rel=1e-12)
     assert found.best is None or kept(limits, found.best.setting)
 
 
-def kept_(limits: Limits, way: Setting) -> bool:
+def admitted(limits: Limits, way: Setting) -> bool:
     return limits.admits("axes", "-".join(way.axes))
 
 
