@@ -10,10 +10,12 @@ import threading
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
@@ -159,7 +161,24 @@ def test_nothing_of_a_job_is_left_in_its_folder(pool: Pool) -> None:
     large = torch.arange(1 << 20)
     before = {path.name for path in pool._scratch.iterdir()}
     assert all(map(large.equal, pool.run(lambda: large, 2)))
-    assert {p.name for p in pool._scratch.iterdir()} <= before | {"rank0.log", "rank1.log"}
+    left = {path.name for path in pool._scratch.iterdir() if path.suffix != ".store"}
+    assert left <= before | {"rank0.log", "rank1.log"}
+
+
+def _store_of_the_job() -> str:
+    store: Any = c10d._get_default_store()
+    return store.underlying_store.path
+
+
+def test_a_rank_that_leaves_finds_the_folder_of_its_store(pool: Pool) -> None:
+    """The store opens its file once more as the rank leaves, after its result is here.
+
+    It tries for as long as a collective may take if the folder has gone: the next job would wait.
+    """
+    store = Path(pool.run(_store_of_the_job, 2)[0])
+    assert store.parent.is_dir() and store.parent == pool._scratch
+    pool.run(_sum_of_ranks, 2)  # both have left the job before
+    assert not store.exists()
 
 
 def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:

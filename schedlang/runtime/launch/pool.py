@@ -232,8 +232,11 @@ class Pool:
             job = Job(world, on_progress)
             self._jobs += 1
             folder = self._scratch / str(self._jobs)
+            # Not in the folder, which goes while ranks may still leave: a FileStore that is let
+            # go of opens its file once more, and waits for hours if the folder of it has gone.
+            store = folder.with_suffix(".store")
             setup: dict[str, Any] = {"path": sys.path, "files": self.files}
-            setup |= {"store": str(folder / "store"), "job": str(folder / "job")}
+            setup |= {"store": str(store), "job": str(folder / "job")}
             setup |= {"environ": dict(environ or {}), "threads": threads_each(world)}
             setup |= {"hooks": next_hook_number()}
             try:
@@ -248,6 +251,7 @@ class Pool:
                     self._watch(job, timeout, hang_after)
             except BaseException:
                 self._kill()
+                store.unlink(missing_ok=True)  # the last rank that leaves takes it away, else
                 raise
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
