@@ -222,7 +222,7 @@ def of(name: str) -> Any:
     ("model", "text", "world"),
     [
         (of("gpt2"), file("examples/gpt2/3d.sched"), 8),
-        (of("llama"), file("examples/llama/3d.sched", 1), 4),
+        (of("llama"), "examples/llama/3d.sched", 4),
         (of("llama"), "examples/llama/v_half.sched", 2),
         (of("mixtral"), "examples/mixtral/ep.sched", 4),
         (mistral, f"mesh(pp=2, tp=2)\n{SPLIT}", 4),
