@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Cast
+from schedlang.ir.annotations import Cast
 from schedlang.ir.features import Uniform, check_called
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan

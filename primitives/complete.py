@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from schedlang.ir.facets import Completion
+from schedlang.ir.annotations import Completion
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse, refuse_inside
 from schedlang.language.kinds import Axis

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Codec, Compression, Kept
+from schedlang.ir.annotations import Codec, Compression, Kept
 from schedlang.ir.features import check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan

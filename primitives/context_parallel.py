@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Context
+from schedlang.ir.annotations import Context
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
 from schedlang.language.kinds import Axes

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.ir.facets import Boundary
+from schedlang.ir.annotations import Boundary
 from schedlang.ir.placement import Layout, R
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Boundary
+from schedlang.ir.annotations import Boundary
 from schedlang.ir.placement import Layout, R, Replicate, S
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
 from schedlang.diagnostics.tables import size
-from schedlang.ir.facets import Stored
+from schedlang.ir.annotations import Stored
 from schedlang.ir.features import Recomputing, Uniform, check_called
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan

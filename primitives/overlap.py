@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Overlap
+from schedlang.ir.annotations import Overlap
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse, refuse_inside

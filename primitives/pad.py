@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Padded
+from schedlang.ir.annotations import Padded
 from schedlang.ir.features import Uniform
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.other_systems import ORDER_NAMES
 from schedlang.diagnostics.source import text_of
-from schedlang.ir.facets import Order
+from schedlang.ir.annotations import Order
 from schedlang.ir.features import Located, Resolved
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse, refuse_inside

@@ -6,7 +6,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.diagnostics.diagnostic import Label
-from schedlang.ir.facets import Cut
+from schedlang.ir.annotations import StageCut
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, refuse
@@ -120,7 +120,7 @@ class pipeline_split(Primitive):  # noqa: N801
         axis = str(self.over)
         names = tuple(site.fqn for site in sites)
         trunk = any(self._is_trunk(site, plan) for site in sites)
-        cut = Cut(
+        cut = StageCut(
             axis, () if trunk else names, names if trunk else (), self.balance, row=plan.next_row
         )
         return replace(plan, cuts=(*plan.cuts, cut))

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostics.diagnostic import Facts
-from schedlang.ir.facets import Boundary
+from schedlang.ir.annotations import Boundary
 from schedlang.ir.features import SplittingHeads, Uniform, check_called
 from schedlang.ir.placement import (
     EVEN,

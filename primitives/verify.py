@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
-from schedlang.ir.facets import Check
+from schedlang.ir.annotations import Check
 from schedlang.ir.features import Checking
 from schedlang.ir.primitive import refuse
 from schedlang.language.kinds import Many

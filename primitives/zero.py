@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from schedlang.ir.facets import Replicas
+from schedlang.ir.annotations import Replicas
 from schedlang.ir.features import Slicing
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import refuse, refuse_inside

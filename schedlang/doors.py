@@ -110,3 +110,40 @@ SIDE = (
         "a program that was written elsewhere on local ranks against the untouched original",
     ),
 )
+
+# what happens on that way to one row, `shard(col, over=tp)`: module, function, what it does
+ROW = (
+    (
+        "primitives.shard",
+        "shard.transform",
+        "annotates the plan: a `Layout` of each parameter, a `Boundary` of the module",
+    ),
+    (
+        "passes.propagate.propagate",
+        "propagate",
+        "finds on the meta device how tensors arrive at the module (`Traced.edges`), and whose"
+        " gradients will be parts of a sum (`Traced.partial`)",
+    ),
+    (
+        "passes.analyze.holdings",
+        "reductions",
+        "lists the sums of gradients: over parts, over ties, over replicas",
+    ),
+    ("passes.lower.build", "_local_copy", "copies the model with this rank's part of the weight"),
+    (
+        "passes.partition.staging",
+        "shard_modules",
+        "puts a layer around the module's forward (`runtime.sharding.leaf.Sharded`)",
+    ),
+    (
+        "runtime.sharding.shard",
+        "projection",
+        "runs in each step: enters, multiplies, leaves; entering sums the input's gradient in"
+        " backward (`collectives.enter`)",
+    ),
+    (
+        "runtime.grad_reduction.gradient",
+        "sum_gradients",
+        "sums gradients after the last backward; of ZeRO's slices `fully_shard` does",
+    ),
+)

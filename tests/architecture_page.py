@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from schedlang.doors import SIDE, WAY
+from schedlang.doors import ROW, SIDE, WAY
 from tests.figures import parsed, statements
 
 ROOT = Path(__file__).parent.parent
@@ -32,16 +32,16 @@ text --read, parse--> File --expand--> Plan --propagate--> layouts --stages_of--
 
 """
 ROOMS = """
-The language (text, names, plans) is read and tested without torch; what runs on ranks (`runtime`,
-`kernels`) knows nothing of schedules. A primitive is one file that no pass knows by name: what it
-makes of a plan are typed annotations (`ir/facets.py`), which know their row and are executed by
-their kind, in one order (`passes/lower/build.py`); what one feature alone asks of a row is a
-class that the primitive derives from (`ir/features.py`). `prepare` and `build` look once at what a
-plan has of each kind, and enter nothing that it has not: a row that shards a linear layer meets no
-cast, store, cut or order (`python -m tests.walk --list` names what it meets).
+The language (text, names, plans) is read and tested without torch. What runs on ranks (`runtime`,
+`kernels`) knows nothing of schedules. A primitive is one file, and no pass knows it by name: its
+`transform` adds layouts and annotations to the plan (`ir/annotations.py`), each with the number of
+its row. `passes/lower/build.py` executes them by kind, in one fixed order. Some features need more
+of a row, to rewrite a module or to recompute it: each has a class in `ir/features.py`, from which
+the primitive derives. A feature that a plan does not use costs it nothing
+(`python -m tests.walk --list` names the functions that a row meets).
 [How it works](how_it_works.md) follows two rows through the doors, and says how a forward is
-[recorded](how_it_works.md#a-forward-recorded) before there are ranks. The command
-`python -m schedlang.testing.gpu` stands beside them: it uses any of them, and none uses it.
+[recorded](how_it_works.md#a-forward-recorded) before there are ranks;
+[contributing](../CONTRIBUTING.md) shows how to add a primitive.
 
 ## Rooms
 
@@ -123,22 +123,32 @@ def doors() -> str:
     return text
 
 
+def row() -> str:
+    """The table of what happens to one row, in its order."""
+    lines = (f"| `{module}.{name}` | {about} |\n" for module, name, about in ROW)
+    return "\nOne row on this way, `shard(col, over=tp)`:\n\n| | |\n|---|---|\n" + "".join(lines)
+
+
 def rooms(within: str = "") -> str:
-    """A table of rooms, the top floor first."""
-    inside = floors(within)
+    """A table of rooms, the top floor first; inside a room, single files stand below it."""
+    inside, alone = floors(within), []
     text = "| floor | room | files | does |\n|---|---|---|---|\n"
     for number, floor in enumerate(inside):
         for part in sorted(floor):
             path = f"{within}/{part}" if within else part
+            if within and not (ROOT / "schedlang" / path).is_dir():
+                alone.append(f"`{part}` ({len(inside) - number - 1})")
+                continue
             row = (str(len(inside) - number - 1), f"`{part}`", str(len(files(path))), said(path))
             text += f"| {' | '.join(row)} |\n"
-    return text + "\n"
+    single = f"\nSingle files, with their floors: {', '.join(alone)}.\n" if alone else ""
+    return f"{text}{single}\n"
 
 
 def page() -> str:
     """The text of docs/architecture.md."""
     inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
-    return (HEAD + doors() + ROOMS + rooms() + inside).rstrip("\n") + "\n"
+    return (HEAD + doors() + row() + ROOMS + rooms() + inside).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
-from schedlang.ir.facets import Cast
+from schedlang.ir.annotations import Cast
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.passes.elaborate.rows import pattern, shape_of

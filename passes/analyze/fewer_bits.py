@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE
+from schedlang.ir.annotations import Kept
 from schedlang.ir.copied import copied
-from schedlang.ir.facets import Kept
 from schedlang.ir.features import Lowered, Recomputing
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Action, Plan

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.ir.facets import Replicas
+from schedlang.ir.annotations import Replicas
 from schedlang.ir.plan import Plan
 from schedlang.passes.partition.staging import Staged
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.facets import Stored
+from schedlang.ir.annotations import Stored
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan, at_its_row
 from schedlang.passes.partition.staging import UNCALLED, on_peers

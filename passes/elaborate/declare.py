@@ -25,7 +25,7 @@ from schedlang.diagnostics.diagnostic import (
     unknown,
 )
 from schedlang.diagnostics.source import Span
-from schedlang.ir.facets import BOUNDS, Expectation
+from schedlang.ir.annotations import BOUNDS, Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.primitive import find
 from schedlang.language import nodes as n
@@ -38,7 +38,7 @@ from schedlang.passes.elaborate import bases
 from schedlang.passes.elaborate.state import Definition, Settings, State, no_primitive, start
 
 if TYPE_CHECKING:
-    from schedlang.ir.facets import Expectation
+    from schedlang.ir.annotations import Expectation
 
 
 TYPES: Mapping[str, Any] = {
@@ -433,7 +433,7 @@ def expectation(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """
-    from schedlang.ir.facets import Expectation
+    from schedlang.ir.annotations import Expectation
 
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "`expect` must compare a measure with a bound")

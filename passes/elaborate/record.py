@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import NOWHERE, Source, Span, text_of
-from schedlang.ir.facets import Expectation
+from schedlang.ir.annotations import Expectation
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Primitive, load_all, registry

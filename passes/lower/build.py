@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.facets import Kept, Stored
+from schedlang.ir.annotations import Kept, Stored
 from schedlang.ir.features import Copy, Lowered
 from schedlang.ir.model import Adapting
 from schedlang.ir.plan import Plan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
-from schedlang.ir.facets import Cut
+from schedlang.ir.annotations import StageCut
 from schedlang.ir.memory import MOMENTS
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
@@ -142,7 +142,7 @@ def _quoted(name: str) -> str:
     return f"`{name}`"
 
 
-def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
+def elements(plan: Plan, cut: StageCut) -> tuple[str, ...]:
     """Return the modules in the lists of a cut, before a forward has shown what is called how
     often."""
     unrolled = dict(plan.unrolled)

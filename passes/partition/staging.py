@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.facets import Stored
+from schedlang.ir.annotations import Stored
 from schedlang.ir.features import Recomputing
 from schedlang.ir.plan import Plan, at_its_row
 from schedlang.ir.primitive import Facet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.facets import Cast
+from schedlang.ir.annotations import Cast
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 

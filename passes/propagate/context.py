@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import OwnError, Refusal
-from schedlang.ir.facets import Context
+from schedlang.ir.annotations import Context
 from schedlang.ir.plan import Action, Plan, at_its_row
 from schedlang.ir.primitive import Facet
 from schedlang.passes.propagate.dryrun import Loss

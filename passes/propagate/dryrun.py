@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.ir.facets import Boundary
+from schedlang.ir.annotations import Boundary
 from schedlang.ir.mesh import neighbours
 from schedlang.ir.model import inside
 from schedlang.ir.placement import EVEN, P, R, S, Split, Uneven

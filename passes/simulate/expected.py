@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.diagnostics.tables import PLAIN, size
-from schedlang.ir.facets import Expectation
+from schedlang.ir.annotations import Expectation
 from schedlang.ir.memory import heaviest
 from schedlang.ir.mesh import offered
 from schedlang.ir.plan import Plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from schedlang.ir.facets import Order
+from schedlang.ir.annotations import Order
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.holdings import slicing
 from schedlang.passes.analyze.prepare import Prepared

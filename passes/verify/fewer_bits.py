@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from schedlang.ir.facets import Kept
+from schedlang.ir.annotations import Kept
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves
 from schedlang.passes.analyze.fewer_bits import numbers

@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.nn.utils.stateless import _reparametrize_module
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.ir.facets import Cast, Codec
+from schedlang.ir.annotations import Cast, Codec
 from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves, tree_map
 from schedlang.passes.analyze.holdings import compressed_over

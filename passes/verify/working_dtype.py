@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.ir.annotations import Cast
 from schedlang.ir.copied import copied
-from schedlang.ir.facets import Cast
 from schedlang.passes.analyze.cast_trial import Failure, refuse_failing, tried
 from schedlang.passes.propagate.casts import lowest
 from schedlang.passes.verify.asked import Curve, asked

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE, Span
-from schedlang.ir.facets import (
+from schedlang.ir.annotations import (
     Annotation,
     Boundary,
     Cast,
@@ -18,13 +18,13 @@ from schedlang.ir.facets import (
     Completion,
     Compression,
     Context,
-    Cut,
     Expectation,
     Kept,
     Order,
     Overlap,
     Padded,
     Replicas,
+    StageCut,
     Stored,
 )
 from schedlang.ir.features import Grouping, Recomputing
@@ -124,7 +124,7 @@ class Plan:
     spread: frozenset[str] = frozenset()
     completing: tuple[Completion, ...] = ()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[StageCut, ...] = ()
     order: Order | None = None
     late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
     overlaps: tuple[Overlap, ...] = ()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic
-from schedlang.ir.facets import Boundary
+from schedlang.ir.annotations import Boundary
 from schedlang.ir.model import Adapting
 from schedlang.ir.placement import Layout
 from schedlang.runtime.batch import Batch, Part, Shares

@@ -3,11 +3,13 @@
 import inspect
 import subprocess
 import sys
+from importlib import import_module
+from operator import attrgetter
 
 import pytest
 
-from schedlang.doors import SIDE, WAY, Door
-from tests.architecture_page import PAGE, doors
+from schedlang.doors import ROW, SIDE, WAY, Door
+from tests.architecture_page import PAGE, doors, row
 from tests.walk import files, walked
 
 # functions that are called on the way up to a door, and the files that they stand in
@@ -23,8 +25,10 @@ def test_a_door_is_what_its_line_says(door: Door) -> None:
 
 
 def test_the_page_shows_every_door() -> None:
-    """docs/architecture.md draws the doors from that list."""
-    assert doors() in PAGE.read_text()
+    """docs/architecture.md draws the doors from that list, and what happens to one row."""
+    assert doors() + row() in PAGE.read_text()
+    for module, name, _ in ROW:
+        assert callable(attrgetter(name)(import_module(f"schedlang.{module}")))
 
 
 def test_importing_the_list_opens_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.ir import facets
+from schedlang.ir import annotations
 from schedlang.ir.plan import Plan
 from schedlang.passes.static_checks.static import static
 from schedlang.pipeline.schedules import ORDERS
@@ -29,7 +29,9 @@ def plan_of(patch: pytest.MonkeyPatch, homes: Homes, more: str = "", mesh: str =
     stages = len(homes[0])
     edges = [(s, s + 1) for s in range(stages - 1)]
     patch.setattr(
-        facets, "_timeline", lambda order, _: drawn(random.Random(3), homes, order.micro, edges)
+        annotations,
+        "_timeline",
+        lambda order, _: drawn(random.Random(3), homes, order.micro, edges),
     )
     chunks = stages // (max(homes[0]) + 1)
     rows = (

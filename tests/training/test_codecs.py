@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.ir.facets import Codec
+from schedlang.ir.annotations import Codec
 from schedlang.runtime.grad_reduction.compressed import (
     decoded,
     encoded,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from schedlang.ir.facets import Codec
+from schedlang.ir.annotations import Codec
 from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
 from schedlang.runtime.device import sent
 from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient

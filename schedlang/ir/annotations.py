@@ -47,7 +47,7 @@ class Boundary(Annotation):
 
 
 @dataclass(frozen=True)
-class Cut(Annotation):
+class StageCut(Annotation):
     """Cuts of the trunk for one pipeline axis.
 
     `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
