@@ -270,14 +270,15 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
 
 
 def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
-    """Let modules of a local model on meta keep less where rows ask for it: recomputed, or coded.
+    """Let modules of a local model on meta keep less where rows ask for it, recomputed or coded,
+    and send in another order.
 
     What is moved elsewhere and comes back as it was is kept all the same.
     """
     at = Skeleton(plan, model, prepared.chains, prepared.bits)
     for action, row in plan.rows_with(Lowered):
         coded = action.changes(Facet.RESIDENCE) and bool(row.gives_up)
-        if action.changes(Facet.RECOMPUTE) or coded:
+        if action.changes(Facet.RECOMPUTE, Facet.ORDER) or coded:
             for target in plan.targets(action):
                 row.lower(target, at)
     for one in plan.kept:

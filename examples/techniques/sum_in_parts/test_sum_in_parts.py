@@ -13,6 +13,7 @@ import schedlang
 from schedlang.cli import app
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.placement import P, R, S
+from schedlang.passes.simulate.account import account
 from schedlang.runtime.comm.collectives import Group
 from schedlang.runtime.sharding.shard import Edge
 
@@ -23,6 +24,14 @@ def test_it_equals_the_model() -> None:
     """Outputs, loss, gradients and three steps on four ranks, in float64."""
     done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
     assert done.exit_code == 0, done.output
+
+
+def test_a_plan_tells_of_the_parts() -> None:
+    """Ten tokens of six numbers are sent as four, four and two."""
+    file = load_model_file(None, SCHEDULE)
+    costs = account(schedlang.load(SCHEDULE, file.model()).plan(), file.batch(0))
+    sent = [(c.count, c.bytes) for c in costs.collectives if c.fqn == "blocks.0.down"]
+    assert sent == [(2, 4 * 6 * 4), (1, 2 * 6 * 4)]
 
 
 @pytest.mark.parametrize("tokens", [5, 1, 0])
