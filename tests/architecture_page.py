@@ -1,16 +1,14 @@
-"""docs/architecture.md, drawn from the imports: `python -m tests.architecture_page` writes it."""
+"""docs/architecture.md, drawn from the files: `python -m tests.architecture_page` writes it."""
 
 from __future__ import annotations
 
 import ast
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 from schedlang.doors import ROW, SIDE, WAY
-from tests.figures import parsed, statements
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -87,31 +85,6 @@ def said(room: str) -> str:
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     first = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
     return first.removeprefix(f"{room}: ").removesuffix(".").replace("|", "\\|")
-
-
-def imported(tree: ast.AST, within: str = "schedlang") -> Iterator[str]:
-    """What a file imports of a package; what only the type checker reads is left out."""
-    for node in statements(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        if isinstance(node, ast.ImportFrom) and module == within:
-            yield from (name.name for name in node.names)
-        elif module.startswith(f"{within}."):
-            yield module.removeprefix(f"{within}.").split(".")[0]
-        else:
-            yield from imported(node, within)
-
-
-@cache
-def uses() -> Mapping[str, frozenset[str]]:
-    """The other rooms that each room's files import."""
-    rooms = {room for floor in floors() for room in floor}
-    found = {}
-    for room in rooms:
-        named = {name for file in files(room) for name in imported(parsed(file.resolve()))}
-        found[room] = frozenset(named & rooms - {room})
-    return found
 
 
 def doors() -> str:

@@ -1,4 +1,4 @@
-"""except_last equals its model on four ranks, and runs again all microbatches but one."""
+"""except_last equals its model on two ranks, and runs again all microbatches but one."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ SCHEDULE = Path(__file__).parent / "except_last.sched"
 
 
 def test_it_equals_the_model() -> None:
-    """Outputs, loss, gradients and three steps in two stages twice, with dropout, in float64."""
+    """Outputs, loss, gradients and three steps in two stages, with dropout, in float64."""
     done = CliRunner().invoke(app, ["verify", str(SCHEDULE)])
     assert done.exit_code == 0, done.output
 
