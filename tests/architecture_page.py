@@ -48,6 +48,23 @@ their own. import-linter holds the code to them, and `python -m tests.architectu
 tables from the files.
 
 """
+TWICE = """## One idea in two places
+
+Probes of kernels share `kernels/probe.py`, those of split sequences
+`sequence_pipelining/trial.py`; what autograd saves has one slot (`storage/saved.py`); every
+time of a step is played by `pipeline/timeline/simulation.py`. Two engines stand for one idea
+where each sees what the other cannot:
+
+* A forward without values: operators and storages are seen below autograd (`tracing/record.py`),
+  dims by name in calls of torch above it (`propagation/trace.py`); `initial/recorded.py` records
+  how a model is made.
+* Which tensors differ by rank: `adjoint.py` proves what `propagation/follow.py` found, and shares
+  no rule with it.
+* What is sent: modules say whose a collective is (`comm/collectives.py`); `comm/tap.py` plays one
+  rank without the others; `launch/recorded_calls.py` watches ranks of a job that may be stuck.
+* A norm: by hand (`kernels/norm.py`), generated (`rowwise_kernels`), compiled (`fusion`): nobody
+  has measured yet on a GPU which is quicker. `sharding/norms.py` has norms of parts of rows.
+"""
 
 
 @cache
@@ -121,7 +138,7 @@ def rooms(within: str = "") -> str:
 def page() -> str:
     """The text of docs/architecture.md."""
     inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
-    return (HEAD + doors() + row() + ROOMS + rooms() + inside).rstrip("\n") + "\n"
+    return (HEAD + doors() + row() + ROOMS + rooms() + inside + TWICE).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":
