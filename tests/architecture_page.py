@@ -58,8 +58,8 @@ where each sees what the other cannot:
 * A forward without values: operators and storages are seen below autograd (`tracing/record.py`),
   dims by name in calls of torch above it (`propagation/trace.py`); `initial/recorded.py` records
   how a model is made.
-* Which tensors differ by rank: `adjoint.py` proves what `propagation/follow.py` found, and shares
-  no rule with it.
+* Which tensors differ by rank: `adjoint.py` proves what `propagation/follow.py` found, and knows
+  none of its layouts.
 * What is sent: modules say whose a collective is (`comm/collectives.py`); `comm/tap.py` plays one
   rank without the others; `launch/recorded_calls.py` watches ranks of a job that may be stuck.
 * A norm: by hand (`kernels/norm.py`), generated (`rowwise_kernels`), compiled (`fusion`): nobody

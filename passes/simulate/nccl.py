@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 # -- ranks and fabric ------------------------------------------------------------------------------
 
@@ -53,8 +52,8 @@ class Ranks:
     each: int = 1
 
 
-PROTOCOLS: Final = ("low", "low128", "simple")
-# seconds: of each protocol before anything moves, and of each step within and between nodes
+# seconds of each protocol (low, low128, simple): before anything moves, and of each step within
+# and between nodes
 BASE = {"tree": (6.8e-6, 14e-6, 8.4e-6), "ring": (6.6e-6, 14e-6, 8.4e-6)}
 WITHIN = {"tree": (0.6e-6, 1.25e-6, 4e-6), "ring": (0.6e-6, 1.9e-6, 3.4e-6)}
 BETWEEN = {"tree": (5e-6, 8.5e-6, 14e-6), "ring": (2.7e-6, 4e-6, 14e-6)}

@@ -33,7 +33,7 @@ from schedlang.runtime.checkpointing.holding import assembled
 from schedlang.runtime.checkpointing.index import DTYPE_NAMES
 from schedlang.runtime.checkpointing.steps import resolved
 from schedlang.runtime.comm import world
-from schedlang.runtime.initial.stored import KINDS, Box, Stored, read_box
+from schedlang.runtime.initial.stored import KINDS, Box, Stored, cut, read_box
 from schedlang.runtime.storage.folder import replace_folder, together
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -273,11 +273,6 @@ class Coming:
                 wrong = wrong or _unwritten(target, f"{said} trained separately", help_)
         if wrong is not None:
             raise Refusal(wrong)
-
-
-def cut(value: Tensor, box: Box) -> Tensor:
-    """The elements of a box."""
-    return value[tuple(slice(low, high) for low, high in box)] if box else value
 
 
 # -- what each file is to hold ---------------------------------------------------------------------

@@ -177,7 +177,7 @@ def _whole(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> T
         return value.part(everything(value.shape)) if isinstance(value, Stored) else value
 
     found = func(*pytree.tree_map(read, args), **pytree.tree_map(read, kwargs))
-    return _cut(found if number is None else found[number], box)
+    return cut(found if number is None else found[number], box)
 
 
 def everything(shape: Sequence[int]) -> Box:
@@ -185,7 +185,8 @@ def everything(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def _cut(value: Tensor, box: Box) -> Tensor:
+def cut(value: Tensor, box: Box) -> Tensor:
+    """The elements of a box."""
     return value[tuple(slice(low, high) for low, high in box)] if box else value
 
 
@@ -284,7 +285,7 @@ def _stacked(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
 
 
 def _read(one: Tensor, box: Box) -> Tensor:
-    return one.part(box) if isinstance(one, Stored) else _cut(one, box)
+    return one.part(box) if isinstance(one, Stored) else cut(one, box)
 
 
 def _size(box: Box) -> list[int]:
@@ -313,8 +314,8 @@ def _viewed(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | 
             kept.append((low * row - first * step, high * row - first * step))
             shape += [high - low, *outer[1:]] if outer else []
             rest += [(0, high - low), *spans[1:]] if outer else []
-        value = _cut(source.part(tuple(wanted)).reshape(flat), tuple(kept))
-        return _cut(value.reshape(shape), tuple(rest))
+        value = cut(source.part(tuple(wanted)).reshape(flat), tuple(kept))
+        return cut(value.reshape(shape), tuple(rest))
 
     return read
 
