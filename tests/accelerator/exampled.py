@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from schedlang.runtime.fusion import fuse
 from schedlang.testing.accelerator import current, spawn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TECHNIQUES = sorted(EXAMPLES.glob("techniques/*/*.sched"))
 STEPS = 3
 
 
@@ -38,6 +40,12 @@ class Example:
     def __str__(self) -> str:
         knobs = "".join(f", {name}={value}" for name, value in self.knobs.items())
         return f"{self.file} on {self.ranks}{knobs}"
+
+
+def ranks(path: Path) -> int:
+    """The ranks of a mesh that is written with its sizes."""
+    mesh = path.read_text().partition("mesh(")[2].partition(")")[0]
+    return math.prod(int(axis.partition("=")[2]) for axis in mesh.split(","))
 
 
 # ranks, and knobs that differ from their defaults
@@ -64,8 +72,7 @@ SETTINGS: Mapping[str, Sequence[tuple[int, dict[str, int]]]] = {
     "unet/pipeline.sched": [(2, {"pp": 2}), (4, {})],
     "vit/pipeline.sched": [(2, {})],
     "custom/2d.sched": [(6, {})],
-    "techniques/merge_products/merge_products.sched": [(2, {})],
-    "techniques/tile/tile.sched": [(2, {})],
+    **{str(path.relative_to(EXAMPLES)): [(ranks(path), {})] for path in TECHNIQUES},
 }
 RUN = tuple(Example(file, ranks, knobs) for file, some in SETTINGS.items() for ranks, knobs in some)
 
