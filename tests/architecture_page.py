@@ -20,12 +20,14 @@ read that. `schedlang/doors.py` is the list: open it first.
 <!-- not played: a picture -->
 
 ```
-text --read, parse--> File --expand--> Plan --propagate--> layouts --stages_of--> stages, timeline
-                                         |                     (prepare: both, and what follows)
-                                         |                                  |
-                          account, rehearse, static              build, on each rank
-                    (costs, memory, proofs: no ranks)                       |
-                                                            Program --prove--> Report
+path --read--> Source --parse--> File --expand--> Plan --propagate--> Traced --stages_of--> Staged
+                                                   |                  layouts        stages, timeline
+                                                   |
+                                                   |--prepare (both, and what follows)--> Prepared
+                                                   |                                          |
+                                       account, rehearse, static                   build, on each rank
+                                   (costs, memory, proofs: no ranks)                          |
+                                                                            Program --prove--> Report
 ```
 
 """
