@@ -60,8 +60,8 @@ WAY = (
         "passes.analyze.prepare",
         ("plan", "sample", "loss"),
         "Prepared",
-        "calls `propagate` and `stages_of`, and finds what else is known before there are ranks: who"
-        " holds what, which gradients are partial, which rows do not go together",
+        "calls `propagate` and `stages_of`, and finds what else is known before there are ranks:"
+        " who holds what, which gradients are partial, which rows do not go together",
     ),
     Door(
         "build",

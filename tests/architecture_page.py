@@ -21,13 +21,13 @@ read that. `schedlang/doors.py` is the list: open it first.
 
 ```
 path --read--> Source --parse--> File --expand--> Plan --propagate--> Traced --stages_of--> Staged
-                                                   |                  layouts        stages, timeline
+                                                   |                layouts       stages, timeline
                                                    |
-                                                   |--prepare (both, and what follows)--> Prepared
-                                                   |                                          |
-                                       account, rehearse, static                   build, on each rank
-                                   (costs, memory, proofs: no ranks)                          |
-                                                                            Program --prove--> Report
+                                                   |-prepare (both, and what follows)-> Prepared
+                                                   |                                       |
+                                       account, rehearse, static                 build, on each rank
+                                    (costs, memory, proofs: no ranks)                      |
+                                                                          Program --prove--> Report
 ```
 
 """
