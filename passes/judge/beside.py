@@ -149,9 +149,9 @@ def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
     """Whether ranks drop wherever the original does."""
     lost = kept.met.lost(drops)
     for site in drops.sites:
-        if site in drops.off:
+        note = "no rank drops there" if site in lost else kept.met.unlike.get(site, "")
+        if site in drops.off and not note:
             continue
-        note = "no rank drops there in training" if site in lost else ""
         yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)
 
 

@@ -106,8 +106,11 @@ def kinds(
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
     lines += list(_of_loaded(wrong))
-    lost = [row.name for row in wrong if row.kind == DROPOUT]
-    lines += [(DROPOUT, f"{quoted(lost, MOST_NAMES)}: no rank drops there")] * bool(lost)
+    lost: dict[str, list[str]] = {}
+    for row in wrong:
+        if row.kind == DROPOUT:
+            lost.setdefault(row.note, []).append(row.name)
+    lines += [(DROPOUT, f"{quoted(names, MOST_NAMES)}: {note}") for note, names in lost.items()]
     lines += list(_conditions(wrong, report))
     return tuple(lines[:MOST_GROUPS])
 

@@ -168,6 +168,8 @@ class Finding(Noting):
 
     found  by the rank's module, in the order of its calls; None: not a part of anything
     asked  tells the original's module of a name here, and places that the user tells
+    drawn  what torch's generator was at each call, by the original's module and call and the place
+    again  modules that are computed again while the generator is as in no call before
     """
 
     def __init__(self, drops: Sequence[Drop]) -> None:
@@ -175,12 +177,23 @@ class Finding(Noting):
         self.known = drops
         self.asked: Asked | None = None
         self.found: dict[str, list[Place | None]] = defaultdict(list)
+        self.drawn: dict[tuple[str, int, bytes], bytes] = {}
+        self.again: set[str] = set()
+        self._states: dict[str, set[bytes]] = defaultdict(set)
 
     def heard(self, kind: str, tensors: list[Tensor]) -> None:
         """Look a dropout up; what is computed again was looked up before."""
-        site = scope.site()
-        if not computed_again():
-            self.found[site].append(self._place(site, scope.next_call(site), kind, tensors))
+        site, state = scope.site(), _next_state()
+        if computed_again():
+            self.again |= {site} - {site for _ in self._states[site] & {state}}
+            return
+        self._states[site].add(state)
+        place = self._place(site, scope.next_call(site), kind, tensors)
+        self.found[site].append(place)
+        if place is not None and not any(isinstance(one, DTensor) for one in tensors):
+            drop, call, there = place
+            assert there is not None
+            self.drawn[drop, call, _digest(there)] = state
 
     def _place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
         assert self.asked is not None
@@ -200,6 +213,20 @@ class Finding(Noting):
                 drop, places = same[0]
                 return drop.site, drop.call, places
         return None
+
+
+def _next_state() -> bytes:
+    """What torch's generator is, which a dropout of the program's own would now leave as another."""
+    state = _digest(torch.default_generator.get_state())
+    torch.rand(())
+    return state
+
+
+def _digest(*tensors: Tensor) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for one in tensors:
+        found.update(one.detach().contiguous().numpy().tobytes())
+    return found.digest()
 
 
 class Dropping(OfModules):
@@ -282,10 +309,7 @@ class Placed(Dropping):
         """See Dropping; what is computed again is dropped as before, and known by its numbers."""
         site = scope.site()
         own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        digest = hashlib.blake2b(digest_size=16)
-        for one in own:
-            digest.update(one.detach().contiguous().double().numpy().tobytes())
-        before = self._before[site, digest.digest()]
+        before = self._before[site, _digest(*(one.detach().double() for one in own))]
         if computed_again():
             found = before[0] if len(before) == 1 else ("", 0, None)
         else:
@@ -358,11 +382,13 @@ class Met:
 
     unknown  by the rank's module that of the original, "?" where its name does not tell it
     others   modules of ranks that draw random numbers otherwise
+    unlike   the original's modules whose masks would differ where they must not, and how
     """
 
     sites: frozenset[str] = frozenset()
     unknown: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    unlike: Mapping[str, str] = field(default_factory=dict)
 
     def off(self, drops: Drops) -> frozenset[str]:
         """The original's modules that are not to drop, for all of their places must be known."""

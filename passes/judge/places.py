@@ -16,6 +16,7 @@ FAR = 16.0  # roundings by which a part may differ from where it lies, in the me
 APART = 4.0  # how much further off, at least, any other window is
 ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
 MOST_WINDOWS = 256  # that are tried
+MOST_SLICES = 256  # of a part that are compared with all of a whole
 
 
 class Whole:
@@ -42,7 +43,21 @@ class Whole:
         for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
             if self._fits(part, some):
                 fits.append(list(some))
-        return fits[0] if len(fits) == 1 else None
+        return fits[0] if len(fits) == 1 else None if fits else self._by_slices(part)
+
+    def _by_slices(self, part: Tensor) -> list[Tensor] | None:
+        """The indices of a part that is cut in one dim alone, in any order: by whole slices."""
+        shape = self.values.shape
+        cut = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
+        if len(cut) != 1 or not part.numel() or part.shape[cut[0]] > MOST_SLICES:
+            return None
+        ours, theirs = (t.movedim(cut[0], 0).flatten(1) for t in (part, self.values))
+        near = [((theirs - one).abs().amax(1) <= self.close).nonzero() for one in ours.detach()]
+        if any(len(there) != 1 for there in near):
+            return None
+        found = [torch.arange(size) for size in shape]
+        found[cut[0]] = torch.cat(near).reshape(-1)
+        return found
 
     def _fits(self, part: Tensor, index: Sequence[Tensor]) -> bool:
         there = self.values[torch.meshgrid(*index, indexing="ij")] if index else self.values

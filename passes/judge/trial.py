@@ -79,6 +79,9 @@ class Given:
         found: dict[int, Places] = {}
         judged: Judged | None = None
         others: set[str] = set()
+        drawn: dict[tuple[str, int, bytes], bytes] = {}
+        again: set[str] = set()
+        before = torch.get_rng_state()
         for condition, step, batch in _steps(self.told):
             number = self.drops.number(condition, step)
             if number in found:
@@ -90,6 +93,9 @@ class Given:
                 judged.derive(batch)
             found[number] = finding.found
             others |= {site for site, _ in finding.others}
+            drawn = drawn or finding.drawn
+            again |= {judged.original_module(site) or site for site in finding.again}
+        torch.set_rng_state(before)  # what a program draws when it is made is what it was
         assert judged is not None
         met, unknown = set(), {}
         for every in found.values():
@@ -97,10 +103,29 @@ class Given:
                 met |= {place[0] for place in places if place is not None}
                 if None in places:
                     unknown[site] = judged.original_module(site) or "?"
-        sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
+        all_of_them = comm.all_gather_object((met, unknown, others, drawn, again))
+        sites, each, more, states, changed = zip(*all_of_them)
         joined = {site: meant for one in each for site, meant in one.items()}
-        kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
+        unlike = {**dict.fromkeys(set().union(*changed), AGAIN), **_apart(states)}
+        kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more), unlike)
         return found
+
+
+AGAIN = "it is computed again with another state of the generator: another mask"
+
+
+def _apart(states: Sequence[Mapping[tuple[str, int, bytes], bytes]]) -> dict[str, str]:
+    """The original's modules of which ranks drop the same places by generators in other states."""
+    ranks: dict[tuple[str, int, bytes], dict[bytes, int]] = {}
+    for rank, drawn in enumerate(states):
+        for key, state in drawn.items():
+            ranks.setdefault(key, {}).setdefault(state, rank)
+    said = "ranks {} have the same of it, and draw from generators in other states: other masks"
+    return {
+        key[0]: said.format(", ".join(map(str, first.values())))
+        for key, first in ranks.items()
+        if len(first) > 1
+    }
 
 
 def _steps(told: Sequence[Condition]) -> Iterator[tuple[Condition, int, Batch]]:
