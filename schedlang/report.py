@@ -248,9 +248,11 @@ class Report:
         first = self.first
         if first is None:
             return ()
+        size = f"   error {first.error:.1e}" * math.isfinite(first.error)
+        note = "" if any(first.note in text for _, text in self.localised) else first.note
         told = (
-            ("first difference", f"{first.place}   error {first.error:.1e}"),
-            ("what", first.note),
+            ("first difference", f"{first.place}{size}"),
+            ("what", note),
             ("pattern", self.diagnosis),
             *self.localised,
             *(("to blame", row) for row in self.blamed),

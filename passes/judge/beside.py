@@ -136,6 +136,7 @@ def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
         want = p.detach()
         if lost or value is None:
             note = f"{lost} of its {p.numel()} elements are on no rank"
+            note = "on no rank" if lost in (0, p.numel()) else note
             yield Row("", INITIAL, name, math.inf, 0.0, False, None, note, tuple(p.shape))
             continue
         error = float((value - want).norm() / want.norm()) if p.numel() else 0.0

@@ -18,13 +18,13 @@ from torch import Tensor
 from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.kinds import (
     MOST_GROUPS,
-    MOST_NAMES,
     Located,
     counted,
     mean_of,
     other_start,
 )
 from schedlang.passes.judge.parts import Cut, Parts
+from schedlang.passes.judge.steps import MOST_NAMES
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.localize.diagnose import numbers
 from schedlang.passes.verify.conditioning import IN_DTYPE, Bounds, Run

@@ -34,6 +34,7 @@ from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.judge import waits
 from schedlang.passes.judge.beside import (
     alike,
     as_trained,
@@ -158,6 +159,7 @@ class _Judging:
             (
                 *initial(trial.case.plan.model.model, kept),
                 *dropped(trial.drops, kept),
+                *waits.rows(kept.unwaited),
                 *found.rows,
                 *saved(trial.case, found.actual, kept, told),
                 *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
@@ -208,7 +210,7 @@ class _Judging:
         left += of_saved(kept)
         for name in sorted(kept.lost):
             left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
-        return (*left, *idle(found.expected), *unoffered(found.actual))
+        return (*waits.gaps(kept.low), *left, *idle(found.expected), *unoffered(found.actual))
 
 
 def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept) -> Compared:

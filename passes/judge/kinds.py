@@ -13,13 +13,15 @@ from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.loaded import LOADED, NEXT
 from schedlang.passes.judge.parts import Cut, Parts
+from schedlang.passes.judge.steps import MOST_NAMES, left_apart, of_steps, said_of
 from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.waits import WAITS
 from schedlang.passes.localize.diagnose import Pattern, diagnose, explain, fits
 from schedlang.passes.verify.compare import FLOOR
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
-MOST_GROUPS, MOST_NAMES = 6, 4
+MOST_GROUPS = 6
 SPARE = 3  # numbers more than unknown ones, that none of them fits by chance
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED = "saved state"
@@ -85,7 +87,7 @@ def kinds(
     # what gradients are made of that are right in parts of the batch is no module that is wrong
     right = bool(found) and all(isinstance(said, _OfParts) for said in found)
     lines = [("first module", where.text)] * bool(where.text and (where.how or not right))
-    lines += [("gradients", _said(p.text, n, len(asked))) for p, n in found.items() if p]
+    lines += [("gradients", said_of(p.text, n, len(asked))) for p, n in found.items() if p]
     lines += list(_of_loss(wrong, expected, actual, kept, world, where, parts))
     lines = list(_of_norm(wrong, expected, actual, kept)) or lines
     if kept.stepped and any(row.kind == "parameters" for row in wrong):
@@ -97,12 +99,13 @@ def kinds(
         text = f"the step puts other parameters for {quoted(sorted(kept.replaced), MOST_NAMES)}"
         lines.insert(0, ("parameters", f"{text}: the optimizer steps those that were there before"))
     first = report.first
-    if not lines and first is not None and (apart := _left_apart(wrong, first)):
+    if not lines and first is not None and (apart := left_apart(wrong, first)):
         text = (
             f"{quoted(apart, MOST_NAMES)}: with right gradients ranks hold different values after "
         )
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
-    if not lines and first is not None and first.kind not in _OF_STATE:
+    lines = lines or [*of_steps(wrong, first, expected, actual, kept, sizes)]
+    if not lines and first is not None and first.kind not in (*_OF_STATE, WAITS):
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
     lines += list(_of_loaded(wrong))
@@ -110,6 +113,7 @@ def kinds(
     for row in wrong:
         if row.kind == DROPOUT:
             lost.setdefault(row.note, []).append(row.name)
+    lines[:0] = [(WAITS, f"{row.name}: {row.note}") for row in wrong if row.kind == WAITS]
     lines += [(DROPOUT, f"{quoted(names, MOST_NAMES)}: {note}") for note, names in lost.items()]
     lines += list(_conditions(wrong, report))
     return tuple(lines[:MOST_GROUPS])
@@ -117,18 +121,13 @@ def kinds(
 
 def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
     """Say which weights a program starts from that are others; nothing where none are."""
-    other = [row for row in wrong if row.kind == INITIAL]
-    if not other:
-        return ()
-    text = f"{len(other)} tensors ({quoted((r.name for r in other), MOST_NAMES)}): "
-    return (("weights", f"{text}{other[0].note}; what follows differs for that, right or wrong"),)
-
-
-def _left_apart(wrong: Sequence[Row], first: Row) -> list[str]:
-    """The parameters whose copies differ after the step in which the first row fails."""
-    step = [row for row in wrong if (row.condition, row.step) == (first.condition, first.step)]
-    known = {row.name for row in step if row.kind == "parameters"}
-    return [row.name for row in step if row.kind == "replicas" and row.name in known]
+    names: dict[str, list[str]] = {}
+    for row in wrong:
+        if row.kind == INITIAL:
+            names.setdefault(row.note, []).append(row.name)
+    said = [f"{len(n)} ({quoted(n, MOST_NAMES)}): {note}" for note, n in names.items()]
+    text = "; ".join(said[:MOST_NAMES])
+    return (("weights", f"{text}; what follows differs for that, right or wrong"),) * bool(said)
 
 
 def _counted(
@@ -187,10 +186,6 @@ def _gradient_of(row: Row) -> str:
         return ""
     other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
     return "" if other else row.name.removeprefix("gradient of ")
-
-
-def _said(text: str, names: Sequence[str], of: int) -> str:
-    return f"{len(names)} of {of} ({quoted(names, MOST_NAMES)}): {text}"
 
 
 def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
@@ -516,9 +511,13 @@ def _replicated(name: str, kept: Kept) -> bool:
 def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Say what of a saved state is lost or another, if training itself is right."""
     found: dict[tuple[str, str], list[str]] = {}
+    of_state = [row for row in wrong if row.kind in _OF_STATE]
+    onward = "training goes on otherwise from it"
+    if all(row.kind == NEXT and row.name != "loss" and " of " not in row.name for row in of_state):
+        onward += ", with right gradients and state: a rate or a schedule is not loaded"
     for row in wrong:
         if row.kind in _OF_STATE:
-            note = row.note or "training goes on otherwise from it"
+            note = row.note or onward
             found.setdefault((row.kind, note), []).append(row.name)
     if len(found) and all(row.kind in _OF_STATE for row in wrong):
         for (kind, note), names in found.items():

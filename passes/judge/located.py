@@ -341,7 +341,7 @@ def _of_output(step: Step, found: modules.Found) -> str:
         parts = [
             Part([one[part.frame][part.k] for one in ranks[part.rank]], there)
             for part in found.parts
-            if (there := _rows(part, found.anchors, right[0])) is not None
+            if (there := modules.rows_of(part, found.anchors, right[0].shape)) is not None
         ]
         return seen_otherwise(right, parts, made)
     return ""
@@ -353,18 +353,6 @@ def _calls(found: modules.Found) -> dict[int, set[Frame]]:
     for part in found.parts:
         asked.setdefault(part.rank, set()).add(part.frame)
     return asked
-
-
-def _rows(part: modules.Part, anchors: Sequence[modules.Part], want: Tensor) -> Tensor | None:
-    """The rows (of the first two dims) of the whole that a rank has, as those before it tell."""
-    lead = part.value.shape[:2]
-    for one in anchors:
-        if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
-            continue
-        if one.places is not None and one.places.dim() > 2:
-            return one.places.flatten(2)[..., 0] // one.whole[2:].numel()
-    whole = torch.arange(want.shape[:2].numel()).reshape(want.shape[:2])
-    return whole if lead == want.shape[:2] else None
 
 
 # ---- A rank's part.

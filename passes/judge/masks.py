@@ -19,9 +19,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.places import Whole, placed
+from schedlang.passes.judge.waits import Heard
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
@@ -216,7 +218,7 @@ class Finding(Noting):
 
 
 def _next_state() -> bytes:
-    """What torch's generator is, which a dropout of the program's own would now leave as another."""
+    """Tell what torch's generator is, and draw, as a dropout of the program's own would."""
     state = _digest(torch.default_generator.get_state())
     torch.rand(())
     return state
@@ -292,13 +294,23 @@ class Dropping(OfModules):
 
 
 class Placed(Dropping):
-    """Drops on a rank, at the places that were found; `stray`: modules that now draw otherwise."""
+    """Drops on a rank, at the places that were found, and hears what else it asks for.
+
+    stray  modules that now draw otherwise
+    """
 
     def __init__(self, seed: int, off: frozenset[str]) -> None:
         super().__init__(seed, off)
         self.stray: set[str] = set()
+        self.calls = Heard()
         self._places: Mapping[str, Iterator[Place | None]] = {}
         self._before: dict[tuple[str, bytes], list[Place | None]] = {}
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """See Ambient."""
+        self.calls.of(func, args, kwargs)
+        out = super().run(func, types, args, kwargs)
+        return self.calls.watched(func, out) if type(out) is Work else out
 
     def begin(self, places: Mapping[str, Sequence[Place | None]]) -> None:
         """Begin a step, with the places of its batch."""

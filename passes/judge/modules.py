@@ -149,10 +149,13 @@ class Exact:
             return found
         if not back and (said := _laid(value, want)):
             return Pattern(said)
-        if found and found != NONE:
-            return replace(found, how=False)  # a guess, as a rounding is, is looked into
-        count = int(((value - want).abs() > 1e-9 * want.abs().max()).sum())
-        return Pattern(f"{count} of {want.numel()} elements are wrong", how=False)
+        off = (value - want).abs() > 1e-9 * want.abs().max()
+        text = f"{int(off.sum())} of {want.numel()} elements are wrong"
+        if found and found != NONE:  # a guess, as a rounding is, is looked into
+            text = found.text
+        if back and want.dim() > 1 and bool((want == 0).all(-1)[off.any(-1)].all()):
+            text += ", all in rows that are zero: what does not count (a label of -100) counts"
+        return replace(found, text=text, how=False)
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,7 @@ class Followed:
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
             elif not forward or at in passed or not frame[0]:  # a stage returns what it has
                 pass
-            elif said := self._output(at, found):
+            elif said := self._output(at, found, anchors):
                 because = _apart(words)
                 return Found(
                     _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
@@ -292,12 +295,17 @@ class Followed:
         right = bool(((part.value - want).abs() <= near).any()) if same else False
         return part.places is None and not right
 
-    def _output(self, at: At, parts: Sequence[Part]) -> Pattern:
+    def _output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
         """Say how the output of a module is wrong; nothing if it is right, or not known."""
         lost = [part for part in parts if part.places is None]
         if not lost or not all(self.looks.known(at, part.value) for part in lost):
             return Pattern("")
-        wrong = [replace(p, places=self.looks.block(at, p.rank, p.value)) for p in lost]
+        shape = self.right.of(at).shape
+        there = [_placed_as(p, anchors, shape) for p in lost]
+        wrong = [
+            replace(p, places=self.looks.block(at, p.rank, p.value) if one is None else one)
+            for p, one in zip(lost, there)
+        ]
         return self._of_ranks(at, False, wrong, parts)
 
     def _terms(self, at: At, parts: Sequence[Part]) -> bool:
@@ -334,6 +342,8 @@ class Followed:
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
             more.append(f"they are {'alike' if alike else 'different'} on these ranks")
+            if not alike and not back and _one_row(_sum(wrong) - self.right.of(at)):
+                more.append("their sum is right but for one row in all places: each adds a bias")
         elif back and self._misplaced(at, wrong, factors or {}):
             more.append("their sum is right: parts of them belong to the places of other ranks")
             return Pattern("; ".join([*texts, *more]))
@@ -442,6 +452,28 @@ def _all_there(places: Tensor, shape: torch.Size) -> bool:
     return True
 
 
+def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
+    """The rows (of the first two dims) of the whole that a rank has, as those before it tell."""
+    lead = part.value.shape[:2]
+    for one in anchors:
+        if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
+            continue
+        if one.places is not None and one.places.dim() > 2:
+            return one.places.flatten(2)[..., 0] // one.whole[2:].numel()
+    whole = torch.arange(shape[:2].numel()).reshape(shape[:2])
+    return whole if lead == shape[:2] else None
+
+
+def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
+    """The places of a wrong output that has its rows of the whole: those of what is before it."""
+    if part.value.dim() < 3 or part.value.shape[2:] != shape[2:]:
+        return None
+    rows, size = rows_of(part, anchors, shape), shape[2:].numel()
+    if rows is None:
+        return None
+    return (rows[..., None] * size + torch.arange(size)).reshape(part.value.shape)
+
+
 def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
     """The places along the last dim but one that a rank has, where these are not all."""
     if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
@@ -488,6 +520,12 @@ def _turns(run: Run, name: str) -> int:
 
 def _sum(parts: Sequence[Part]) -> Tensor:
     return torch.stack([part.value.double() for part in parts]).sum(0)
+
+
+def _one_row(gap: Tensor) -> bool:
+    """Whether the rows of a tensor are one."""
+    flat = gap.reshape(-1, gap.shape[-1]) if gap.dim() > 1 else gap[:0, None]
+    return len(flat) > 1 and bool(flat.any()) and fits(flat, flat[:1].expand_as(flat))
 
 
 def _same_place(a: Part, b: Part) -> bool:

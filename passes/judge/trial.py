@@ -237,6 +237,12 @@ def _train(given: Given) -> tuple[Observation, Kept] | None:
             seen = observe(subject, given.told, keep=comm.rank() == 0, folder=given.drops.folder)
         kept.chosen = choosing.everyone()
         kept.loaded = reloaded(made[0], step=given.wide)
-    kept.stray = {site for one in comm.all_gather_object(dropping.stray) for site in one}
+    asked = dropping.calls
+    everyone = comm.all_gather_object((dropping.stray, asked.low, {*asked.left.values()}))
+    for rank, (stray, low, left) in enumerate(everyone):
+        kept.stray |= stray
+        kept.low |= low if given.wide else set()
+        for work in sorted(left):
+            kept.unwaited.setdefault(work, []).append(rank)
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None

@@ -1,0 +1,95 @@
+"""Collectives that a program starts and never waits for, and floats that it asks for in few bits.
+
+Where a collective is asynchronous, what it gives is there when its work was waited for; before, a
+step on a CPU may read it or not. So no value tells it: the works of ranks are watched. Functions of
+torch.distributed come to function modes as others do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from schedlang.diagnostics.culprit import OURS
+from schedlang.report import Gap, Row
+
+WAITS = "collectives"
+_NOBODY = "nobody waits for it: what it gives may be read before it is there"
+_THEIRS = os.path.dirname(torch.__file__)
+_LOW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+_NAMED = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+_CASTS = {Tensor.to, Tensor.type}
+
+
+class Watched:
+    """A work that is as torch's own; whatever is asked of it, the program knows of it."""
+
+    def __init__(self, work: Any, waited: Callable[[], object]) -> None:
+        self._work, self._waited = work, waited
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Say that it is a work."""
+        return Work
+
+    def __getattr__(self, name: str) -> Any:
+        self._waited()
+        return getattr(self._work, name)
+
+
+class Heard:
+    """What a rank's program started and has not waited for, and the few bits that it asked for."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line
+        self._numbers = itertools.count()
+        self.low: set[str] = set()
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Hear of a call."""
+        dtype = kwargs.get("dtype") or _NAMED.get(func)
+        if dtype is None and func in _CASTS:
+            dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
+        if dtype in _LOW:
+            self.low.add(str(dtype).removeprefix("torch."))
+
+    def watched(self, func: Any, work: Any) -> Any:
+        """A work of a function; what is sent is whole before."""
+        if func.__name__ == "isend":
+            return work
+        number = next(self._numbers)
+        self.left[number] = func.__name__, _line()
+        return Watched(work, lambda: self.left.pop(number, None))
+
+
+def _line() -> str:
+    """The user's line that asks for it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        if not file.startswith((*OURS, _THEIRS)):
+            break
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
+    """A row that fails for each line whose works nobody waits for."""
+    for (name, line), ranks in unwaited.items():
+        said = f"`{name}` ({line})"
+        note = f"on rank {', '.join(map(str, ranks))} {_NOBODY}"
+        yield Row("", WAITS, said, float("inf"), 0.0, False, None, note)
+
+
+def gaps(low: set[str]) -> Iterator[Gap]:
+    """Tell of formats that float64 stands in for."""
+    for dtype in sorted(low):
+        said = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
+        yield Gap(said, "roundings that add up, as of gradients that are added in few bits")
