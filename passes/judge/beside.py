@@ -150,7 +150,7 @@ def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
     """Whether ranks drop wherever the original does."""
     lost = kept.met.lost(drops)
     for site in drops.sites:
-        note = "no rank drops there" if site in lost else kept.met.unlike.get(site, "")
+        note = "no rank drops there" if site in lost else kept.masks.get(site, "")
         if site in drops.off and not note:
             continue
         yield Row("", DROPOUT, site, math.inf if note else 0.0, 0.0, not note, None, note)

@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.places import Whole, placed
-from schedlang.passes.judge.waits import Heard
+from schedlang.passes.judge.waits import CASTS, WORK, Heard
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
@@ -170,8 +169,6 @@ class Finding(Noting):
 
     found  by the rank's module, in the order of its calls; None: not a part of anything
     asked  tells the original's module of a name here, and places that the user tells
-    drawn  what torch's generator was at each call, by the original's module and call and the place
-    again  modules that are computed again while the generator is as in no call before
     """
 
     def __init__(self, drops: Sequence[Drop]) -> None:
@@ -179,23 +176,12 @@ class Finding(Noting):
         self.known = drops
         self.asked: Asked | None = None
         self.found: dict[str, list[Place | None]] = defaultdict(list)
-        self.drawn: dict[tuple[str, int, bytes], bytes] = {}
-        self.again: set[str] = set()
-        self._states: dict[str, set[bytes]] = defaultdict(set)
 
     def heard(self, kind: str, tensors: list[Tensor]) -> None:
         """Look a dropout up; what is computed again was looked up before."""
-        site, state = scope.site(), _next_state()
-        if computed_again():
-            self.again |= {site} - {site for _ in self._states[site] & {state}}
-            return
-        self._states[site].add(state)
-        place = self._place(site, scope.next_call(site), kind, tensors)
-        self.found[site].append(place)
-        if place is not None and not any(isinstance(one, DTensor) for one in tensors):
-            drop, call, there = place
-            assert there is not None
-            self.drawn[drop, call, _digest(there)] = state
+        site = scope.site()
+        if not computed_again():
+            self.found[site].append(self._place(site, scope.next_call(site), kind, tensors))
 
     def _place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
         assert self.asked is not None
@@ -297,36 +283,48 @@ class Placed(Dropping):
     """Drops on a rank, at the places that were found, and hears what else it asks for.
 
     stray  modules that now draw otherwise
+    drawn  what torch's generator was at a call, by the original's module, the call and the places
+    again  modules that are computed again while the generator is as in no call before
     """
 
     def __init__(self, seed: int, off: frozenset[str]) -> None:
         super().__init__(seed, off)
         self.stray: set[str] = set()
         self.calls = Heard()
+        self.drawn: dict[tuple[str, int, bytes], bytes] = {}
+        self.again: set[str] = set()
+        self._states: dict[str, set[bytes]] = defaultdict(set)
         self._places: Mapping[str, Iterator[Place | None]] = {}
         self._before: dict[tuple[str, bytes], list[Place | None]] = {}
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """See Ambient."""
-        self.calls.of(func, args, kwargs)
+        if kwargs or func in CASTS:
+            self.calls.of(func, args, kwargs)
         out = super().run(func, types, args, kwargs)
-        return self.calls.watched(func, out) if type(out) is Work else out
+        return self.calls.watched(func, out) if type(out) is WORK else out
 
     def begin(self, places: Mapping[str, Sequence[Place | None]]) -> None:
         """Begin a step, with the places of its batch."""
         self._places = {site: iter(found) for site, found in places.items()}
         self._before = defaultdict(list)
+        self._states.clear()
 
     def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
         """See Dropping; what is computed again is dropped as before, and known by its numbers."""
-        site = scope.site()
+        site, state = scope.site(), _next_state()
         own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         before = self._before[site, _digest(*(one.detach().double() for one in own))]
         if computed_again():
             found = before[0] if len(before) == 1 else ("", 0, None)
+            self.again |= set() if state in self._states[site] else {site}
         else:
             found = next(self._places.get(site, iter(())), ("", 0, None))
             before.append(found)
+            self._states[site].add(state)
+            whole = not any(isinstance(one, DTensor) for one in tensors)  # torch draws for those
+            if whole and found is not None and found[2] is not None:
+                self.drawn.setdefault((*found[:2], _digest(found[2])), state)
         if found is not None and found[2] is None:
             self.stray.add(site)
             return None
@@ -394,13 +392,11 @@ class Met:
 
     unknown  by the rank's module that of the original, "?" where its name does not tell it
     others   modules of ranks that draw random numbers otherwise
-    unlike   the original's modules whose masks would differ where they must not, and how
     """
 
     sites: frozenset[str] = frozenset()
     unknown: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
-    unlike: Mapping[str, str] = field(default_factory=dict)
 
     def off(self, drops: Drops) -> frozenset[str]:
         """The original's modules that are not to drop, for all of their places must be known."""

@@ -68,6 +68,7 @@ class Kept:
     met: Met = field(default_factory=Met)  # what ranks drop from
     compiled: bool = False  # something of the program
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
+    masks: dict[str, str] = field(default_factory=dict)  # modules whose own are others, and how
     low: set[str] = field(default_factory=set)  # formats that float64 stands in for
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # see waits
     stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes

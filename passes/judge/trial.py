@@ -79,9 +79,6 @@ class Given:
         found: dict[int, Places] = {}
         judged: Judged | None = None
         others: set[str] = set()
-        drawn: dict[tuple[str, int, bytes], bytes] = {}
-        again: set[str] = set()
-        before = torch.get_rng_state()
         for condition, step, batch in _steps(self.told):
             number = self.drops.number(condition, step)
             if number in found:
@@ -93,9 +90,6 @@ class Given:
                 judged.derive(batch)
             found[number] = finding.found
             others |= {site for site, _ in finding.others}
-            drawn = drawn or finding.drawn
-            again |= {judged.original_module(site) or site for site in finding.again}
-        torch.set_rng_state(before)  # what a program draws when it is made is what it was
         assert judged is not None
         met, unknown = set(), {}
         for every in found.values():
@@ -103,11 +97,9 @@ class Given:
                 met |= {place[0] for place in places if place is not None}
                 if None in places:
                     unknown[site] = judged.original_module(site) or "?"
-        all_of_them = comm.all_gather_object((met, unknown, others, drawn, again))
-        sites, each, more, states, changed = zip(*all_of_them)
+        sites, each, more = zip(*comm.all_gather_object((met, unknown, others)))
         joined = {site: meant for one in each for site, meant in one.items()}
-        unlike = {**dict.fromkeys(set().union(*changed), AGAIN), **_apart(states)}
-        kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more), unlike)
+        kept.met = Met(frozenset().union(*sites), joined, frozenset().union(*more))
         return found
 
 
@@ -237,12 +229,15 @@ def _train(given: Given) -> tuple[Observation, Kept] | None:
             seen = observe(subject, given.told, keep=comm.rank() == 0, folder=given.drops.folder)
         kept.chosen = choosing.everyone()
         kept.loaded = reloaded(made[0], step=given.wide)
-    asked = dropping.calls
-    everyone = comm.all_gather_object((dropping.stray, asked.low, {*asked.left.values()}))
-    for rank, (stray, low, left) in enumerate(everyone):
+    again = {made[0].original_module(site) or site for site in dropping.again}
+    asked = dropping.calls.low, sorted({*dropping.calls.left.values()})
+    everyone = comm.all_gather_object((dropping.stray, again, dropping.drawn, *asked))
+    for rank, (stray, again, _, low, left) in enumerate(everyone):
         kept.stray |= stray
+        kept.masks |= dict.fromkeys(again, AGAIN)
         kept.low |= low if given.wide else set()
-        for work in sorted(left):
+        for work in left:
             kept.unwaited.setdefault(work, []).append(rank)
+    kept.masks |= _apart([drawn for _, _, drawn, _, _ in everyone])
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None

@@ -20,12 +20,12 @@ from torch.distributed import Work
 from schedlang.diagnostics.culprit import OURS
 from schedlang.report import Gap, Row
 
-WAITS = "collectives"
+WAITS, WORK = "collectives", Work
 _NOBODY = "nobody waits for it: what it gives may be read before it is there"
 _THEIRS = os.path.dirname(torch.__file__)
 _LOW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
 _NAMED = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
-_CASTS = {Tensor.to, Tensor.type}
+CASTS = {Tensor.to, Tensor.type, *_NAMED}
 
 
 class Watched:
@@ -37,7 +37,7 @@ class Watched:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """Say that it is a work."""
-        return Work
+        return WORK
 
     def __getattr__(self, name: str) -> Any:
         self._waited()
@@ -55,7 +55,7 @@ class Heard:
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Hear of a call."""
         dtype = kwargs.get("dtype") or _NAMED.get(func)
-        if dtype is None and func in _CASTS:
+        if dtype is None and func in CASTS:
             dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
         if dtype in _LOW:
             self.low.add(str(dtype).removeprefix("torch."))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang import TrainingProgram, verify_program
-from schedlang.passes.judge import kinds, located, modules
+from schedlang.passes.judge import kinds, modules
 from schedlang.passes.judge.calls import Run, Seen
 from schedlang.passes.judge.modules import Exact
 from schedlang.passes.verify.observe import Key, Observation
@@ -180,7 +180,7 @@ def test_rows_beside_an_output_that_is_split() -> None:
     places = torch.arange(size.numel()).reshape(size)[2:, :, 3:]
     half = modules.Part(1, ("up", 0), 0, torch.zeros(2, 3, 3), places, size)
     wrong = modules.Part(1, ("mlp", 0), 0, torch.zeros(2, 3, 2), None, torch.Size((4, 3, 2)))
-    found = located._rows(wrong, [half], torch.zeros(4, 3, 2))
+    found = modules.rows_of(wrong, [half], torch.Size((4, 3, 2)))
     assert found is not None and found.tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
