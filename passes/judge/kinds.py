@@ -109,14 +109,22 @@ def kinds(
         text = _of_row(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
     lines += list(_of_loaded(wrong))
-    lost: dict[str, list[str]] = {}
-    for row in wrong:
-        if row.kind == DROPOUT:
-            lost.setdefault(row.note, []).append(row.name)
-    lines[:0] = [(WAITS, f"{row.name}: {row.note}") for row in wrong if row.kind == WAITS]
-    lines += [(DROPOUT, f"{quoted(names, MOST_NAMES)}: {note}") for note, names in lost.items()]
+    lines = [*_of_waits(wrong), *lines, *_of_masks(wrong)]
     lines += list(_conditions(wrong, report))
     return tuple(lines[:MOST_GROUPS])
+
+
+def _of_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    return ((WAITS, f"{row.name}: {row.note}") for row in wrong if row.kind == WAITS)
+
+
+def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Say of modules that drop otherwise how, those that do it alike together."""
+    names: dict[str, list[str]] = {}
+    for row in wrong:
+        if row.kind == DROPOUT:
+            names.setdefault(row.note, []).append(row.name)
+    return ((DROPOUT, f"{quoted(some, MOST_NAMES)}: {note}") for note, some in names.items())
 
 
 def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 IMPORT_NAME = "schedlang_program_file"
 WAYS = ("mean", "sum", "same")  # how the losses of ranks make the loss of the batch
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
+_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
 _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
 
 
@@ -273,6 +274,10 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
         return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
     title = f"`{what}` raises {said} on rank {rank}"
     helps = (_RETURN if isinstance(error, SystemExit) else _HELPS[what],)
+    if _JOINED.search(str(error)):
+        helps = (
+            "the process group is there: `if not dist.is_initialized(): ...` around its making",
+        )
     refusal = Refusal(Diagnostic("S762", title, label, notes=tuple(notes), helps=helps))
     refusal.consequence = is_consequence(error)  # type: ignore[attr-defined]
     return refusal

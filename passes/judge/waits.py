@@ -45,7 +45,7 @@ class Watched:
 
 
 class Heard:
-    """What a rank's program started and has not waited for, and the few bits that it asked for."""
+    """Works of a rank's program that nobody has waited for, and the few bits that it asks for."""
 
     def __init__(self) -> None:
         self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line

@@ -183,6 +183,11 @@ REFUSED = {
         "S761",
         "is step(): it takes no batch",
     ),
+    "a process group of its own": (
+        "    dist.init_process_group('gloo')\n" + RIGHT,
+        "S762",
+        "the process group is there: `if not dist.is_initialized()",
+    ),
     "an optimizer that raises": (
         RIGHT.replace("))\n", "), optimizer=lambda named: 1 / 0)\n"),
         "S762",
