@@ -138,6 +138,7 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
         (
             fqn[len(unit) :],
             site.kind,
+            tuple(fact.requires_grad for fact in site.parameters.values()),
             plan.boundaries.get(fqn, ()),
             tuple(a.row for a in plan.actions if fqn in a.sites),
         )
@@ -150,7 +151,7 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
         for (source, target), tokens in cut.routes.items()
         if stage in (source, target)
     )
-    return modules, routes, stage == cut.stages - 1
+    return modules, routes, cut.graph.runs(cut.units(stage)), stage == cut.stages - 1
 
 
 # -- one rank --------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ class StageGraph:
     `partial` are outputs (by path) made of values inside the units given: only the stages of
     those units have them. Of one forward of each unit `flops` are its floating-point operations,
     `saved` the bytes that it keeps for the backward beside parameters, `given` those of its
-    tensor arguments.
+    tensor arguments.  `ran` tells by equal numbers where the same operators ran, with results of
+    the same sizes: between units and in them in turn, what runs before the first one first.
     """
 
     units: tuple[str, ...]
@@ -82,6 +83,12 @@ class StageGraph:
     flops: tuple[int, ...] = field(default=(), compare=False)
     saved: tuple[int, ...] = field(default=(), compare=False)
     given: tuple[int, ...] = field(default=(), compare=False)
+    ran: tuple[int, ...] = field(default=(), compare=False)
+
+    def runs(self, units: range) -> tuple[object, ...]:
+        """Equal for runs of units that compute and keep the same, with the code around each."""
+        first, end = units.start, units.stop
+        return self.ran[2 * first : 2 * end + 1], self.saved[first:end], self.given[first:end]
 
     @cached_property
     def labels(self) -> tuple[str, ...]:

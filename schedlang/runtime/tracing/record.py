@@ -219,6 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # what is said if what runs behind all units does not run with the sizes it was told
         self.guessed: Refusal | None = None
         self.burden = Burden(len(units))
+        self.ran: list[list[Any]] = [[] for _ in range(2 * len(units) + 1)]
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
         for name, buffer in model.named_buffers():
@@ -306,11 +307,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = {s for t in inputs if (s := _storage(t)) is not None}
-        fresh = [
-            t
-            for t in pytree.tree_leaves(output)
-            if isinstance(t, torch.Tensor) and _storage(t) not in known
-        ]
+        given = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in given if _storage(t) not in known]
+        at = 2 * len(self.called) if self.inside is None else 2 * self.inside + 1
+        self.ran[at].append((id(func), *((t.shape, t.dtype) for t in given)))
         written = _written(func, args, kwargs)
         name = func._schema.name
         if name in SHAPE_ONLY or not (fresh or written or name in CONTROL):
@@ -397,6 +397,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             token: Leaf(leaf.shape, leaf.dtype, leaf.differentiable, token in self.mutated)
             for token, leaf in self.leaves.items()
         }
+        alike: dict[Any, int] = {}
         return StageGraph(
             self.units,
             tuple(_reads(marks) for marks in self.read),
@@ -408,6 +409,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.burden.flops),
             tuple(self.burden.saved),
             tuple(self.burden.given),
+            tuple(alike.setdefault(tuple(one), len(alike)) for one in self.ran),
         )
 
 

@@ -1,0 +1,98 @@
+"""Stages that hold alike modules are played once; what they run otherwise is told of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.analyze.prepare import prepare
+from schedlang.passes.simulate import rehearse
+from schedlang.passes.simulate.played_step import places
+from tests.proofs import planned
+
+ROWS = """
+blocks  pipeline_split(over=pp)
+pipeline(order="1F1B", micro=4)
+"""
+
+
+class Block(nn.Module):
+    """Runs its layer again and again; `hidden` has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.times, self.hidden = nn.Linear(8, 8), 1, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As often as said."""
+        for _ in range(self.times):
+            x = x + torch.tanh(self.hidden(self.up(x)))
+        return x
+
+
+class Stack(nn.Module):
+    """A block for each stage; behind block 2 the model itself may compute, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.between = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All blocks in turn."""
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            for _ in range(self.between if place == 2 else 0):
+                x = torch.sin(x)
+        return x.square().mean()
+
+
+def alike(model: Stack) -> None:
+    """Every block as the others."""
+
+
+def longer(model: Stack) -> None:
+    """One block runs its layer three times."""
+    model.blocks[2].times = 3  # type: ignore[assignment]
+
+
+def off(model: Stack) -> None:
+    """Every block has a dropout, and that of one drops nothing."""
+    for block in model.blocks:
+        block.hidden = nn.Dropout(0.5)
+    model.get_submodule("blocks.2.hidden").p = 0.0  # type: ignore[assignment]
+
+
+def frozen(model: Stack) -> None:
+    """One bias is not trained."""
+    model.get_parameter("blocks.2.up.bias").requires_grad_(False)
+
+
+def between(model: Stack) -> None:
+    """The code between two blocks computes."""
+    model.between = 5
+
+
+@pytest.mark.parametrize("change", [alike, longer, off, frozen, between])
+def test_a_stage_that_computes_otherwise_is_played(
+    change: Callable[[Stack], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of each rank are those of playing every place of the pipeline for itself."""
+    model = Stack()
+    change(model)
+    plan = planned(model, ROWS, "pp=4")
+    batch = {"x": torch.zeros(4, 8)}
+    prepared = prepare(plan, {"x": torch.zeros(1, 8)})
+    kinds = places(plan, prepared)
+
+    def peaks() -> list[int]:
+        found = rehearse.estimate(plan, batch, None, prepared)
+        return [one.peak for one in found]
+
+    shared = peaks()
+    monkeypatch.setattr(rehearse, "places", lambda *_: {place: place for place in kinds})
+    assert shared == peaks()
+    assert len(set(kinds.values())) == (3 if change is alike else 4)
