@@ -113,13 +113,13 @@ def check_places(
     The optimizer is made of stand-ins without values: of all parameters, and of each stage's.  One
     that takes no such tensors is not looked at.
     """
-    from torch import empty_like, nn
+    from schedlang.runtime.tracing.meta import meta_parameter
 
     model = dict(plan.model.model.named_parameters())
     trained = [n for n in holdings if n in model and model[n].requires_grad]
 
     def settings(names: Iterable[str]) -> Mapping[str, str]:
-        named = [(n, nn.Parameter(empty_like(model[n], device="meta"))) for n in names]
+        named = [(n, meta_parameter(model[n])) for n in names]
         parts: Mapping[str, str] = optimized_by(make(named), {id(p): n for n, p in named})[0].parts
         return {name: parts[name] for name, _ in named if name in parts}
 
@@ -127,8 +127,8 @@ def check_places(
     with suppress(Exception):  # whatever it raises is told where it is called in earnest
         every = settings(trained)
         for place in range(plan.mesh.size(axis)):
-            rank = plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | {axis: place})
-            own = settings(n for n in trained if holdings[n].held(plan.mesh, rank))
+            stages = ((n, holdings[n].stages) for n in trained)
+            own = settings(n for n, some in stages if some is None or place in some)
             moved |= {n: (every[n], said) for n, said in own.items() if every.get(n) != said}
     for name, (one, other) in moved.items():
         raise Refusal.of(

@@ -126,14 +126,16 @@ class Sums(Lattice):
         mix = _mixed(call.name, call.inputs, self._mixes)
         if id(call.out) in self.means:
             mix = {LABELS: True}
-        rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
-        if rowed and not any(map(self._rowed, call.outputs)):
+        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
+            gone = rowed and not any(map(self._rowed, call.outputs))
+        if gone:
             mix = {**mix, **self._summed(call, rowed[0])}
         else:
             self._turn(call.name)
         for tensor in call.outputs:
-            gone = tensor.dtype == torch.bool or _counted(tensor, call.inputs)
-            self.put(tensor, {} if gone else mix)
+            chooses = mix and (tensor.dtype == torch.bool or _counted(tensor, call.inputs))
+            self.put(tensor, {} if chooses else mix)
 
     def _turn(self, name: str) -> int:
         at = self.stack.frames[-1][0], name

@@ -189,7 +189,7 @@ class Stack:
         given = list(tensors_in((args, kwargs)))
         with torch._C.DisableTorchFunction():  # no mode hears what is asked
             before = [one._version for one in given]
-        self.mains.append(next((t for t in given if t.is_floating_point()), None))
+            self.mains.append(next((t for t in given if t.is_floating_point()), None))
         if self.seen is not None:
             self.seen(self.frames[-1], (args, kwargs))
         self.muted += opaque
@@ -353,11 +353,10 @@ class Recorded(Lattice):
                     self._summed[id(call.out)] = call.out, rule
             return
         self._follow_count(call)
-        out = call.out
-        if not args or not isinstance(out, Tensor) or out.is_floating_point():
+        out, known = call.out, self._lineage.get(id(args[0])) if args else None
+        if known is None or not isinstance(out, Tensor) or out.is_floating_point():
             return
-        known = self._lineage.get(id(args[0]))
-        if known is None or tensors_in((args[1:], kwargs)) or out.dtype == torch.bool:
+        if tensors_in((args[1:], kwargs)) or out.dtype == torch.bool:
             return
         step = _replay(func, args[1:], kwargs)
         steps = (*known[2], step) if call.name in _COUNT else known[2]

@@ -550,6 +550,8 @@ def name_of(func: Any) -> str:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a nest of lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
