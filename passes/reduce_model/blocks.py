@@ -49,8 +49,26 @@ def kinds(plan: Plan, trunk: str) -> list[Kind]:
 
 
 def kind_of(facts: ModelFacts, root: str) -> object:
-    """The modules of a block, by their paths inside it and what they are."""
-    return frozenset((f[len(root) :], facts.sites[f].kind) for f in facts.sites if inside(f, root))
+    """The modules of a block, by their paths inside it, what they are, and what they are told."""
+    return frozenset(
+        (f[len(root) :], facts.sites[f].kind, _flags(facts.module(f)))
+        for f in facts.sites
+        if inside(f, root)
+    )
+
+
+def _flags(module: nn.Module) -> frozenset[tuple[str, object]]:
+    """The attributes by which a block is told to compute otherwise than its neighbours.
+
+    Yes or no, nothing, and a word.  Numbers are sizes, or count blocks, as words with numbers do.
+    """
+    return frozenset(
+        (name, value)
+        for name, value in vars(module).items()
+        if value is None
+        or type(value) is bool
+        or (type(value) is str and not any(map(str.isdigit, value)))
+    )
 
 
 def _place(span: object) -> object:

@@ -173,6 +173,37 @@ def test_kinds_of_layers() -> None:
     assert found.plan.mesh.sizes == {"pp": 2}
 
 
+class Told(nn.Module):
+    """A layer that is told by a flag to compute otherwise than its neighbours."""
+
+    def __init__(self, width: int, other: bool) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(width, width), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Softmax, or not."""
+        x = self.up(x)
+        return x.softmax(-1) if self.other else x
+
+
+def test_a_layer_that_is_told_otherwise() -> None:
+    """One layer of twelve has the parameters of all others and a flag of its own: it is kept."""
+
+    def model(layers: int = 12, width: int = 64) -> nn.Module:
+        layered = nn.Sequential(*(Told(width, place == 4) for place in range(layers)))
+        return nn.Sequential(layered)
+
+    def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return output.square().mean()
+
+    batch = lambda seed: {"input": torch.zeros(8, 64)}  # noqa: E731
+    found = shrunken(
+        model(), step("  zero(stage=1, over=dp)\n", "dp=2"), batch, make=model, loss=loss
+    )
+    layers = list(found.plan.model.model.get_submodule("0"))
+    assert len(layers) < 12 and any(getattr(one, "other", False) for one in layers)
+
+
 def test_oddness_and_padding() -> None:
     """A vocabulary that does not divide still does not, and the padded one still does, with a real
     row on the last rank."""
