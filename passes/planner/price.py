@@ -507,7 +507,9 @@ def peaks(
         less = np.minimum(less, kept)
         back = back + 3 * inputs - 2 * parked  # only inputs leave of what is computed again
     number = np.array([unit.numbers for unit in units])
-    once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    alone = setting.dp <= setting.placement.ep  # experts have no replicas to be gathered from
+    gathered = number - np.array([unit.spread for unit in units]) * alone
+    once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
     each = np.array([kept, less, once, enters, slope, waiting, back])

@@ -35,7 +35,8 @@ def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 def playing() -> bool:
     """Return whether a step is played, which counts operations, and follows no types."""
-    return any(isinstance(mode, Fused) for mode in _get_current_function_mode_stack())
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, Fused) for mode in stack)
 
 
 def put_stand_ins(model: nn.Module, kinds: Mapping[str, str]) -> None:
