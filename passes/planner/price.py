@@ -500,19 +500,21 @@ def peaks(
     kept, less, most, enters, waiting = np.array(
         [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
-    back = kept - less
+    back, coming = kept - less, np.zeros(len(units))
     if setting.placement.parked:  # beside its own the next one's are there, or still leaving
         parked, inputs = (less < kept) * kept, (less < kept) * less
-        kept, most = kept - parked, most + 2 * parked
+        coming = 2 * parked
+        kept, most = kept - parked, most + coming
         less = np.minimum(less, kept)
         back = back + 3 * inputs - 2 * parked  # only inputs leave of what is computed again
+        waiting = waiting + parked  # what came back for a first half stays for the second
     number = np.array([unit.numbers for unit in units])
     alone = setting.dp <= setting.placement.ep  # experts have no replicas to be gathered from
     gathered = number - np.array([unit.spread for unit in units]) * alone
     once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    each = np.array([kept, less, once, enters, slope, waiting, back])
+    each = np.array([kept, less, once, enters, slope, waiting, back, coming])
     return tuple((found + activations(setting, made, again, each)).tolist())
 
 
@@ -522,10 +524,10 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     `each` tells of one unit of each run: what is kept for its backward, what is where it is
     computed again, the most beside these, what the first unit of a stage keeps besides, its
     gradients: where all forwards run before the first backward, those of units that are still to
-    come are not there yet; what waits between halves of a backward; and what comes back at the
-    moment when it is computed again.
+    come are not there yet; what waits between halves of a backward; what comes back at the moment
+    when it is computed again; and of `most` what has come where backwards wait for second halves.
     """
-    kept, less, most, enters, slope, waiting, back = each
+    kept, less, most, enters, slope, waiting, back, coming = each
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
     rank = homes(setting.order, setting.pp, setting.chunks)
     stages = np.arange(len(made))
@@ -536,10 +538,11 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     whole = until[:, -1]  # of one microbatch
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + back, -np.inf)
-    moments = np.maximum(last, once) + most - whole[:, None]
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
     slices = setting.placement.slices
     flying, waits = in_flight(*sizes, whole, rests, slices, apart=not _gathered(setting))
+    most = most - coming * (waits * rests > 0)[:, None]
+    moments = np.maximum(last, once) + most - whole[:, None]
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))

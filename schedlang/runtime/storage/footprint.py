@@ -215,8 +215,9 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave_out(self, tensors: Iterable[Any]) -> None:
         """Count no bytes of tensors that stand for some off the device."""
         for tensor in tensors:
-            if self._block(tensor) is not None:
-                self._change(self._alive[id(tensor.untyped_storage())][1], 0)
+            local = getattr(tensor, "_local_tensor", tensor)
+            if self._block(local) is not None:
+                self._change(self._alive[id(local.untyped_storage())][1], 0)
 
     def track(self, tier: str, tensor: Tensor) -> None:
         """A store of offloaded tensors tells what it put where."""
