@@ -541,7 +541,8 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
     slices = setting.placement.slices
     flying, waits = in_flight(*sizes, whole, rests, slices, apart=not _gathered(setting))
-    most = most - coming * (waits * rests > 0)[:, None]
+    alone = (made @ (coming > 0) < 2) / 2  # no next one's
+    most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
     moments = np.maximum(last, once) + most - whole[:, None]
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)

@@ -261,5 +261,8 @@ def test_chains_hold_what_the_model_holds() -> None:
     experts = 3 * 4 * models.WIDTH * models.INNER
     assert (whole.spread, spread.spread) == (0, experts // 2)
     assert whole.numbers - spread.numbers == experts // 2
+    each = 2 * 3 * models.WIDTH * models.INNER + 3 * models.WIDTH**2 + 4 * models.WIDTH
+    for unit in (whole, spread):  # two experts for each token, as 16-bit operations
+        assert flops(unit.forward, "product") == 2 * 2 * (2 * 64) * each
     assert {one.axis for one in spread.forward.sent} == {"ep"}
     assert "all_to_all" in {one.op for one in spread.forward.sent}
