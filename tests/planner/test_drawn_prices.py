@@ -62,10 +62,10 @@ def off(make: Make, dtype: str, way: Setting) -> tuple[float, float]:
 def allowed(way: Setting) -> tuple[float, float]:
     """How far off a price may be, of its time and of its fullest rank."""
     if way.placement.parked:  # small storages stay, and copies are laid beside units, one by one
-        return 0.15, 0.3
+        return 0.2, 0.3
     if any(way.again) and way.order in HALVED:  # told as too full: halves are whole there
         return 0.1, 0.35
-    return 0.1, 0.1
+    return 0.1, 0.15 if way.zero > 2 and way.chunks > 1 else 0.1  # two units are counted whole
 
 
 def near(make: Make, dtype: str, way: Setting) -> None:
@@ -89,7 +89,7 @@ def test_one_stage_holds_one_microbatch_where_the_optimizer_has_left() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(52))
 def test_every_drawn_price_is_that_of_the_schedule(seed: int) -> None:
     """Models, sizes of axes, orders, stages of ZeRO, what leaves and what is computed again."""
     near(*drawn(random.Random(seed)))
