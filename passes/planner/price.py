@@ -475,12 +475,13 @@ def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) ->
     On the host its processor does the same at the pace of the link, over which gradients and
     masters come, and these go back.
     """
-    each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
-    share = (held / split_of(setting)).sum() if setting.zero else held.sum()
+    share = float((held / split_of(setting)).sum() if setting.zero else held.sum())
     if setting.placement.hosted:
-        copied = recipe.gradient + 2 * (recipe.master or recipe.parameter)
-        return cluster.copying(float(share) * (each + copied))
-    return cluster.operator("other", 0.0, each * float(share))
+        value = recipe.master or recipe.parameter
+        each = 2 * recipe.moments + 2 * recipe.gradient + 3 * value
+        return cluster.copying(share * each)
+    each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
+    return cluster.operator("other", 0.0, each * share)
 
 
 def split_of(setting: Setting) -> Array:
