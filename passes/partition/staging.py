@@ -263,7 +263,8 @@ def _ordered(plan: Plan) -> Timeline:
             return wanted.timeline(1)
         # of one stage: each forward, then its backward.  Slices on the host would be gathered for
         # the microbatch before, too: nobody waits for that before the optimizer writes there
-        return order("GPipe" if plan.stores else "1F1B", 1, wanted.micro)
+        away = any(one.what == "parameters" for one in plan.stores)
+        return order("GPipe" if away else "1F1B", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
         raise placed(Refusal(told), plan, Facet.ORDER) from error

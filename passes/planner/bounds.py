@@ -14,15 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.even import even
 from schedlang.passes.planner.lying import replicas_apart
-from schedlang.passes.planner.price import (
-    axes_of,
-    by_run,
-    collective,
-    composition,
-    even,
-    updating,
-)
+from schedlang.passes.planner.price import axes_of, by_run, collective, composition, updating
 from schedlang.passes.planner.space import LAYS, Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting, Unit
@@ -37,7 +31,7 @@ WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # a backwar
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a chain's units, by runs: forward, backward, forward again.
+    """Seconds of a chain's units, by runs: forward, backward, and computed again; at the least.
 
     They depend on how far apart the ranks of its own axes lie.
     """
@@ -75,8 +69,10 @@ class Clock:
             where = tuple((axis, size, min(far, 1)) for axis, size, far in where)
         key = None if setting is None else self.near(setting)
         if key not in self._known:
-            _, ahead, back, _ = by_run(self.chain, where, self.job.cluster)
-            self._known[key] = np.array([ahead.sum(1), back.sum(1), ahead.sum(1)])
+            tables = by_run(self.chain, where, self.job.cluster)[1]
+            ahead, back, _, fore, hind = (one.sum(1) for one in tables)
+            least = ahead + fore, back + np.minimum(0.0, hind), np.maximum(0.0, hind)
+            self._known[key] = np.array(least)
         return self._known[key]
 
 

@@ -18,6 +18,7 @@ from schedlang.passes.planner.span import homes, in_flight
 from schedlang.passes.planner.values import Chain, Priced, Setting
 
 LONG = 1_000_000  # ranks of a pipeline, times units twice: more take the programme too long
+Again = tuple[int, ...]
 FAR = 16  # stages apart between which a unit is moved
 
 
@@ -37,13 +38,20 @@ class Filled:
     room: float | None = None
 
 
+def worth(one: Filled) -> tuple[bool, float, float]:
+    """Less is better: what fits by its time, what does not by how full it is."""
+    return one.priced is None, one.least, one.needs / (one.room or np.inf)
+
+
 @dataclass(frozen=True)
 class Filler:
     """Ways filled in for one job; times of chains are kept."""
 
     job: Job
     limits: Limits = Limits()
-    _least: dict[object, tuple[Ints | None, float]] = field(default_factory=dict, init=False)
+    _least: dict[object, tuple[list[tuple[int, ...]], float]] = field(
+        default_factory=dict, init=False
+    )
 
     def filled(
         self,
@@ -57,7 +65,7 @@ class Filler:
 
         Its replicas send at least so many seconds `beside` its pipeline and `after` it.
         """
-        chain, memory = clock.chain, self.job.cluster.memory
+        chain = clock.chain
         cut, span = clock.cut(way)
         least = max(span, beside) + after
         if least >= worst:
@@ -65,16 +73,29 @@ class Filler:
         key = replace(cut, axes=())
         if key not in self._least:  # it hangs on no order of the axes
             held = Held(chain, self.job, cut)
-            self._least[key] = held.least(memory, *self._bounds(cut)), held.fullest
-        again, fullest = self._least[key]
-        if again is None:
-            return Filled(cut, least, fullest)
-        full = replace(cut, again=tuple(again.tolist()) if again.any() else ())
-        least = max(span_floor(clock, full), beside) + after if full.again else least
-        if least >= worst:
-            return Filled(full, least, fullest)
-        priced = price(chain, full, self.job.cluster, self.job.recipe)
-        return Filled(full, priced.seconds, priced.peak, priced)
+            self._least[key] = self._some(held), held.fullest
+        some, fullest = self._least[key]
+        found = []
+        for again in some:
+            full, one = replace(cut, again=again), None
+            low = max(span_floor(clock, full), beside) + after if again else least
+            if low < worst:
+                one = price(chain, full, self.job.cluster, self.job.recipe)
+                low, fullest, worst = one.seconds, one.peak, min(worst, one.seconds)
+            found.append(Filled(full, low, fullest, one))
+        return min(found, key=worth, default=Filled(cut, least, fullest))
+
+    def _some(self, held: Held) -> list[Again]:
+        """Numbers of units computed again that may be the quickest: the fewest with which all ranks
+        fit; of what leaves for the host all, too, whose inputs alone leave then."""
+        memory, bounds = self.job.cluster.memory, self._bounds(held.cut)
+        found, every = held.least(memory, *bounds), np.array(held.cut.cuts)
+        if found is None:
+            return []
+        both = [found]
+        if held.cut.placement.parked and bounds[2] and (held.bytes(every) <= memory).all():
+            both.append(every)
+        return [tuple(one.tolist()) if one.any() else () for one in both]
 
     def seeded(self, clock: Clock, filled: Filled) -> Filled:
         """The same with stages as the programme cuts them, each with what it must compute again,
@@ -160,7 +181,8 @@ class Filler:
 def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
     """Units computed again, one less on a stage, and maybe one more on another of its rank."""
     rank = homes(setting.order, setting.pp, setting.chunks)
-    for one in np.flatnonzero(setting.again) if setting.chunks > 1 else ():
+    free = setting.chunks > 1 or setting.placement.parked  # else fewer would not fit
+    for one in np.flatnonzero(setting.again) if free else ():
         others = [at for at in np.flatnonzero(rank == rank[one]) if at != one]
         for other in (None, *others):
             shifted = list(setting.again)

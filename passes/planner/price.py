@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from schedlang.passes.planner.even import even
 from schedlang.passes.planner.lying import replicas_apart, stride
-from schedlang.passes.planner.span import Way, homes, in_flight, longest, second_halves
+from schedlang.passes.planner.span import Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -38,15 +38,17 @@ COMPUTING, HOST = "computing", "host"
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of one microbatch: forward, backward, and the forward computed once more."""
-    ahead, back, _ = _of_unit(unit, axes_of(setting), cluster)
-    forward = sum(ahead.values())
-    return forward, sum(back.values()), forward
+    """Seconds of one microbatch: forward, backward, and what computing it again takes besides."""
+    ahead, back, _, fore, hind = (
+        sum(one.values()) for one in _of_unit(unit, axes_of(setting), cluster)
+    )
+    return ahead, back, fore + hind
 
 
 def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
     """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
-    return _of_unit(unit, axes_of(setting), cluster)
+    ahead, back, half, *_ = _of_unit(unit, axes_of(setting), cluster)
+    return ahead, back, half
 
 
 def axes_of(setting: Setting) -> Where:
@@ -58,23 +60,28 @@ def axes_of(setting: Setting) -> Where:
 
 
 @lru_cache(4096)
-def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
-    """Seconds of a unit's forward, of its backward, and of its backward's gradients of weights.
+def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
+    """Seconds of a unit's forward, of its backward, of its backward's gradients of weights, and
+    what its forward and its backward take besides where it is computed again.
 
-    The last are half of a backward's products with weights: of two for each of a forward one.
+    Gradients of weights are half of a backward's products with weights: of two for each of a
+    forward one.  Of a unit that is computed again no more than its input goes to the host.
     """
     sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
     ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
+    fore, hind = dict[str, float](), dict(ahead)
     if HOST in sizes and unit.input < unit.kept:
-        for found in (ahead, back):  # the copy out beside a forward, or back beside a backward
-            copy = cluster.copying(unit.kept)
-            found[HOST] = copy - cluster.overlap * min(copy, sum(found.values()))
+        copies = [cluster.copying(size) for size in (unit.kept, unit.input)]
+        for found, more in ((ahead, fore), (back, hind)):  # out beside a forward, and back again
+            beside = sum(found.values())
+            whole, own = (copy - cluster.overlap * min(copy, beside) for copy in copies)
+            found[HOST], more[HOST] = whole, own - whole
     weighed = (
         op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
     )
     products = Work(tuple(weighed))
     half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
-    return ahead, back, half
+    return ahead, back, half, fore, hind
 
 
 def _of_work(
@@ -166,10 +173,11 @@ def causes(
     ahead, inputs, weigh = (  # [slices, stages]
         one.reshape(len(made), -1).T.copy() for one in (way.forward, way.inputs, way.weights)
     )
+    forward, backward, half, fore, hind = step.tables
     inputs[:, 0] = np.where(apart(setting)[0], weigh[:, 0], inputs[:, 0])
-    vector = (ahead @ made + inputs @ step.again) @ step.forward
-    vector = vector + (inputs @ made) @ step.backward
-    vector = vector + ((weigh - inputs) * apart(setting)) @ made @ step.half
+    vector = (ahead @ made) @ forward + (inputs @ made) @ backward
+    vector = vector + (ahead @ step.again) @ fore + (inputs @ step.again) @ hind
+    vector = vector + ((weigh - inputs) * apart(setting)) @ made @ half
     vector = (vector * uneven(step.names, setting.placement.slices)).sum(0)
     found |= {cause: float(took) for cause, took in zip(step.names, vector)}
     for cause, took in step.sent:
@@ -187,17 +195,15 @@ SENDING = ("tp", "cp", "ep", HOST)
 class _Step:
     """Values that a step is made of.
 
-    names                    causes of units
-    forward, backward, half  seconds of one of each run [runs, causes]
-    made, again              units of each run at each stage, of them computed again [stages, runs]
-    busiest                  seconds of the rank that is busy longest [causes]
+    names        causes of units
+    tables       seconds of one of each run, as of `by_run`
+    made, again  units of each run at each stage, of them computed again [stages, runs]
+    busiest      seconds of the rank that is busy longest [causes]
     """
 
     names: tuple[str, ...]
     weight: Array
-    forward: Array
-    backward: Array
-    half: Array
+    tables: tuple[Array, ...]
     made: Array
     again: Array
     busiest: Array
@@ -213,10 +219,10 @@ def _step(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe, weights: Causes
 ) -> _Step:
     alike(cluster)
-    names, forward, backward, half = by_run(chain, axes_of(setting), cluster)
+    names, tables = by_run(chain, axes_of(setting), cluster)
     weight = np.array([weights.get(name, 1.0) for name in names])
     shares = uneven(names, setting.placement.slices)
-    ahead, back, weigh = (one @ (shares * weight).T for one in (forward, backward, half))
+    ahead, back, weigh, fore, hind = (one @ (shares * weight).T for one in tables)
     stages = setting.pp * setting.chunks
     cuts = setting.cuts or even(chain, stages, tuple((ahead + back).mean(1).tolist()))
     if len(cuts) != stages:
@@ -224,15 +230,17 @@ def _step(
     made, again = composition(chain, cuts, setting.again)
     sent = handing(chain, setting, cluster)
     send = sum(took * weights.get(cause, 1.0) for cause, took in sent)
-    f, whole = made @ ahead, made @ back + again @ ahead
-    w = second_halves(apart(setting), whole, made @ weigh)
+    f, whole = made @ ahead + again @ fore, made @ back + again @ hind
+    w = second_halves(setting, whole, made @ weigh)
+    i = whole - w
     sizes = (setting.pp, setting.chunks, setting.micro)  # [stages, slices]
-    way = longest(setting.order, *sizes, f, whole - w, w, send)
+    way = longest(setting.order, *sizes, f, i, w, send)
     rank = homes(setting.order, setting.pp, setting.chunks)
-    worst = int(np.bincount(rank, (f + whole).sum(1), setting.pp).argmax())
+    worst = int(np.bincount(rank, (f + i + w).sum(1), setting.pp).argmax())
     mine = rank == worst
     once, more = made[mine].sum(0), again[mine].sum(0)
-    busiest = setting.passes * ((once + more) @ forward + once @ backward)
+    forward, backward, _, out, home = tables
+    busiest = setting.passes * (once @ (forward + backward) + more @ (out + home))
     held, units = numbers(chain, made, rank, setting.pp).max(0), round(float(once.sum()))
     data = dict(
         replicas_send(
@@ -244,14 +252,12 @@ def _step(
     return _Step(
         names,
         weight,
-        forward,
-        backward,
-        half,
+        tables,
         made,
         again,
         busiest,
         way,
-        way.seconds(f, whole - w, w, send),
+        way.seconds(f, i, w, send),
         send,
         sent,
         data,
@@ -264,6 +270,16 @@ def apart(setting: Setting) -> NDArray[np.bool_]:
     are slices that are gathered, nor where units are computed again."""
     again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
     found: NDArray[np.bool_] = (again == 0) & (not _gathered(setting))
+    return found
+
+
+def second_halves(setting: Setting, backward: Array, weights: Array) -> Array:
+    """Seconds of gradients of weights that each stage runs apart [stages, slices].
+
+    All of the first stage's backward is that: it has no inputs to give gradients to.
+    """
+    found: Array = apart(setting)[:, None] * weights
+    found[0] = np.where(apart(setting)[0], backward[0], 0.0)
     return found
 
 
@@ -280,13 +296,14 @@ def alike(cluster: Cluster) -> None:
 @lru_cache(1024)
 def by_run(
     chain: Chain, where: Where, cluster: Cluster
-) -> tuple[tuple[str, ...], Array, Array, Array]:
-    """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights."""
+) -> tuple[tuple[str, ...], tuple[Array, ...]]:
+    """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights,
+    and what forward and backward take besides where it is computed again."""
     each = [_of_unit(run.unit, where, cluster) for run in chain.runs]
-    names = tuple(sorted({cause for three in each for one in three for cause in one}))
-    tables = [[[one.get(name, 0.0) for name in names] for one in three] for three in each]
-    forward, backward, half = np.array(tables).reshape(len(each), 3, len(names)).transpose(1, 0, 2)
-    return names, forward, backward, half
+    names = tuple(sorted({cause for five in each for one in five for cause in one}))
+    tables = [[[one.get(name, 0.0) for name in names] for one in five] for five in each]
+    found = np.array(tables).reshape(len(each), 5, len(names)).transpose(1, 0, 2)
+    return names, tuple(found)
 
 
 def uneven(names: tuple[str, ...], slices: int) -> Array:
@@ -308,56 +325,6 @@ def _total(found: Causes, weights: Causes) -> float:
 
 
 # -- stages ----------------------------------------------------------------------------------------
-
-
-def even(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
-    """Cut a chain so that its slowest stage is as quick as can be; `times` of one of each run.
-
-    Of such cuts that whose ends lie nearest to equal parts, one after the other.  Raises ValueError
-    for fewer units than stages.
-    """
-    return _even(tuple(run.count for run in chain.runs), stages, times)
-
-
-@lru_cache(4096)
-def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
-    flat = np.repeat(times, counts)
-    count = len(flat)
-    if count < stages:
-        raise ValueError(f"{count} units are too few for {stages} stages")
-    total = np.concatenate([[0.0], np.cumsum(flat)])
-    low, high, sums = float(max(flat.max(), total[-1] / stages)), float(total[-1]), total.tolist()
-    while high - low > 1e-6 * low:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _reached(sums, middle, stages) < count else (low, middle)
-    most = high * (1 + 1e-9)
-    last = _latest(total, most, stages)
-    ends = [0]
-    for stage in range(1, stages):
-        begin = ends[-1]
-        reach = int(np.searchsorted(total, total[begin] + most, side="right")) - 1
-        near = int(np.abs(total - total[-1] * stage / stages).argmin())
-        least = max(begin + 1, last[stage])
-        ends.append(min(max(near, least), max(reach, least), count - stages + stage))
-    ends.append(count)
-    return tuple(b - a for a, b in zip(ends, ends[1:]))
-
-
-def _reached(total: list[float], most: float, stages: int) -> int:
-    """Count the units that so many stages take, each as many as `most` seconds allow."""
-    at = 0
-    for _ in range(stages):
-        at = bisect_right(total, total[at] + most) - 1
-    return at
-
-
-def _latest(total: Array, most: float, stages: int) -> list[int]:
-    """The least end of each stage from which those that follow still take all units."""
-    at, found = len(total) - 1, [len(total) - 1]
-    for _ in range(stages):
-        at = int(np.searchsorted(total, total[at] - most, side="left"))
-        found.append(at)
-    return found[::-1]
 
 
 def composition(
@@ -508,12 +475,13 @@ def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) ->
     On the host its processor does the same at the pace of the link, over which gradients and
     masters come, and these go back.
     """
-    each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
-    share = (held / split_of(setting)).sum() if setting.zero else held.sum()
+    share = float((held / split_of(setting)).sum() if setting.zero else held.sum())
     if setting.placement.hosted:
-        copied = recipe.gradient + 2 * (recipe.master or recipe.parameter)
-        return cluster.copying(float(share) * (each + copied))
-    return cluster.operator("other", 0.0, each * float(share))
+        value = recipe.master or recipe.parameter
+        each = 2 * recipe.moments + 2 * recipe.gradient + 3 * value
+        return cluster.copying(share * each)
+    each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
+    return cluster.operator("other", 0.0, each * share)
 
 
 def split_of(setting: Setting) -> Array:
@@ -533,15 +501,21 @@ def peaks(
     kept, less, most, enters, waiting = np.array(
         [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
+    back, coming = kept - less, np.zeros(len(units))
     if setting.placement.parked:  # beside its own the next one's are there, or still leaving
-        parked = (less < kept) * kept
-        kept, most = kept - parked, most + 2 * parked
+        parked, inputs = (less < kept) * kept, (less < kept) * less
+        coming = 2 * parked
+        kept, most = kept - parked, most + coming
         less = np.minimum(less, kept)
+        back = back + 3 * inputs - 2 * parked  # only inputs leave of what is computed again
+        waiting = waiting + parked  # what came back for a first half stays for the second
     number = np.array([unit.numbers for unit in units])
-    once = most + number * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    alone = setting.dp <= setting.placement.ep  # experts have no replicas to be gathered from
+    gathered = number - np.array([unit.spread for unit in units]) * alone
+    once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
     slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    each = np.array([kept, less, once, enters, slope, waiting])
+    each = np.array([kept, less, once, enters, slope, waiting, back, coming])
     return tuple((found + activations(setting, made, again, each)).tolist())
 
 
@@ -549,11 +523,12 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
 
     `each` tells of one unit of each run: what is kept for its backward, what is where it is
-    computed again (and then all of it at that moment), the most beside these, what the first unit
-    of a stage keeps besides, its gradients: where all forwards run before the first backward, those
-    of units that are still to come are not there yet; and what waits between halves of a backward.
+    computed again, the most beside these, what the first unit of a stage keeps besides, its
+    gradients: where all forwards run before the first backward, those of units that are still to
+    come are not there yet; what waits between halves of a backward; what comes back at the moment
+    when it is computed again; and of `most` what has come where backwards wait for second halves.
     """
-    kept, less, most, enters, slope, waiting = each
+    kept, less, most, enters, slope, waiting, back, coming = each
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
     rank = homes(setting.order, setting.pp, setting.chunks)
     stages = np.arange(len(made))
@@ -563,11 +538,13 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     until = own.cumsum(1) + entering[:, None]
     whole = until[:, -1]  # of one microbatch
     last = np.where(made > again, until, -np.inf)
-    once = np.where(again > 0, until - own + again * less + kept - less, -np.inf)
-    moments = np.maximum(last, once) + most - whole[:, None]
+    once = np.where(again > 0, until - own + again * less + back, -np.inf)
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
     slices = setting.placement.slices
     flying, waits = in_flight(*sizes, whole, rests, slices, apart=not _gathered(setting))
+    alone = (made @ (coming > 0) < 2) / 2  # no next one's
+    most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
+    moments = np.maximum(last, once) + most - whole[:, None]
     held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
     np.maximum.at(fullest, rank, moments.max(1))

@@ -87,16 +87,6 @@ def longest(
     return more.further(played(few), (micro - few - period) / period)
 
 
-def second_halves(apart: NDArray[np.bool_], backward: Array, weights: Array) -> Array:
-    """Seconds of gradients of weights that stages run apart [stages], or of slices of each.
-
-    All of the first stage's backward is that: it has no inputs to give gradients to.
-    """
-    found: Array = (weights.T * apart).T
-    found[0] = np.where(apart[0], backward[0], 0.0)
-    return found
-
-
 # -- closed forms ----------------------------------------------------------------------------------
 
 

@@ -22,23 +22,23 @@ import numpy as np
 from schedlang.ir.limits import Limits
 from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock
-from schedlang.passes.planner.fill import Filled, Filler, Held, cuts_near
+from schedlang.passes.planner.fill import Filled, Filler, Held, cuts_near, worth
 from schedlang.passes.planner.price import (
     COMPUTING,
     NONE,
-    apart,
     axes_of,
     by_run,
     composition,
     handing,
     numbers,
     replicas_send,
+    second_halves,
     shared_send,
     states,
     updating,
 )
 from schedlang.passes.planner.space import LAYS, Floats, Ints, Job
-from schedlang.passes.planner.span import homes, in_flight, longest, second_halves
+from schedlang.passes.planner.span import homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Node, Nodes
@@ -206,7 +206,7 @@ class Unlike(Filler):
     """Ways filled in on unlike nodes: in each order of them and of the axes, the best is taken."""
 
     profiles: Profiles = lambda placement: None
-    _tables: dict[object, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
+    _tables: dict[object, tuple[Floats, ...]] = field(default_factory=dict)
     _chains: dict[Placement, Chain | None] = field(default_factory=dict)
     _shapes: dict[Setting, list[Shape]] = field(default_factory=dict)
     _spans: dict[object, tuple[float, float]] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class Unlike(Filler):
         ]
         found = [self._priced(each, *one) for each in every for one in self._shaped(each)]
         found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
-        best = min(found, key=_worth, default=Filled(way, np.inf, 0.0))
+        best = min(found, key=worth, default=Filled(way, np.inf, 0.0))
         return self._moved(best) if best.least < NEAR * worst else best
 
     def seeded(self, clock: Clock, filled: Filled) -> Filled:
@@ -255,8 +255,8 @@ class Unlike(Filler):
             rows, pp = self._rows(one.setting), len(one.setting.cuts)
             moves = islice(cuts_near(one.setting.cuts), 2 * (pp - 1))
             near = (self._priced(one.setting, cuts, rows) for cuts in moves)
-            found = min(near, key=_worth, default=one)
-            if _worth(found) >= _worth(one):
+            found = min(near, key=worth, default=one)
+            if worth(found) >= worth(one):
                 return one
             one = found
 
@@ -302,15 +302,14 @@ class Unlike(Filler):
             self._chains[at] = found if isinstance(found, Chain) else None
         return self._chains[at]
 
-    def _table(self, way: Setting, rows: int, machine: Nodes) -> tuple[Floats, Floats, Floats]:
-        """Seconds of one unit of each run: forward, backward, of it gradients of weights."""
+    def _table(self, way: Setting, rows: int, machine: Nodes) -> tuple[Floats, ...]:
+        """Seconds of one unit of each run, as `by_run` has them."""
         axes = axes_of(way)
         key = replace(way.placement, rows=rows), axes, machine
         if key not in self._tables:
             chain = self._chain(way, rows)
             assert chain is not None
-            ahead, back, half = (one.sum(1) for one in by_run(chain, axes, machine)[1:])
-            self._tables[key] = ahead, back, half
+            self._tables[key] = tuple(one.sum(1) for one in by_run(chain, axes, machine)[1])
         return self._tables[key]
 
     def _cut(self, way: Setting, rows: Sequence[int]) -> tuple[int, ...] | None:
@@ -369,9 +368,10 @@ class Unlike(Filler):
         kept = np.array([u.kept if keeps else min(u.kept, u.input) for u in units])
         counts, found = [run.count for run in chain.runs], []
         for one in kind[1]:
-            ahead, back, _ = self._table(way, kind[0], one)
-            more = 0.0 if keeps else ahead
-            sums = [ahead, back + more, state / one.memory, kept / one.memory]
+            ahead, back, _, fore, hind = self._table(way, kind[0], one)
+            if not keeps:
+                ahead, back = ahead + fore, back + hind
+            sums = [ahead, back, state / one.memory, kept / one.memory]
             rates = np.pad(np.repeat(sums, counts, axis=1).cumsum(1), ((0, 0), (1, 0)))
             once = np.repeat([unit.most / one.memory for unit in units], counts)
             found.append(np.vstack([rates, np.append(once, 0.0)]))
@@ -385,7 +385,7 @@ class Unlike(Filler):
             return None
         counts = [run.count for run in chain.runs]
         tables = (self._table(way, rows, one) for one in machines)
-        return [np.repeat(ahead + back, counts) for ahead, back, _ in tables]
+        return [np.repeat(ahead + back, counts) for ahead, back, *_ in tables]
 
     def _passes(self, way: Setting, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """Seconds of a microbatch at each stage: forward, and both halves of its backward."""
@@ -395,10 +395,11 @@ class Unlike(Filler):
         made, more = composition(chain, way.cuts, way.again)
         home = homes(way.order, way.pp, way.chunks)
         each = np.array([self._table(way, rows, machines[at]) for at in home])
-        ahead, back, half = each.transpose(1, 0, 2)
-        whole, halved = (one.sum(1) for one in (made * back + more * ahead, made * half))
-        weights = second_halves(apart(way), whole, halved)
-        return (made * ahead).sum(1), whole - weights, weights
+        ahead, back, half, fore, hind = each.transpose(1, 0, 2)
+        forward, backward = (made * ahead + more * fore).sum(1), made * back + more * hind
+        whole, halved = (one.sum(1, keepdims=True) for one in (backward, made * half))
+        weights = second_halves(way, whole, halved)
+        return forward, (whole - weights)[:, 0], weights[:, 0]
 
     def _span(self, way: Setting, kind: Kind) -> tuple[float, float]:
         """Seconds of a replica's pipeline, and of its messages on the longest way."""
@@ -512,11 +513,6 @@ class Unlike(Filler):
 TURNS = 3
 NEAR = 1.25  # times the best: a way is cut again that takes no longer
 LARGE = 300  # units times stages, for which the programme takes long
-
-
-def _worth(one: Filled) -> tuple[bool, float, float]:
-    """Less is better: what fits by its time, what does not by how full it is."""
-    return one.priced is None, one.least, one.needs / (one.room or np.inf)
 
 
 def _memory(machines: Machines) -> Floats:

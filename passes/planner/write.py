@@ -14,7 +14,7 @@ from schedlang.language.syntax import parse
 from schedlang.passes.autoshard.propose import STEPS, headline
 from schedlang.passes.complete.proposal import Row, call, mesh_text, quoted, rows_text, wrapped
 from schedlang.passes.elaborate.rows import pattern
-from schedlang.passes.planner.price import even
+from schedlang.passes.planner.even import even
 
 if TYPE_CHECKING:
     from schedlang.passes.planner.profile import Profiles

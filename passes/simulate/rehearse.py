@@ -260,6 +260,8 @@ def state_held(program: Program, footprint: Footprint, away: Collection[str]) ->
                 "exp_avg": moments[0],
                 "exp_avg_sq": moments[1],
             }
+            if name in away:
+                footprint.leave_out(moments)
             footprint.hold("optimizer", () if name in away else moments)
 
 

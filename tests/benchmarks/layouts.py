@@ -240,7 +240,7 @@ def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
     none = np.zeros(3)
 
     def filled(kept: Array, most: Array) -> Array:
-        each = np.array([kept, kept, most, none, none, none])
+        each = np.array([kept, kept, most, *[none] * 5])
         return activations(at, made, made * 0, each)[places]
 
     found = []

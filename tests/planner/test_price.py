@@ -8,12 +8,12 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from schedlang.passes.planner.even import even
 from schedlang.passes.planner.price import (
     axes_of,
     by_run,
     causes,
     composition,
-    even,
     price,
     stride,
     unit_times,
@@ -305,6 +305,20 @@ def test_memory_of_stages() -> None:
     assert again.seconds > plain.seconds
 
 
+def test_what_is_computed_again_stays_off_the_host() -> None:
+    """Only its input leaves: on a slow host all layers computed again are the quicker step, which
+    holds what one layer does and no copies of its activations."""
+    setting = Setting(Placement(offload="activations"), 1, 2, 8, "ZB-H1", zero=0, cuts=(13, 13))
+    chain, layer = GPT(setting.placement), GPT(setting.placement).runs[1].unit
+    slow = replace(A100, host=1e9)
+    plain = price(chain, setting, slow)
+    again = price(chain, replace(setting, again=(13, 13)), slow)
+    copied = sum(causes(chain, replace(setting, again=(13, 13)), slow).values())
+    assert again.seconds < plain.seconds / 4 and copied == pytest.approx(again.seconds)
+    assert 0 < again.parts["host"] <= 8 * 13 * 2 * slow.copying(layer.input)
+    assert plain.peaks[0] - again.peaks[0] == pytest.approx(layer.kept - 2 * layer.input)
+
+
 @pytest.mark.parametrize("order", ["ZB-V", "V-Half"])
 def test_the_first_stage_hands_nothing_back(order: str) -> None:
     """Its backward is one half: quicker than where both are waited for, and causes say the same."""
@@ -319,9 +333,9 @@ def test_the_first_stage_hands_nothing_back(order: str) -> None:
     assert found.seconds == pytest.approx(sum(causes(chain, setting, A100).values()))
     line = played(order, 2, 8, 2)
     took = np.zeros((len(Kind), 4))
-    _, _, _, half = by_run(chain, axes_of(setting), A100)
+    _, tables = by_run(chain, axes_of(setting), A100)
     made, _ = composition(chain, setting.cuts)
-    took[Kind.F], took[Kind.B], took[Kind.W] = f, b, made @ half.sum(1)
+    took[Kind.F], took[Kind.B], took[Kind.W] = f, b, made @ tables[2].sum(1)
     took[Kind.W, 0] = b[0]
     took[Kind.I] = b - took[Kind.W]
     sent = A100.collective("send", chain.runs[1].unit.handed, 2, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from schedlang.runtime.comm import collectives
 from schedlang.runtime.comm.collectives import Group, all_gather
 from schedlang.runtime.moe.dispatch import Counts, Step, Way, everywhere, first, place_of, sent_by
 from schedlang.runtime.moe.probe import Experts, Inner
-from schedlang.runtime.propagation.stand_ins import stand_in
+from schedlang.runtime.propagation.stand_ins import playing, stand_in
 from schedlang.runtime.sharding.shard import Edge, Forward
 from schedlang.runtime.sharding.sizes import number_at, set_number
 
@@ -426,6 +426,9 @@ class ShardedExperts:
         """Compute the experts `held`, with these parameters, for rows of one expert each."""
         parameters = self._shared_out(parameters)
         parts = list(parameters.values())
+        if rows.is_meta and playing():
+            with suppress(Exception):  # the module's own, on what only values tell
+                return self._computed(rows, experts, dtype, parameters, held)
         if rows.is_meta:
             y = stand_in(rows, parts)
             # what a rank leaves to others counts as zero: the sum over ranks is a pending one
@@ -433,6 +436,16 @@ class ShardedExperts:
             return y * rows.new_ones(rows.shape[0], 1).bool() if summed else y
         if not rows.shape[0]:  # every rank takes part in what comes behind, and in the backward
             return rows + sum(part.flatten()[:0].sum() for part in parts)
+        return self._computed(rows, experts, dtype, parameters, held)
+
+    def _computed(
+        self,
+        rows: Tensor,
+        experts: Tensor,
+        dtype: torch.dtype,
+        parameters: Mapping[str, Tensor],
+        held: tuple[int, ...],
+    ) -> Tensor:
         local = self._places(held, rows.device)
         for path in self.routing.experts.numbers:
             set_number(self.module, path, len(held))

@@ -83,11 +83,16 @@ class Store:
             self.ledger.track(tier, tensor)
 
     def begin(self) -> _Call:
-        """A new call of a module, after the one before it in the same microbatch."""
-        here = scope.current()
+        """A new call of a module, after the one before it in the same forward of a microbatch.
+
+        What another stage of this rank saved is wanted much later, if it has several.
+        """
+        here, forward = scope.current(), scope.noted()
         key = here.microbatch if here is not None else None
-        before = self._last.get(key)
-        call = _Call(self, before() if before is not None else None)
+        last = self._last.get(key)
+        before = last() if last is not None else None
+        near = before is not None and before.forward is forward
+        call = _Call(self, before if near else None, forward)
         self._last[key] = weakref.ref(call)
         self._seen = {key: entry for key, entry in self._seen.items() if not gone(entry[0])}
         return call
@@ -206,8 +211,8 @@ def _counts_apart(tensor: Tensor) -> bool:
 class _Call:
     """One call of an offloaded module: the copies that its backward will want."""
 
-    def __init__(self, store: Store, before: _Call | None) -> None:
-        self.store = store
+    def __init__(self, store: Store, before: _Call | None, forward: object) -> None:
+        self.store, self.forward = store, forward
         # weak: the calls of a step that is over must not live on behind the next
         self.before = weakref.ref(before) if before is not None else None
         self.copies: list[weakref.ref[_Copy]] = []

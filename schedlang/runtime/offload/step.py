@@ -477,7 +477,8 @@ class Offloaded:
             part = local(value)
             if tiers.state == DISK and part.shape == shape:
                 return self.scratch.put(part)
-            part = mark(part, CPU) if part.is_cpu else plain_copy(part)
+            if not part.is_meta:  # as it is where a step is played
+                part = mark(part, CPU) if part.is_cpu else plain_copy(part)
             return of_whole(part) if hasattr(value, "of_whole") else part
 
         if tiers.state in (DEVICE, PEER):

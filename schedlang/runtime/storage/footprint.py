@@ -124,10 +124,17 @@ def _attention_backward(
     return float(count(grad.shape, query.shape, key.shape, value.shape))
 
 
+def _grouped(first: Tensor, second: Tensor, *rest: Any, **more: Any) -> float:
+    """Products of groups of rows, whichever of both has a matrix for each group."""
+    groups = len(first) if first.dim() == second.dim() == 3 else 1
+    return 2.0 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
 # the fused operators of a CPU, which stand for any device's: torch has no formulas for them
 FORMULAS: dict[Any, Callable[..., float]] = {
     ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    ops.aten._grouped_mm: _grouped,
 }
 
 
@@ -204,6 +211,13 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block = self._block(tensor)
             if block is not None:
                 block.said = block.said or said
+
+    def leave_out(self, tensors: Iterable[Any]) -> None:
+        """Count no bytes of tensors that stand for some off the device."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            if self._block(local) is not None:
+                self._change(self._alive[id(local.untyped_storage())][1], 0)
 
     def track(self, tier: str, tensor: Tensor) -> None:
         """A store of offloaded tensors tells what it put where."""
