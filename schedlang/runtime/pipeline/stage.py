@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +75,7 @@ class StageEnd(BaseException):
     """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
 
 
-@dataclass(frozen=True)
-class Forwarded:
+class Forwarded(NamedTuple):
     """The results of one forward of a stage.
 
     `made` are the values for other stages, without history; `edges` where their gradients enter.
@@ -247,7 +246,7 @@ class Stub:
             with kept or kept_outside(module), imitated(kind):
                 self._known[key] = self._shapes(unit, args, kwargs, module)
         leaves, spec, draws, told, written = self._known[key]
-        if any((unit, k) not in self.leaves and (unit, k) not in received for k in written):
+        if written and any((unit, k) not in {**self.leaves, **received} for k in written):
             raise _hidden(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
@@ -257,7 +256,8 @@ class Stub:
             received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
-        return pytree.tree_unflatten(made, spec)
+        # one tensor, as almost always, is not put together
+        return made[0] if spec.is_leaf() else pytree.tree_unflatten(made, spec)
 
     def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
         """Find the outputs of all units before `last` for this part of a batch.
@@ -305,13 +305,13 @@ class Stub:
         dtype, shape = leaf.dtype, leaf.shape
         known = self.leaves.get((unit, k)) if k is not None else None
         written = k is not None and (known is None or known.mutated)
-        key = dtype, shape, device
-        if key in self._blank and not written and not _watched():
-            return self._blank[key].detach()
+        key, alone = (dtype, shape, device), written or _watched()
+        if not alone and (blank := self._blank.get(key)) is not None:
+            return blank.detach()
         number = math.nan if dtype.is_floating_point else 0
         made = torch.full(shape if written else (), number, dtype=dtype, device=device)
         # what stands for many cannot be written into, unlike one number
-        if not written and leaf.numel() > 1 and not made.is_meta and not _watched():
+        if not alone and leaf.numel() > 1 and not made.is_meta:
             self._blank[key] = made.expand(shape)
         return made.expand(shape)
 
