@@ -450,7 +450,7 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        self._norm = at_hand(norm := both[0].sqrt())
+        self._norm = norm = at_hand(both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
@@ -473,7 +473,9 @@ class Program:
         # nothing to be summed; a share that the device alone knows is not asked for
         alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
         told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
-        return torch.as_tensor(told, dtype=torch.float64).reshape(())
+        if isinstance(told, Tensor):
+            return told.to(torch.float64).reshape(())
+        return torch.tensor(told, dtype=torch.float64)
 
     def _near(self, value: Tensor) -> Tensor:
         """Move a tensor to the device on which collectives of the step take it."""

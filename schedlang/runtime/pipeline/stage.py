@@ -99,13 +99,14 @@ class Order:
 
     def next(self, unit: int) -> None:
         """The unit that is called; the number of units where the forward ends."""
+        if unit == self.due:
+            self.due += 1
+            return
         if unit < self.due:
             reason = "is called again, but was not when the model was recorded"
             raise refusal("S614", self.names[unit], reason, *self.HELPS)
-        if unit > self.due:
-            reason = "is not called, but was when the model was recorded"
-            raise refusal("S614", self.names[self.due], reason, *self.HELPS)
-        self.due += 1
+        reason = "is not called, but was when the model was recorded"
+        raise refusal("S614", self.names[self.due], reason, *self.HELPS)
 
     HELPS = (
         "stages are built for one sequence of calls: let every batch make the same calls",
@@ -191,8 +192,11 @@ def _state(model: nn.Module) -> Any:
 def _key(unit: int, training: bool, given: Any, device: str) -> Any:
     casts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casts else None
+    args, kwargs = given
+    named = _signature(kwargs) if kwargs else None
+    each = [(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in args]
     # float64 is the default while a proof computes in it
-    return unit, torch.get_default_dtype(), dtype, training, _signature(given)
+    return unit, torch.get_default_dtype(), dtype, training, named, *each
 
 
 def _watched() -> bool:
@@ -235,17 +239,17 @@ class Stub:
         args: Any,
         kwargs: Any,
         received: Mapping[Token, torch.Tensor],
-        device: Any,
+        device: torch.device,
         module: nn.Module,
         kept: AbstractContextManager[None] | None = None,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
-        kind = torch.device(device).type
-        key = _key(unit, self.training[unit], (args, kwargs), kind)
-        if key not in self._known:
-            with kept or kept_outside(module), imitated(kind):
-                self._known[key] = self._shapes(unit, args, kwargs, module)
-        leaves, spec, draws, told, written = self._known[key]
+        key = _key(unit, self.training[unit], (args, kwargs), device.type)
+        known = self._known.get(key)
+        if known is None:
+            with kept or kept_outside(module), imitated(device.type):
+                known = self._known[key] = self._shapes(unit, args, kwargs, module)
+        leaves, spec, draws, told, written = known
         if written and any((unit, k) not in {**self.leaves, **received} for k in written):
             raise _hidden(self.names[unit])
         for site, times in draws.items():
@@ -257,7 +261,7 @@ class Stub:
             for k, leaf in enumerate(leaves)
         ]
         # one tensor, as almost always, is not put together
-        return made[0] if spec.is_leaf() else pytree.tree_unflatten(made, spec)
+        return made[0] if spec.type is None else pytree.tree_unflatten(made, spec)
 
     def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
         """Find the outputs of all units before `last` for this part of a batch.
@@ -451,15 +455,16 @@ class Stage:
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _device(batch)
-        order = Order(self.cut.graph.labels)
+        order, first, end = Order(self.cut.graph.labels), self.units.start, self.units.stop
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             order.next(unit)
-            if unit < self.units.start:
-                policies.replayed = order.due < self.units.start
+            if unit < first:
+                if order.due == first:
+                    policies.replayed = False
                 module = self.switch.modules[unit]
                 return self.stub(unit, args, kwargs, received, device, module)
-            if unit >= self.units.stop:
+            if unit >= end:
                 raise StageEnd
             if unit not in self.giving:
                 return original(*args, **kwargs)
@@ -468,7 +473,7 @@ class Stage:
             self._capture(unit, output, made, edges)
             return output
 
-        before, policies.replayed = policies.replayed, self.units.start > 0
+        before, policies.replayed = policies.replayed, first > 0
         try:
             with self.switch.using(handle):
                 try:

@@ -9,6 +9,7 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_tensor import backward
 from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
 from schedlang.runtime.device import not_there
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
@@ -159,7 +160,7 @@ class Step:
         roots, grads = self.roots(flight, work)
         del self.flights[work]
         if roots:
-            torch.autograd.backward(roots, grads)
+            backward(roots, grads)
         self.give_back(flight, work)
 
     def input_backward(self, work: Work) -> None:
