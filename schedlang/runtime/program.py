@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import InShard
-from schedlang.runtime.device import at_hand, numbers, on_accelerator
+from schedlang.runtime.device import at_hand, numbers, on_accelerator, on_host
 from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
     norm_alone,
@@ -51,7 +52,7 @@ from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
-from schedlang.runtime.weights import Number, added, positive
+from schedlang.runtime.weights import Number, added, filled, positive
 from schedlang.runtime.whole import whole_output
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -430,11 +431,14 @@ class Program:
         value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
             self._norm = at_hand(norm_alone(a.parameters, self.clip))
-            return value.to(a.loss_dtype)
+            return torch.as_tensor(value, dtype=a.loss_dtype)
         squares = self._near(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.cut
         used = used_anywhere(a.sliced, a.parameters, names) if names else []
-        both = torch.stack([squares, value])
+        if on_host(squares) and not isinstance(value, Tensor):
+            both = torch.tensor([float(squares), value], dtype=torch.float64)
+        else:
+            both = torch.stack([squares, filled(squares, value)])
         if used:
             both = torch.cat([both, self._told(used, both)])
         end = len(both)
@@ -450,7 +454,7 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        self._norm = norm = at_hand(both[0].sqrt())
+        self._norm = norm = math.sqrt(both.tolist()[0]) if on_host(both) else both[0].sqrt()
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
@@ -458,24 +462,22 @@ class Program:
 
     def _loss(
         self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
-    ) -> Tensor:
-        """This rank's share of the loss of the whole batch, on its device in float64."""
+    ) -> Number:
+        """This rank's share of the loss of the whole batch: a number, or on its device in
+        float64."""
         a = self.assembly
         losses = {k: r.loss for k, r in results.items() if r.loss is not None}
         # `None in` would ask each tensor whether it equals None, which torch answers by an error
         assert len(losses) == len(results), "the model returns no loss: pass `loss=`"
         if not losses or not a.is_primary:
-            device = a.ranks.device if on_accelerator(a.ranks.device) else None
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return 0.0
         shares = [weights[k] / total for k in losses]
         there = on_accelerator(a.ranks.device)  # what the host has it adds up itself
         near = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
         # nothing to be summed; a share that the device alone knows is not asked for
         alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
         told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
-        if isinstance(told, Tensor):
-            return told.to(torch.float64).reshape(())
-        return torch.tensor(told, dtype=torch.float64)
+        return told.to(torch.float64).reshape(()) if isinstance(told, Tensor) else told
 
     def _near(self, value: Tensor) -> Tensor:
         """Move a tensor to the device on which collectives of the step take it."""

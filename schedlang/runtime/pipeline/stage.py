@@ -223,6 +223,8 @@ class Stub:
         self.leaves = cut.graph.leaves
         self._known = dict(known or {})
         self._blank: dict[Any, Tensor] = {}
+        # of units that give one tensor and do nothing else: its token, and what stands in for it
+        self._alone: dict[Any, tuple[Token, Tensor | None]] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     @cached_property
@@ -245,6 +247,12 @@ class Stub:
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
         key = _key(unit, self.training[unit], (args, kwargs), device.type)
+        if key in self._alone:  # as almost always
+            token, blank = self._alone[key]
+            if token in received:
+                return received[token]
+            if blank is not None and blank.device == device and not _watched():
+                return blank.detach()
         known = self._known.get(key)
         if known is None:
             with kept or kept_outside(module), imitated(device.type):
@@ -260,8 +268,12 @@ class Stub:
             received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
-        # one tensor, as almost always, is not put together
-        return made[0] if spec.type is None else pytree.tree_unflatten(made, spec)
+        if type(output := pytree.tree_unflatten(made, spec)) is Tensor:
+            own = self.leaves.get(token := (unit, 0))
+            if not (draws or told or written or own is None or own.mutated):
+                blank = self._blank.get((output.dtype, output.shape, device))
+                self._alone[key] = token, blank
+        return output
 
     def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
         """Find the outputs of all units before `last` for this part of a batch.
