@@ -150,13 +150,13 @@ def _receive(step: Step, of: Transfer) -> None:
     """
     name, mail = of.name, step.pipe.mail
     if name.back:
-        mail.post(of.rank, name, of.count, partial(step.layouts.get, of.of))
+        mail.post(of.rank, name, of.size, partial(step.layouts.get, of.of))
         return
     sizes, signature = step.pipe.sizes, step.signatures[name.microbatch]
     mail.post(
         of.rank,
         name,
-        of.count,
+        of.size,
         partial(sizes.known, signature, name),
         partial(sizes.learn, signature, name),
     )

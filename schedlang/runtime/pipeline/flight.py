@@ -242,7 +242,7 @@ class Transfer(NamedTuple):
 
     name: Message
     rank: int
-    count: int
+    size: int
     of: Message
 
 
