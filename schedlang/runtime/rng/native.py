@@ -261,7 +261,7 @@ class ForkedDropout:
 def _changes_nothing(inner: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a plain dropout is given what stands for a tensor of an earlier stage: one NaN
     everywhere, which is no other under any mask.  A device would have to be waited for."""
-    if kwargs or len(args) != 1 or getattr(inner, "__func__", None) is not nn.Dropout.forward:
+    if kwargs or len(args) != 1 or getattr(inner, "func", None) is not nn.Dropout.forward:
         return False
     (x,) = args
     alike = type(x) is Tensor and on_host(x) and x.numel() > 1 and not any(x.stride())
