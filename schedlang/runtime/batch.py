@@ -316,10 +316,8 @@ def split(batch: Batch, replicas: Shares, micro: int) -> list[list[Part]]:
 @lru_cache(maxsize=8)  # most steps have as many rows as the last one
 def _rows(count: int, replicas: Shares, micro: int) -> list[list[tuple[int, ...]]]:
     """The numbers of the rows of each part; nobody changes the lists."""
-    return [
-        [tuple(share[run.start : run.stop]) for run in shares(len(share), micro)]
-        for share in shares(count, replicas)
-    ]
+    every = shares(count, replicas)
+    return [[tuple(one[k.start : k.stop]) for k in shares(len(one), micro)] for one in every]
 
 
 def sample_of(batch: Batch, replicas: Shares, micro: int) -> dict[str, Any]:

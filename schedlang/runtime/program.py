@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from schedlang.runtime.checkpointing.background import Background
 from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import in_its_world
 from schedlang.runtime.context_parallel.install import InShard
-from schedlang.runtime.device import at_hand, numbers, on_accelerator, on_host
+from schedlang.runtime.device import at_hand, numbers, on_accelerator
 from schedlang.runtime.grad_reduction.gradient import (
     clip_factor,
     norm_alone,
@@ -52,7 +51,7 @@ from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
-from schedlang.runtime.weights import Number, added, filled, positive
+from schedlang.runtime.weights import Number, added, positive, together
 from schedlang.runtime.whole import whole_output
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -203,7 +202,7 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.off() if self.evaluate else self._training.on()
-        self._zero()
+        self.assembly.held.zero()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
@@ -246,7 +245,7 @@ class Program:
         An update of microbatches without any weight (no labels) leaves everything as it is.
         """
         if not self._totals[made] > 0:
-            self._zero()
+            self.assembly.held.zero()
             return
         self._sum()
         self._step_weights()
@@ -335,9 +334,6 @@ class Program:
                 ),
                 facts=unknown(new[0], (near,) if near else ()),
             )
-
-    def _zero(self) -> None:
-        self.assembly.held.zero()
 
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
@@ -434,13 +430,10 @@ class Program:
         if a.ranks.mesh.world == 1:
             self._norm = at_hand(norm_alone(a.parameters, self.clip))
             return torch.as_tensor(value, dtype=a.loss_dtype)
-        squares = self._near(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
+        squares = at_hand(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.cut
         used = used_anywhere(a.sliced, a.parameters, names) if names else []
-        if on_host(squares) and not isinstance(value, Tensor):
-            both = torch.tensor([float(squares), value], dtype=torch.float64)
-        else:
-            both = torch.stack([squares, filled(squares, value)])
+        both = together([squares, value])
         if used:
             both = torch.cat([both, self._told(used, both)])
         end = len(both)
@@ -456,7 +449,7 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        self._norm = norm = math.sqrt(both.tolist()[0]) if on_host(both) else both[0].sqrt()
+        self._norm = norm = at_hand(both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
@@ -465,8 +458,7 @@ class Program:
     def _loss(
         self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
     ) -> Number:
-        """This rank's share of the loss of the whole batch: a number, or on its device in
-        float64."""
+        """This rank's share of the loss of the whole batch, on an accelerator in float64."""
         a = self.assembly
         losses = {k: r.loss for k, r in results.items() if r.loss is not None}
         # `None in` would ask each tensor whether it equals None, which torch answers by an error

@@ -38,30 +38,25 @@ class Scope:
         return (self.step, self.evaluation) if self.evaluation else self.step
 
 
+@dataclass
 class Frame:
     """The place within one pass over a model: modules entered, and calls per site.
 
-    modules  (identity, path), outermost first
-    turn     counts the passes over an outermost module; None where one is run again
-    memo     what a pass has noted for the case that it is run again; see `memo`
-    given    the memo, to the next pass
+    turn   counts the passes over an outermost module; None where one is run again
+    memo   what a pass has noted for the case that it is run again; see `memo`
     """
 
-    __slots__ = ("calls", "given", "memo", "modules", "turn")
-
-    def __init__(self) -> None:
-        self.modules: list[tuple[int, str]] = []
-        self.calls: dict[str, int] = {}
-        self.turn: int | None = 0
-        self.memo: dict[Any, Any] = {}
-        self.given = False
+    modules: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (identity, path), outermost first
+    calls: dict[str, int] = field(default_factory=dict)
+    turn: int | None = 0
+    memo: dict[Any, Any] = field(default_factory=dict)
+    given: bool = False  # the memo, to the next pass
 
     def copy(self) -> Frame:
         """A frame that does not follow this one, but for what is noted."""
-        made = Frame()
-        made.modules, made.calls = list(self.modules), dict(self.calls)
-        made.turn, made.memo = None, self.memo
-        return made
+        return Frame(list(self.modules), dict(self.calls), None, self.memo)
 
 
 class _Here(threading.local):

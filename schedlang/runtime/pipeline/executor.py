@@ -299,11 +299,8 @@ class Pipeline:
 
     def route(self, work: Work) -> Route:
         """Return the messages of some work, whose names are made once."""
-        if work not in self._routes:
-            self._routes[work] = self._route(work)
-        return self._routes[work]
-
-    def _route(self, work: Work) -> Route:
+        if (found := self._routes.get(work)) is not None:
+            return found
         stage, at = self.stages[work.stage], work.stage
 
         def near(other: int) -> bool:
@@ -319,7 +316,7 @@ class Pipeline:
         returned = [
             (message(True, at, end, work), near(end), some) for end, some in stage.returned.items()
         ]
-        return Route(
+        self._routes[work] = found = Route(
             tuple((message(False, end, at, work), some) for end, some in stage.incoming.items()),
             tuple(
                 (name, near(end), stage.outgoing[end], stage.awaited[end])
@@ -333,6 +330,7 @@ class Pipeline:
             frozenset(filter(stage.mutated, tokens)),
             tuple(one for some in stage.returned.values() for one in some),
         )
+        return found
 
     def _subject(self, op: Op) -> Any:
         """Return what the handler of an operation is given."""
@@ -423,7 +421,7 @@ class Pipeline:
                     k not in waits,
                     k <= forward,
                     op.kind in COMPUTE,
-                    self._subject(op),
+                    work_of(op) if self.plain else self._subject(op),
                 )
                 for k, op in enumerate(rows)
             )

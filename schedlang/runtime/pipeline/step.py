@@ -160,7 +160,7 @@ class Step:
         roots, grads = self.roots(flight, work)
         del self.flights[work]
         if roots:
-            backward(roots, grads)
+            (torch.autograd.backward if self.pipe.plain else backward)(roots, grads)
         self.give_back(flight, work)
 
     def input_backward(self, work: Work) -> None:
