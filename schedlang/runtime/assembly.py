@@ -14,7 +14,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.annotations import Boundary
 from schedlang.ir.model import Adapting
 from schedlang.ir.placement import Layout
-from schedlang.runtime.batch import Batch, Part, Shares
+from schedlang.runtime.batch import Batch, Part, Shares, named_arguments
 from schedlang.runtime.checkpointing.holding import Holding, Ways
 from schedlang.runtime.comm.collectives import Ranks
 from schedlang.runtime.context_parallel.install import ExchangeKeys, WithoutValues
@@ -104,6 +104,19 @@ class Assembly:
         if not self.pipeline.timeline.stale:  # which lets go of gradients within a step
             held.flatten(self.sums if self.early is None else self.early.rest)
         return held
+
+    @cached_property
+    def unweighed(self) -> bool:
+        """Whether nobody here asks what parts of a batch weigh.
+
+        The last stage does, of the losses that are made there; another one only if its model is
+        given the labels, of which perhaps none counts, or makes updates by what they weigh.
+        """
+        stages, rule = self.pipeline.stages.values(), getattr(self.weight, "rule", None)
+        if rule is None or self.pipeline.timeline.stale or any(stage.last for stage in stages):
+            return False
+        taken = [named_arguments(stage.model) for stage in stages]
+        return all(names is not None and rule.source.split(".")[0] not in names for names in taken)
 
     @cached_property
     def row_axes(self) -> tuple[str, ...]:

@@ -309,13 +309,15 @@ def split(batch: Batch, replicas: Shares, micro: int) -> list[list[Part]]:
     Raises Refusal S606 if there are fewer rows than parts.
     """
     count = _enough(batch, replicas, micro)
-    out = []
-    for share in shares(count, replicas):
-        runs = [
-            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
-        ]
-        out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
-    return out
+    every = _rows(count, replicas, micro)
+    return [[Part(cut(batch, rows, count), rows) for rows in parts] for parts in every]
+
+
+@lru_cache(maxsize=8)  # most steps have as many rows as the last one
+def _rows(count: int, replicas: Shares, micro: int) -> list[list[tuple[int, ...]]]:
+    """The numbers of the rows of each part; nobody changes the lists."""
+    every = shares(count, replicas)
+    return [[tuple(one[k.start : k.stop]) for k in shares(len(one), micro)] for one in every]
 
 
 def sample_of(batch: Batch, replicas: Shares, micro: int) -> dict[str, Any]:

@@ -181,9 +181,7 @@ def at_hand(value: Tensor) -> Tensor | float:
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers that may lie on a device, for which the host waits once."""
-    values = [
-        float(v.detach()) if isinstance(v, Tensor) and v.device.type == _HOST else v for v in values
-    ]
+    values = [v.item() if isinstance(v, Tensor) and v.device.type == _HOST else v for v in values]
     there = [value for value in values if isinstance(value, Tensor)]
     if len({(one.device, one.dtype) for one in there}) == 1:
         told = iter(torch.stack([one.detach().reshape(()) for one in there]).tolist())

@@ -51,7 +51,7 @@ from schedlang.runtime.step_batch import Comparing, dealt
 from schedlang.runtime.storage.offloaded_gradients import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.training import Training
-from schedlang.runtime.weights import Number, added, positive
+from schedlang.runtime.weights import Number, added, positive, together
 from schedlang.runtime.whole import whole_output
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -202,7 +202,7 @@ class Program:
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.off() if self.evaluate else self._training.on()
-        self._zero()
+        self.assembly.held.zero()
         if self.offloaded is not None:
             self.offloaded.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
@@ -245,7 +245,7 @@ class Program:
         An update of microbatches without any weight (no labels) leaves everything as it is.
         """
         if not self._totals[made] > 0:
-            self._zero()
+            self.assembly.held.zero()
             return
         self._sum()
         self._step_weights()
@@ -317,8 +317,10 @@ class Program:
 
     def _check_names(self, batch: Batch) -> None:
         """Refuse names that building has not seen: what a part weighs may hang on them."""
-        check_mapping(batch)
         known = self.assembly.inputs
+        if type(batch) is dict and known.issuperset(batch):
+            return
+        check_mapping(batch)
         new = [name for name in batch if name not in known]
         if new and known:
             near = closest(new[0], [name for name in known if name not in batch])
@@ -332,9 +334,6 @@ class Program:
                 ),
                 facts=unknown(new[0], (near,) if near else ()),
             )
-
-    def _zero(self) -> None:
-        self.assembly.held.zero()
 
     def _parts(
         self, batch: Batch, local: bool, whole: bool = False
@@ -430,11 +429,11 @@ class Program:
         value, scale = self._loss(results, weights, total), self.loss_scale
         if a.ranks.mesh.world == 1:
             self._norm = at_hand(norm_alone(a.parameters, self.clip))
-            return value.to(a.loss_dtype)
-        squares = self._near(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
+            return torch.as_tensor(value, dtype=a.loss_dtype)
+        squares = at_hand(square_sum(a.parameters, a.primary_parameters, a.ranks.device))
         names = a.cut
         used = used_anywhere(a.sliced, a.parameters, names) if names else []
-        both = torch.stack([squares, value])
+        both = together([squares, value])
         if used:
             both = torch.cat([both, self._told(used, both)])
         end = len(both)
@@ -450,7 +449,7 @@ class Program:
             ):
                 if not count and name in a.trained:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])
-        self._norm = at_hand(norm := both[0].sqrt())
+        self._norm = norm = at_hand(both[0].sqrt())
         factor = clip_factor(norm, self.clip) if self.clip is not None else None
         if factor is not None:
             scale_gradients(a.parameters, factor)
@@ -458,22 +457,21 @@ class Program:
 
     def _loss(
         self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
-    ) -> Tensor:
-        """This rank's share of the loss of the whole batch, on its device in float64."""
+    ) -> Number:
+        """This rank's share of the loss of the whole batch, on an accelerator in float64."""
         a = self.assembly
         losses = {k: r.loss for k, r in results.items() if r.loss is not None}
         # `None in` would ask each tensor whether it equals None, which torch answers by an error
         assert len(losses) == len(results), "the model returns no loss: pass `loss=`"
         if not losses or not a.is_primary:
-            device = a.ranks.device if on_accelerator(a.ranks.device) else None
-            return torch.zeros((), dtype=torch.float64, device=device)
+            return 0.0
         shares = [weights[k] / total for k in losses]
         there = on_accelerator(a.ranks.device)  # what the host has it adds up itself
         near = [self._near(x.double()) if there else at_hand(x) for x in losses.values()]
         # nothing to be summed; a share that the device alone knows is not asked for
         alone = len(shares) == 1 and not isinstance(shares[0], Tensor) and shares[0] == 1.0
         told = near[0] if alone else added([x * share for x, share in zip(near, shares)])
-        return torch.as_tensor(told, dtype=torch.float64).reshape(())
+        return told.to(torch.float64).reshape(()) if isinstance(told, Tensor) else told
 
     def _near(self, value: Tensor) -> Tensor:
         """Move a tensor to the device on which collectives of the step take it."""

@@ -86,8 +86,8 @@ def _of_all(a: Assembly, batch: Batch, whole: bool) -> Dealt:
             for share in everyone
             for parts in ([share] * copies if whole else a.by_tokens(share))
         ]
-    if replicas * a.micro == 1:
-        weigh = [[1.0]]
+    if replicas * a.micro == 1 or (known is None and a.unweighed):
+        weigh = [[1.0] * len(parts) for parts in everyone]
     else:
         weights = iter(a.weigh_all([part for parts in everyone for part in parts]))
         weigh = [[next(weights) for _ in parts] for parts in everyone]

@@ -46,6 +46,14 @@ def added(values: Sequence[Number]) -> Number:
     return torch.stack(there).sum() if there else float(sum(values))
 
 
+def together(values: Sequence[Number]) -> Tensor:
+    """One tensor of some numbers, in float64: where one of them lies, if any does."""
+    there = next((one for one in values if isinstance(one, Tensor)), None)
+    if there is None:
+        return torch.tensor(values, dtype=torch.float64)
+    return torch.stack([filled(there, one) for one in values])
+
+
 def instead(value: Number, other: float, asked: Number | None = None) -> Number:
     """A number; another one where `asked` (by default the number itself) is not above zero."""
     asked = value if asked is None else asked

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.adapters import torch_distributed, torch_tensor
 from tests.docs.test_docs import ROOT
@@ -183,6 +186,27 @@ def test_resizes_of_storages_are_heard() -> None:
         storage.resize_(8)
     storage.resize_(0)
     assert heard == [(0, 0), (8, 8)]
+
+
+def test_backward_from_roots_that_fit() -> None:
+    """Its gradients are torch's; where a mode listens it is torch's own that runs."""
+    heard = []
+
+    class Heard(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            heard.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    for mode in (contextlib.nullcontext(), Heard()):
+        roots = [torch.autograd.graph.get_gradient_edge(x * 2), (x * 3).sum()]
+        grads, x.grad = [torch.arange(3.0), torch.tensor(2.0)], None
+        with mode:
+            torch_tensor.backward(roots, grads)
+        assert x.grad is not None and x.grad.tolist() == [6.0, 8.0, 10.0]
+    assert torch.autograd.backward in heard
 
 
 def test_data_of_other_tensors_can_be_put(monkeypatch: pytest.MonkeyPatch) -> None:

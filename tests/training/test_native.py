@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.fusion.fuse import unavailable
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.left import left_in
-from schedlang.runtime.rng.native import NativeDropout
+from schedlang.runtime.rng.native import NativeDropout, _changes_nothing
 from tests.proofs import planned, sgd
 
 TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
@@ -417,3 +418,15 @@ def test_a_step_that_drops_calls_no_more_than_one_that_does_not(pool: Pool) -> N
     plans = [planned(Net(on=on), "zero(stage=0, over=dp)", "dp=2") for on in (1.0, 0.0)]
     dropping, without = (pool.run(_calls, 2, plan)[0] for plan in plans)
     assert without < dropping <= without + 40, (dropping, without)
+
+
+def test_what_stands_for_another_stage_draws_nothing() -> None:
+    """One NaN everywhere is the same under any mask; all else is dropped out."""
+    inner = partial(nn.Dropout.forward, nn.Dropout(0.5))
+    nan = torch.full((), torch.nan)
+    assert _changes_nothing(inner, (nan.expand(2, 3),), {})
+    for other in (nan.expand(2, 3).clone(), torch.ones(()).expand(2, 3), nan):
+        assert not _changes_nothing(inner, (other,), {})
+    assert not _changes_nothing(
+        partial(nn.Linear.forward, nn.Linear(3, 3)), (nan.expand(2, 3),), {}
+    )

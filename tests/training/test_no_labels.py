@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.source import Source
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.state import Settings
+from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.no_labels import no_labels
 from schedlang.schedule import Schedule
 
@@ -107,3 +109,28 @@ def test_a_step_without_labels(rows: str, ignored: str, threads: Any) -> None:
         assert torch.allclose(value.double(), loss.detach(), equal_nan=True), (value, loss)
         for mine, other in zip(state, plain.state_dict().values()):
             assert torch.allclose(mine, other, equal_nan=True)
+
+
+def test_parts_are_weighed_where_somebody_asks() -> None:
+    """On ranks of the last stage, and where the model itself is given the labels."""
+
+    class Given(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return x
+
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    def asked(model: nn.Module, last: bool, source: str = "labels", stale: bool = False) -> bool:
+        pipeline = SimpleNamespace(
+            stages={0: SimpleNamespace(model=model, last=last)},
+            timeline=SimpleNamespace(stale=stale),
+        )
+        weight = SimpleNamespace(rule=SimpleNamespace(source=source))
+        made: Any = SimpleNamespace(pipeline=pipeline, weight=weight)
+        return not vars(Assembly)["unweighed"].func(made)
+
+    assert not asked(Hidden(), last=False)
+    assert asked(Hidden(), last=True) and asked(Hidden(), last=False, stale=True)
+    assert asked(Given(), last=False) and asked(Hidden(), last=False, source="x.labels")

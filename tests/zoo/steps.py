@@ -173,11 +173,11 @@ def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     """Gradients of some parameters are not set back before the next step."""
 
     def zero(self: Any) -> None:
-        for name, parameter in self.assembly.parameters.items():
+        for name, parameter in self.items():
             if "ln_1" not in name:
                 parameter.grad = None
 
-    patch.setattr(Program, "_zero", zero)
+    patch.setattr(gradient.LocalParameters, "zero", zero)
 
 
 @bug("D24", "", ALIAS, "dp", credit="TrainCheck, PT-84911", site="transformer.h.0.mlp.c_fc")

@@ -1,16 +1,21 @@
-"""Tensors and storages: `.data =` between unlike devices, when backward comes, what is resized.
+"""Tensors and storages: `.data =` between unlike devices, backward, what is resized.
 
-* Tensors: `.data =` between unlike devices, and when backward comes to what made a tensor.
+* Tensors: `.data =` between unlike devices, when backward comes to what made a tensor, and backward
+  from roots that are known to fit.
 * Storages of tensors that are made larger or smaller, heard of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
+from torch.autograd import Variable
+
+from schedlang.runtime.device import on_host
 
 
 def assignable(
@@ -44,6 +49,21 @@ def at_once_in_backward(made: torch.Tensor) -> torch.Tensor:
     if node is not None:
         node._set_sequence_nr(2**63 - 1)  # as nodes that add to a leaf's gradient have it
     return made
+
+
+def backward(roots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
+    """Add up the gradients of leaves, from gradients that are shaped as their roots are.
+
+    `torch.autograd.backward` looks whether they are, in Python, before its engine does; it goes
+    where a mode or a class of its own is to hear of it, or threads of a device need more.
+    """
+    plain = not _len_torch_function_stack()
+    if plain and all([type(grad) is torch.Tensor and on_host(grad) for grad in grads]):
+        engine: Any = Variable._execution_engine
+        both = tuple(roots), tuple(grads)
+        engine.run_backward(*both, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return
+    torch.autograd.backward(roots, grads)
 
 
 Heard = Callable[[torch.UntypedStorage, int], None]

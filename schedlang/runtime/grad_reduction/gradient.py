@@ -359,8 +359,8 @@ def square_sum(
     kinds = dict.fromkeys([g.device for g in present])
     alone = len(kinds) == 1  # as almost always: nothing is asked twice
     apart = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
-    norms = [torch.stack([*torch._foreach_norm(some)]).double() for some in apart]
-    sums = [one.square().sum() for one in norms]
+    norms = [torch.stack(torch._foreach_norm(some)).double() for some in apart]
+    sums = [one.square_().sum() for one in norms]
     if on_accelerator(device):
         sums = [one.to(device, non_blocking=True) for one in sums]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -386,13 +386,13 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
     return norm
 
 
-def clip_factor(norm: Tensor, clip: float) -> float | Tensor | None:
+def clip_factor(norm: Tensor | float, clip: float) -> float | Tensor | None:
     """The factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_.
 
     On an accelerator it is computed there, so that the host does not wait for the norm.  On a CPU
     the norm is at hand: None where it is below, and nothing is to be done.
     """
-    if on_accelerator(norm):
+    if isinstance(norm, Tensor) and on_accelerator(norm):
         return torch.where(norm > clip, clip / (norm + 1e-6), 1.0)
     found = float(norm)
     return clip / (found + 1e-6) if found > clip else None

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
 from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
 from schedlang.runtime.pipeline import parking
-from schedlang.runtime.pipeline.flight import Bag, Message, Work, message, work_of
-from schedlang.runtime.pipeline.p2p import Layout, Mail, layout_of
+from schedlang.runtime.pipeline.flight import Bag, Message, Route, Transfer, Work, message, work_of
+from schedlang.runtime.pipeline.p2p import Layout, Mail
 from schedlang.runtime.pipeline.parking import Groups, Parking
 from schedlang.runtime.pipeline.recomputed_forward import recompute
 from schedlang.runtime.pipeline.stage import Forwarded, Stage
@@ -111,13 +111,12 @@ class Sizes:
         """Note the layout that a header told."""
         self._layouts[_key(signature, name)] = layout
 
-    def told(self, signature: Any, name: Message, tensors: Sequence[torch.Tensor]) -> bool:
+    def told(self, signature: Any, name: Message, layout: Layout) -> bool:
         """Note what is sent; whether the receiver must be told its layout first.
 
         Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
         """
-        layout, key = layout_of(tensors), _key(signature, name)
-        before = self._layouts.setdefault(key, layout)
+        before = self._layouts.setdefault(_key(signature, name), layout)
         if before is not layout and before != layout:
             reason = f"stage {name.source} sends tensors whose shapes depend on values"
             raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
@@ -131,36 +130,35 @@ def _key(signature: Any, name: Message) -> Any:
 # -- what each kind of row does on its rank: one handler per kind -------------------------------
 
 
-Handler = Callable[[Step, Op], None]
+Handler = Callable[[Step, Any], None]  # of an operation, or what `Pipeline._subject` makes of one
 
 
-def _send(step: Step, op: Op) -> None:
+def _send(step: Step, to: Transfer) -> None:
     """Send what an operation has made for another stage; sizes go before it the first time."""
-    back = op.kind is Kind.SEND_B
-    name = message(back, op.stage, op.peer, op)
-    tensors = step.outbox.pop(name)
-    to = step.pipe.rank_of(op.peer, op.replica)
-    header = False if back else step.pipe.sizes.told(step.signatures[op.microbatch], name, tensors)
-    step.pipe.mail.send(to, name, tensors, header=header)
+    name = to.name
+    tensors, layout = step.outbox.pop(name)
+    header = layout is not None and step.pipe.sizes.told(
+        step.signatures[name.microbatch], name, layout
+    )
+    step.pipe.mail.send(to.rank, name, tensors, header=header)
 
 
-def _receive(step: Step, op: Op) -> None:
-    """Post the receive of what another stage sends."""
-    back = op.kind is Kind.RECV_B
-    name = message(back, op.peer, op.stage, op)
-    source, stage = step.pipe.rank_of(op.peer, op.replica), step.pipe.stages[op.stage]
-    if back:
-        work = work_of(op)
-        count = len(stage.awaited[op.peer])
-        step.pipe.mail.post(source, name, count, lambda: step.gradient_layout(work, op.peer))
+def _receive(step: Step, of: Transfer) -> None:
+    """Post the receive of what another stage sends.
+
+    The layout of gradients is that of the values sent; unknown before the forward.
+    """
+    name, mail = of.name, step.pipe.mail
+    if name.back:
+        mail.post(of.rank, name, of.size, partial(step.layouts.get, of.of))
         return
-    sizes, signature = step.pipe.sizes, step.signatures[op.microbatch]
-    step.pipe.mail.post(
-        source,
+    sizes, signature = step.pipe.sizes, step.signatures[name.microbatch]
+    mail.post(
+        of.rank,
         name,
-        len(stage.incoming[op.peer]),
-        lambda: sizes.known(signature, name),
-        lambda layout: sizes.learn(signature, name, layout),
+        of.size,
+        partial(sizes.known, signature, name),
+        partial(sizes.learn, signature, name),
     )
 
 
@@ -170,10 +168,10 @@ def _parked(step: Step) -> Parking:
 
 
 HANDLERS: Mapping[Kind, Handler] = {
-    Kind.F: lambda step, op: step.forward(work_of(op)),
-    Kind.B: lambda step, op: step.backward(work_of(op)),
-    Kind.I: lambda step, op: step.input_backward(work_of(op)),
-    Kind.W: lambda step, op: step.weight_backward(work_of(op)),
+    Kind.F: lambda step, work: step.forward(work),
+    Kind.B: lambda step, work: step.backward(work),
+    Kind.I: lambda step, work: step.input_backward(work),
+    Kind.W: lambda step, work: step.weight_backward(work),
     Kind.SEND_F: _send,
     Kind.SEND_B: _send,
     Kind.RECV_F: _receive,
@@ -194,19 +192,23 @@ HANDLERS: Mapping[Kind, Handler] = {
 FORWARD = (Kind.F, Kind.RECOMPUTE)
 BACKWARD = (Kind.B, Kind.I, Kind.W)
 COMPUTE = (*FORWARD, *BACKWARD)
+TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
 class Event(NamedTuple):
     """An operation that is about to run; `last`: the last backward of its stage on this rank.
 
     `reduces` is false of a backward whose gradients a later one of the same run reduces with its
-    own; `ahead` is so until the last forward of this rank has run.
+    own; `ahead` is so until the last forward of this rank has run. `subject` is what its handler
+    is given.
     """
 
     op: Op
     last: bool
-    reduces: bool = True
-    ahead: bool = True
+    reduces: bool
+    ahead: bool
+    computes: bool
+    subject: Any
 
 
 class Pipeline:
@@ -257,6 +259,7 @@ class Pipeline:
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
+        self._routes: dict[Work, Route] = {}
 
     def _pairs(self) -> set[tuple[int, int]]:
         """The ranks that send each other tensors; the timeline gets the edges of the cut."""
@@ -293,6 +296,55 @@ class Pipeline:
     def rank_of(self, stage: int, replica: int = 0) -> int:
         """The global rank that runs a replica of a stage."""
         return self.ranks[self.home(stage, replica)]
+
+    def route(self, work: Work) -> Route:
+        """Return the messages of some work, whose names are made once."""
+        if (found := self._routes.get(work)) is not None:
+            return found
+        stage, at = self.stages[work.stage], work.stage
+
+        def near(other: int) -> bool:
+            return self.home(other, work.replica) == self.place
+
+        tokens = {
+            one
+            for route in (stage.incoming, stage.outgoing)
+            for some in route.values()
+            for one in some
+        }
+        outgoing = {end: message(False, at, end, work) for end in stage.outgoing}
+        returned = [
+            (message(True, at, end, work), near(end), some) for end, some in stage.returned.items()
+        ]
+        self._routes[work] = found = Route(
+            tuple((message(False, end, at, work), some) for end, some in stage.incoming.items()),
+            tuple(
+                (name, near(end), stage.outgoing[end], stage.awaited[end])
+                for end, name in outgoing.items()
+            ),
+            tuple(
+                (message(True, end, at, work), name, stage.awaited[end])
+                for end, name in outgoing.items()
+            ),
+            tuple(returned),
+            frozenset(filter(stage.mutated, tokens)),
+            tuple(one for some in stage.returned.values() for one in some),
+        )
+        return found
+
+    def _subject(self, op: Op) -> Any:
+        """Return what the handler of an operation is given."""
+        if op.kind in (Kind.F, *BACKWARD):
+            return work_of(op)
+        if op.kind not in TRANSFERS:
+            return op
+        back, sends = op.kind in (Kind.SEND_B, Kind.RECV_B), op.kind in (Kind.SEND_F, Kind.SEND_B)
+        source, target = (op.stage, op.peer) if sends else (op.peer, op.stage)
+        stage = self.stages[op.stage]
+        tokens = () if sends else (stage.awaited if back else stage.incoming)[op.peer]
+        sent = message(False, op.stage, op.peer, op)
+        name = message(back, source, target, op)
+        return Transfer(name, self.rank_of(op.peer, op.replica), len(tokens), sent)
 
     def fills(self, bag: Bag) -> AbstractContextManager[Any]:
         """Enter a forward whose activations leave: they go into the bag."""
@@ -332,13 +384,13 @@ class Pipeline:
                 op = event.op
                 if op.kind is Kind.STEP:
                     continue  # whoever is told of operations updates the weights
-                if op.kind in COMPUTE:
+                if event.computes:
                     if self.parking is not None:
                         self.parking.make_room()
                     with around(op):
-                        self.handlers[op.kind](step, op)
+                        self.handlers[op.kind](step, event.subject)
                 else:
-                    self.handlers[op.kind](step, op)
+                    self.handlers[op.kind](step, event.subject)
         self.mail.finish()
         if self.parking is not None:
             self.parking.finish()
@@ -363,7 +415,14 @@ class Pipeline:
             waits = _unreduced(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
-                Event(op, last.get(op.stage) == k, k not in waits, k <= forward)
+                Event(
+                    op,
+                    last.get(op.stage) == k,
+                    k not in waits,
+                    k <= forward,
+                    op.kind in COMPUTE,
+                    work_of(op) if self.plain else self._subject(op),
+                )
                 for k, op in enumerate(rows)
             )
         return self._orders[(count, train)]

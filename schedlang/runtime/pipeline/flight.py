@@ -214,6 +214,38 @@ def message(back: bool, source: int, target: int, of: Work | Op) -> Message:
     return tuple.__new__(Message, (back, source, target, of.replica, of.microbatch, of.slice))
 
 
+@dataclass(frozen=True)
+class Route:
+    """The messages of some work on a stage, by name: constants of all steps.
+
+    incoming  what earlier stages send, with its tokens
+    outgoing  what later stages get: to whom, whether these run here too, with its tokens
+    awaited   their gradients, with the message that these answer, and the tokens that get one
+    returned  the gradients of what came in: whether the stage is here too, and the tokens
+    written   the tokens that the model writes into
+    leaves    the tokens that came in and get a gradient
+    """
+
+    incoming: tuple[tuple[Message, Sequence[Token]], ...]
+    outgoing: tuple[tuple[Message, bool, Sequence[Token], Sequence[Token]], ...]
+    awaited: tuple[tuple[Message, Message, Sequence[Token]], ...]
+    returned: tuple[tuple[Message, bool, Sequence[Token]], ...]
+    written: frozenset[Token]
+    leaves: Sequence[Token]
+
+
+class Transfer(NamedTuple):
+    """A row that sends or receives a message: which, with what rank, and of how many tensors.
+
+    of  the message whose layout this one has: for gradients the values that they are those of
+    """
+
+    name: Message
+    rank: int
+    size: int
+    of: Message
+
+
 class Carried(Protocol):
     """The values that slices of one microbatch pass on within a stage, beside the messages.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,15 +31,18 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
     return tuple([(t.dtype, tuple(t.shape)) for t in tensors])
 
 
-@dataclass
-class _Expected:
-    """A message that will be received: its layout, once known, and then its tensors."""
+Arriving = tuple[list[torch.Tensor], list[Any]]  # a message, and what to wait for
 
+
+@dataclass(eq=False)
+class _Expected:
+    """A message whose layout is not known yet, or that stands behind such a one."""
+
+    source: int
     count: int
     layout: Callable[[], Layout | None]
     learn: Callable[[Layout], None]
-    tensors: list[torch.Tensor] | None = None
-    works: list[Any] = field(default_factory=list)
+    arriving: Arriving | None = None
 
 
 class Mail:
@@ -67,7 +70,7 @@ class Mail:
         # what has arrived: NCCL does, gloo does not
         self.queues = group is not None and world.here().queues(device)
         self._queues: dict[int, deque[_Expected]] = {}
-        self._expected: dict[Hashable, tuple[int, _Expected]] = {}
+        self._expected: dict[Hashable, _Expected | Arriving] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         if self.queues:
             self._connect(pairs)
@@ -119,22 +122,28 @@ class Mail:
 
         Where `layout()` gives None when the message is taken, a header comes before the tensors.
         """
-        expected = _Expected(count, layout, learn)
-        self._expected[key] = (source, expected)
-        queue = self._queues.setdefault(source, deque())
-        queue.append(expected)
-        self._drain(source, queue, None)
+        queue = self._queues.get(source)
+        if not queue and (known := layout()) is not None:  # as almost always
+            self._expected[key] = self._start(source, known)
+            return
+        self._expected[key] = expected = _Expected(source, count, layout, learn)
+        self._queues.setdefault(source, deque()).append(expected)
+        self._drain(source, None)
 
     def take(self, key: Hashable) -> list[torch.Tensor]:
         """The tensors of a message; waits for them. Each is fresh memory of its own."""
-        source, expected = self._expected.pop(key)
-        if expected.tensors is None:
-            self._drain(source, self._queues[source], expected)
-        assert expected.tensors is not None
+        arriving = self._expected.pop(key)
+        if isinstance(arriving, _Expected):
+            expected = arriving
+            if expected.arriving is None:
+                self._drain(expected.source, expected)
+            assert expected.arriving is not None
+            arriving = expected.arriving
+        tensors, works = arriving
         with DisableTorchFunction():  # what gloo brought for a device is copied there
-            for work in expected.works:
+            for work in works:
                 work.wait()
-        return expected.tensors
+        return tensors
 
     def free(self, key: Hashable) -> None:
         """The receiver has used this message: let its memory go."""
@@ -153,23 +162,30 @@ class Mail:
             self.free(key)
         assert not self._expected, "messages were expected and not taken"
 
-    def _drain(self, source: int, queue: deque[_Expected], until: _Expected | None) -> None:
+    def _start(self, source: int, layout: Layout) -> Arriving:
+        """Begin to receive a message whose layout is known."""
         lane = self._lane(source, self.rank)
+        tensors, works = [], []
+        with DisableTorchFunction():
+            for dtype, shape in layout:
+                tensor = made_on(self.device, shape, dtype, self.tier)
+                tensors.append(tensor)
+                if tensor.numel():
+                    works.append(world.irecv(_bytes(tensor), source, lane))
+        return tensors, works
+
+    def _drain(self, source: int, until: _Expected | None) -> None:
+        queue = self._queues[source]
         while queue:
             expected = queue[0]
             layout = expected.layout()
             if layout is None and until is None:
                 return  # its header would have to be waited for
-            with DisableTorchFunction():
-                if layout is None:
+            if layout is None:
+                with DisableTorchFunction():
                     layout = self._receive_header(source, expected.count)
-                    expected.learn(layout)
-                expected.tensors = []
-                for dtype, shape in layout:
-                    tensor = made_on(self.device, shape, dtype, self.tier)
-                    expected.tensors.append(tensor)
-                    if tensor.numel():
-                        expected.works.append(world.irecv(_bytes(tensor), source, lane))
+                expected.learn(layout)
+            expected.arriving = self._start(source, layout)
             queue.popleft()
             if expected is until:
                 until = None

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +75,7 @@ class StageEnd(BaseException):
     """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
 
 
-@dataclass(frozen=True)
-class Forwarded:
+class Forwarded(NamedTuple):
     """The results of one forward of a stage.
 
     `made` are the values for other stages, without history; `edges` where their gradients enter.
@@ -100,13 +99,14 @@ class Order:
 
     def next(self, unit: int) -> None:
         """The unit that is called; the number of units where the forward ends."""
+        if unit == self.due:
+            self.due += 1
+            return
         if unit < self.due:
             reason = "is called again, but was not when the model was recorded"
             raise refusal("S614", self.names[unit], reason, *self.HELPS)
-        if unit > self.due:
-            reason = "is not called, but was when the model was recorded"
-            raise refusal("S614", self.names[self.due], reason, *self.HELPS)
-        self.due += 1
+        reason = "is not called, but was when the model was recorded"
+        raise refusal("S614", self.names[self.due], reason, *self.HELPS)
 
     HELPS = (
         "stages are built for one sequence of calls: let every batch make the same calls",
@@ -192,8 +192,11 @@ def _state(model: nn.Module) -> Any:
 def _key(unit: int, training: bool, given: Any, device: str) -> Any:
     casts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casts else None
+    args, kwargs = given
+    named = _signature(kwargs) if kwargs else None
+    each = [(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in args]
     # float64 is the default while a proof computes in it
-    return unit, torch.get_default_dtype(), dtype, training, _signature(given)
+    return unit, torch.get_default_dtype(), dtype, training, named, *each
 
 
 def _watched() -> bool:
@@ -220,6 +223,8 @@ class Stub:
         self.leaves = cut.graph.leaves
         self._known = dict(known or {})
         self._blank: dict[Any, Tensor] = {}
+        # of units that give one tensor and do nothing else: its token, and what stands in for it
+        self._alone: dict[Any, tuple[Token, Tensor | None]] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     @cached_property
@@ -236,18 +241,24 @@ class Stub:
         args: Any,
         kwargs: Any,
         received: Mapping[Token, torch.Tensor],
-        device: Any,
+        device: torch.device,
         module: nn.Module,
         kept: AbstractContextManager[None] | None = None,
     ) -> Any:
         """The unit's output: the received leaves, something of their shape for the others."""
-        kind = torch.device(device).type
-        key = _key(unit, self.training[unit], (args, kwargs), kind)
-        if key not in self._known:
-            with kept or kept_outside(module), imitated(kind):
-                self._known[key] = self._shapes(unit, args, kwargs, module)
-        leaves, spec, draws, told, written = self._known[key]
-        if any((unit, k) not in self.leaves and (unit, k) not in received for k in written):
+        key = _key(unit, self.training[unit], (args, kwargs), device.type)
+        if key in self._alone:  # as almost always
+            token, blank = self._alone[key]
+            if token in received:
+                return received[token]
+            if blank is not None and blank.device == device and not _watched():
+                return blank.detach()
+        known = self._known.get(key)
+        if known is None:
+            with kept or kept_outside(module), imitated(device.type):
+                known = self._known[key] = self._shapes(unit, args, kwargs, module)
+        leaves, spec, draws, told, written = known
+        if written and any((unit, k) not in {**self.leaves, **received} for k in written):
             raise _hidden(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
@@ -257,7 +268,12 @@ class Stub:
             received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
-        return pytree.tree_unflatten(made, spec)
+        if type(output := pytree.tree_unflatten(made, spec)) is Tensor:
+            own = self.leaves.get(token := (unit, 0))
+            if not (draws or told or written or own is None or own.mutated):
+                blank = self._blank.get((output.dtype, output.shape, device))
+                self._alone[key] = token, blank
+        return output
 
     def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
         """Find the outputs of all units before `last` for this part of a batch.
@@ -305,13 +321,13 @@ class Stub:
         dtype, shape = leaf.dtype, leaf.shape
         known = self.leaves.get((unit, k)) if k is not None else None
         written = k is not None and (known is None or known.mutated)
-        key = dtype, shape, device
-        if key in self._blank and not written and not _watched():
-            return self._blank[key].detach()
+        key, alone = (dtype, shape, device), written or _watched()
+        if not alone and (blank := self._blank.get(key)) is not None:
+            return blank.detach()
         number = math.nan if dtype.is_floating_point else 0
         made = torch.full(shape if written else (), number, dtype=dtype, device=device)
         # what stands for many cannot be written into, unlike one number
-        if not written and leaf.numel() > 1 and not made.is_meta and not _watched():
+        if not alone and leaf.numel() > 1 and not made.is_meta:
             self._blank[key] = made.expand(shape)
         return made.expand(shape)
 
@@ -451,15 +467,16 @@ class Stage:
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _device(batch)
-        order = Order(self.cut.graph.labels)
+        order, first, end = Order(self.cut.graph.labels), self.units.start, self.units.stop
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             order.next(unit)
-            if unit < self.units.start:
-                policies.replayed = order.due < self.units.start
+            if unit < first:
+                if order.due == first:
+                    policies.replayed = False
                 module = self.switch.modules[unit]
                 return self.stub(unit, args, kwargs, received, device, module)
-            if unit >= self.units.stop:
+            if unit >= end:
                 raise StageEnd
             if unit not in self.giving:
                 return original(*args, **kwargs)
@@ -468,7 +485,7 @@ class Stage:
             self._capture(unit, output, made, edges)
             return output
 
-        before, policies.replayed = policies.replayed, self.units.start > 0
+        before, policies.replayed = policies.replayed, first > 0
         try:
             with self.switch.using(handle):
                 try:

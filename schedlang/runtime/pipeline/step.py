@@ -9,18 +9,11 @@ import torch
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
+from schedlang.runtime.adapters.torch_tensor import backward
 from schedlang.runtime.batch import is_loss, no_loss, not_a_loss
 from schedlang.runtime.device import not_there
 from schedlang.runtime.lazy_logits.lazy import LazyLogits
-from schedlang.runtime.pipeline.flight import (
-    Bag,
-    Carried,
-    Flight,
-    Message,
-    Work,
-    address,
-    message,
-)
+from schedlang.runtime.pipeline.flight import Bag, Carried, Flight, Message, Work, address
 from schedlang.runtime.pipeline.p2p import Layout, layout_of
 from schedlang.runtime.pipeline.recomputed_forward import Kept
 from schedlang.runtime.pipeline.split_backward import SplitBackward
@@ -47,8 +40,9 @@ class Step:
     flights   what stages keep of each microbatch between forward and backward
     kept      of forwards without a graph, which run again before their backward
     hosts     what lies in host memory, with the device that it came from
-    layouts   of the gradients that each later stage will send
-    here      messages between two stages of this rank; `outbox`: those that wait to be sent
+    layouts   of the gradients of what was sent, by the message that sent it
+    here      messages between two stages of this rank; `outbox`: those that wait to be sent, those
+              of values with their layout
     results   of the microbatches whose last stage is here
     """
 
@@ -68,9 +62,9 @@ class Step:
         self.flights: dict[Work, Flight] = {}
         self.kept: dict[Work, Kept] = {}
         self.hosts: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
-        self.layouts: dict[Work, dict[int, Layout]] = {}
+        self.layouts: dict[Message, Layout] = {}
         self.here: dict[Message, list[torch.Tensor]] = {}
-        self.outbox: dict[Message, list[torch.Tensor]] = {}
+        self.outbox: dict[Message, tuple[list[torch.Tensor], Layout | None]] = {}
         self.results: dict[int, Result] = {}
 
     def run(
@@ -91,28 +85,32 @@ class Step:
 
     def forward(self, work: Work) -> None:
         """Run a stage on what earlier stages sent; hand on what later ones need."""
-        stage = self.pipe.stages[work.stage]
+        stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         received: dict[Token, torch.Tensor] = {}
-        for source, tokens in stage.incoming.items():
-            received.update(zip(tokens, self.collect(False, source, work.stage, work)))
+        for name, tokens in route.incoming:
+            received.update(zip(tokens, self.collect(name)))
         if self.train and work in self.pipe.again:
             self.kept[work] = Kept.now(received, stage.model, self.pipe.mail.device)
             # the second run must see what the first one did
-            own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
+            own = {t: v.clone() if t in route.written else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
             self.kept[work].noted = noted()
         else:
             done = self.launch(work, received)
-        layouts = self.layouts.setdefault(work, {}) if self.train else {}
-        for target, tokens in stage.outgoing.items():
-            near = self.pipe.home(target, work.replica) == self.pipe.place
-            values = [  # what several stages here write into is each one's own
-                value.clone() if near and stage.mutated(token) else value
-                for token, value in ((token, done.made[token]) for token in tokens)
-            ]
-            layouts[target] = layout_of([done.made[t] for t in stage.awaited[target]])
-            self.deliver(False, work.stage, target, work, values)
+        made = done.made
+        for name, near, tokens, awaited in route.outgoing:
+            if near:  # what several stages here write into is each one's own
+                self.here[name] = [
+                    (made[t].clone() if t in route.written else made[t]).detach() for t in tokens
+                ]
+                continue
+            values = [made[token] for token in tokens]
+            layout = layout_of(values)
+            self.outbox[name] = values, layout
+            if self.train:
+                same = awaited == tokens
+                self.layouts[name] = layout if same else layout_of([made[t] for t in awaited])
         if stage.last:
             if self.train and (done.loss is None or not is_loss(done.loss)):
                 batch = self.batches[work.microbatch]
@@ -128,14 +126,13 @@ class Step:
 
     def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
         """Run a stage's forward, and keep what its backward needs."""
-        stage = self.pipe.stages[work.stage]
+        stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         leaves: dict[Token, torch.Tensor] = {}
-        entered = dict(received)
-        for token, value in received.items() if self.train else ():
-            if stage.differentiable(token):
-                leaves[token] = value.requires_grad_()
-                if stage.mutated(token):  # a leaf must not be written into
-                    entered[token] = enter(value)
+        entered = received
+        for token in route.leaves if self.train else ():
+            leaves[token] = value = received[token].requires_grad_()
+            if token in route.written:  # a leaf must not be written into
+                entered = {**entered, token: enter(value)}
         bag = self.bag(stage, work) if work in self.pipe.away else None
         if bag is None:
             done, carried = self.run(stage, work, entered)
@@ -163,7 +160,7 @@ class Step:
         roots, grads = self.roots(flight, work)
         del self.flights[work]
         if roots:
-            torch.autograd.backward(roots, grads)
+            (torch.autograd.backward if self.pipe.plain else backward)(roots, grads)
         self.give_back(flight, work)
 
     def input_backward(self, work: Work) -> None:
@@ -190,16 +187,15 @@ class Step:
 
     def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
         """Return the edges at which gradients enter this stage, and the gradients."""
-        stage = self.pipe.stages[work.stage]
         if flight.bag is not None:
             flight.bag.open()
         total: dict[Token, torch.Tensor] = {}
-        for target in stage.outgoing:
-            values = self.collect(True, target, work.stage, work)
-            self.pipe.mail.free(message(False, work.stage, target, work))
-            for token, value in zip(stage.awaited[target], values):
+        for name, sent, tokens in self.pipe.route(work).awaited:
+            values = self.collect(name)
+            self.pipe.mail.free(sent)
+            self.layouts.pop(sent, None)
+            for token, value in zip(tokens, values):
                 total[token] = total[token] + value if token in total else value
-        self.layouts.pop(work, None)
         there = [token for token in total if token in flight.edges]
         roots: list[Any] = [flight.edges[token] for token in there]
         grads: list[Any] = [total[token] for token in there]
@@ -213,38 +209,24 @@ class Step:
 
     def give_back(self, flight: Flight, work: Work) -> None:
         """Send back the gradients of what was received."""
-        stage = self.pipe.stages[work.stage]
-        for source, tokens in stage.returned.items():
+        for name, near, tokens in self.pipe.route(work).returned:
             grads = []
             for token in tokens:
                 leaf = flight.leaves[token]
                 grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
                 leaf.grad = None
-            self.deliver(True, work.stage, source, work, grads)
+            if near:
+                self.here[name] = [grad.detach() for grad in grads]
+            else:
+                self.outbox[name] = grads, None
         if flight.carried is not None:
             flight.carried.returned()
 
     # -- between stages ----------------------------------------------------------------------------
 
-    def deliver(
-        self, back: bool, source: int, target: int, work: Work, values: list[torch.Tensor]
-    ) -> None:
-        """Hand values to another stage: at once if it is on this rank, else its row sends them."""
-        name = message(back, source, target, work)
-        if self.pipe.home(target, work.replica) == self.pipe.place:
-            self.here[name] = [value.detach() for value in values]
-        else:
-            self.outbox[name] = values
-
-    def collect(self, back: bool, source: int, target: int, work: Work) -> list[torch.Tensor]:
+    def collect(self, name: Message) -> list[torch.Tensor]:
         """Return the values that another stage has sent."""
-        name = message(back, source, target, work)
         return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
-
-    def gradient_layout(self, work: Work, target: int) -> Layout | None:
-        """The layout of gradients is that of the values sent; unknown before the forward."""
-        layouts = self.layouts.get(work)
-        return None if layouts is None else layouts[target]
 
 
 def _detached(output: Any, model: torch.nn.Module) -> Any:

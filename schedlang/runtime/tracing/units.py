@@ -42,12 +42,15 @@ class Switch:
     def _route(self, model: nn.Module, name: str) -> tuple[nn.Module, Callable[..., Any]]:
         module = model.get_submodule(name)
         units = [unit for unit, other in enumerate(self.names) if other == name]
+        only = units[0] if len(units) == 1 else None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = self._before[name]
             original = before if before is not None else module._call_impl
             if self.handler is None:
                 return original(*args, **kwargs)
+            if only is not None:
+                return self.handler(only, original, args, kwargs)
             turn = self.turns.get(name, 0)
             self.turns[name] = turn + 1
             return self.handler(units[min(turn, len(units) - 1)], original, args, kwargs)
