@@ -232,7 +232,8 @@ def gap_alone(probe: Probe) -> float:
     does not run without a mode.
     """
     case, parts, weights = probe.case, probe.parts, probe.weights
-    module = twin(case).train()
+    module = twin(case)
+    Training(module).on()
     every = [row for part in parts for row in part.rows]
     try:
         with undrawn():
