@@ -233,7 +233,16 @@ def whole_step(
 
     holdings = a.holdings.values()
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
-    if optimizer is None or split is None or is_elementwise(optimizer):
+    if optimizer is None:
+        return None
+    if a.stage_axis is not None and not is_tensorwise(optimizer, in_turns=False):
+        _of_whole(
+            "this optimizer looks at all parameters together",
+            "each stage of the pipeline steps on its own: a norm, or a mean, would be of that stage",
+            "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
+            " parameter at a time",
+        )
+    if split is None or is_elementwise(optimizer):
         return None
     if staged.timeline.stale:
         _of_whole(
