@@ -238,7 +238,7 @@ def whole_step(
     if a.stage_axis is not None and not is_tensorwise(optimizer, in_turns=False):
         _of_whole(
             "this optimizer looks at all parameters together",
-            "each stage of the pipeline steps on its own: a norm, or a mean, would be of that stage",
+            "each stage of the pipeline steps on its own: a norm would be that of the stage",
             "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
             " parameter at a time",
         )

@@ -32,7 +32,6 @@ from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.storage.offloaded_gradients import local, placed_like
 
-
 # shapes, and the size of gradients in each step: rules may begin with large tensors (factors,
 # blocks), late, or where a norm is above a bound (that of two matrices is 1.41 times that of one)
 TRIED = (((4, 6), [1e-3 * 1.35**k for k in range(46)]), ((128, 192), [1.0]))
