@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
 from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.verify.carried import Kept, alike, by_rows, follows
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
@@ -64,6 +65,7 @@ class Probe:
 
     case: Case
     batch: Batch
+    changed: set[str] = field(default_factory=set, compare=False)  # attributes, by a forward
 
     @cached_property
     def shares(self) -> list[list[Part]]:
@@ -128,6 +130,7 @@ class Probe:
             return None
         given = self.batch, self.parts, self.weights, self.together()
         found = parts_agree(subject, *given, whole=whole)
+        self.changed.update(subject.changed)
         return next((row for row in found if not row.ok), None)
 
 
@@ -197,10 +200,12 @@ def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derive
 def _buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
     """The buffers of a subject as they are now, which they are again afterwards.
 
-    So are parameters that its forward writes into.
+    So are parameters that its forward writes into, and plain attributes of its modules.
     """
-    before = _kept(subject)
+    before, plain = _kept(subject), Kept(subject.module, subject.loss)
     yield before
+    subject.changed |= plain.changed().keys()
+    plain.put_back()
     with torch.no_grad():
         for name, value in _state(subject).items():
             value.copy_(before[name])
@@ -303,6 +308,37 @@ def _buffers_after(
             subject.derive(part.inputs, part.rows)
         after = _kept(subject)
     return before, after
+
+
+def check_carried(probe: Probe) -> None:
+    """Refuse (S708) plain attributes that carry something from one forward to the next, where ranks
+    and microbatches leave something else in them than the whole batch does."""
+    if not probe.changed:
+        return
+    with alone(probe.case) as subject:
+
+        def after(*parts: Part) -> dict[str, Any]:
+            kept = Kept(subject.module, subject.loss)
+            with _buffers_put_back(subject):
+                for part in parts:
+                    subject.derive(part.inputs, part.rows)
+                found = kept.changed()
+            return {name: found.get(name) for name in probe.changed}
+
+        whole, other = Part(dict(probe.batch), tuple(range(rows(probe.batch)))), probe.parts[0]
+        once, twice = after(whole), after(whole, whole)
+        carried = [name for name in once if not alike(once[name], twice[name])]
+        if not carried:  # a mean that begins with its first value is that of two equal batches, too
+            fresh, later = after(other), after(whole, other)
+            carried = [name for name in once if follows(later[name], fresh[name])]
+        most = max(map(len, probe.shares))
+        assert probe.case.prepared is not None
+        shared = probe.case.prepared.traced.statistics is not None and most == 1
+        for name in carried:
+            left = [after(*parts)[name] for parts in probe.shares]
+            same = all(alike(one, once[name]) for one in left) or by_rows(left, once[name])
+            if most > 1 or not (same or shared):
+                raise _depends(name, "attribute", most)
 
 
 def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
@@ -424,6 +460,7 @@ def check_parts(case: Case) -> Case:
         try:
             if len(probe.parts) > 1:
                 _check_buffers_of(probe)
+                check_carried(probe)
             check_sums(case)
             return case
         except Refusal:
