@@ -311,7 +311,7 @@ def test_a_loss_of_one_number_is_a_loss(threads: Any) -> None:
     assert report.ok, str(report)
 
 
-# -- what a forward carries to the next one in plain attributes ----------------------------------------------------------------------------
+# -- what a forward carries to the next one in plain attributes ------------------------------------
 
 
 class Carrying(nn.Module):

@@ -86,7 +86,7 @@ def _known(optimizer: Make) -> bool:
 
 
 def _drawn(count: int) -> Iterator[Tensor]:
-    """For each trial the values of so many matrices, and their gradients in each step."""
+    """Yield for each trial the values of so many matrices, and their gradients in each step."""
     generator = torch.Generator().manual_seed(7)
     for shape, sizes in TRIED:
         drawn = torch.randn(1 + len(sizes), count, *shape, generator=generator, dtype=torch.float64)
