@@ -233,7 +233,16 @@ def whole_step(
 
     holdings = a.holdings.values()
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
-    if optimizer is None or split is None or is_elementwise(optimizer):
+    if optimizer is None:
+        return None
+    if a.stage_axis is not None and not _each_alone(optimizer):
+        _of_whole(
+            "this optimizer looks at all parameters together",
+            "each stage of the pipeline steps on its own: a norm would be that of the stage",
+            "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
+            " parameter at a time",
+        )
+    if split is None or is_elementwise(optimizer):
         return None
     if staged.timeline.stale:
         _of_whole(
@@ -250,6 +259,19 @@ def whole_step(
         "use one that updates one parameter at a time (Muon, Adafactor, LAMB) or one element"
         " (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
     )
+
+
+def _each_alone(optimizer: Callable[..., torch.optim.Optimizer]) -> bool:
+    """Return whether a tensor moves alike whichever are beside it; so does what takes no made-up
+    names, as far as is known."""
+    from schedlang.runtime.optim.whole_step import is_tensorwise
+
+    try:
+        return is_tensorwise(optimizer, in_turns=False)
+    except Refusal:
+        raise
+    except Exception:  # the user's own code, by names of the model say
+        return True
 
 
 def _of_whole(title: str, note: str, help_: str) -> NoReturn:

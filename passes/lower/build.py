@@ -343,7 +343,7 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
 
     whole = optimizer = comparing = None
     if given.optimizer is not None:
-        if a.stage_axis is not None:
+        if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
             check_places(plan, a.stage_axis, a.holdings, given.optimizer)
         whole = whole_step(a, staged, given.optimizer)
         optimizer = _optimizer(a, given.optimizer)

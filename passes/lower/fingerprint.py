@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -106,36 +107,50 @@ def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
 
 
 def check_places(
-    plan: Plan, axis: str, holdings: Mapping[str, Holding], make: Callable[..., Any]
+    plan: Plan, axis: str | None, holdings: Mapping[str, Holding], make: Callable[..., Any]
 ) -> None:
-    """Refuse (S622) settings that follow from places in the list: a stage's list is another.
+    """Refuse (S622) settings that follow from places in the list, or from sizes: a stage's list is
+    another, and so is the size of what a rank holds of a sharded parameter.
 
-    The optimizer is made of stand-ins without values: of all parameters, and of each stage's.  One
-    that takes no such tensors is not looked at.
+    The optimizer is made of stand-ins without values: of all parameters, whole, and of what each
+    stage of `axis` holds.  One that takes no such tensors is not looked at.
     """
     from schedlang.runtime.tracing.meta import meta_parameter
 
     model = dict(plan.model.model.named_parameters())
     trained = [n for n in holdings if n in model and model[n].requires_grad]
 
-    def settings(names: Iterable[str]) -> Mapping[str, str]:
-        named = [(n, meta_parameter(model[n])) for n in names]
-        parts: Mapping[str, str] = optimized_by(make(named), {id(p): n for n, p in named})[0].parts
-        return {name: parts[name] for name, _ in named if name in parts}
+    def stand_in(name: str, rank: int | None) -> Any:
+        if rank is None or not holdings[name].layout.splits:
+            return meta_parameter(model[name])
+        held = replace(holdings[name], sliced=())  # slices are DTensors, which tell whole sizes
+        return meta_parameter(model[name], held.local_shape(plan.mesh, rank))
+
+    def settings(names: Iterable[str], rank: int | None = None) -> Mapping[str, str]:
+        named = [(name, stand_in(name, rank)) for name in names]
+        made = optimized_by(make(named), {id(p): n for n, p in named})
+        parts: Mapping[str, str] = made[0].parts
+        return parts  # the defaults are among them
 
     moved: dict[str, tuple[str, str]] = {}
     with suppress(Exception):  # whatever it raises is told where it is called in earnest
         every = settings(trained)
-        for place in range(plan.mesh.size(axis)):
+        for place in range(1 if axis is None else plan.mesh.size(axis)):
+            at = dict.fromkeys(plan.mesh.sizes, 0) | ({} if axis is None else {axis: place})
             stages = ((n, holdings[n].stages) for n in trained)
-            own = settings(n for n, some in stages if some is None or place in some)
+            here = [n for n, some in stages if some is None or place in some]
+            own = settings(here, plan.mesh.rank(at))
             moved |= {n: (every[n], said) for n, said in own.items() if every.get(n) != said}
     for name, (one, other) in moved.items():
+        whose = f"settings of `{name}` follow" if name in model else f"default `{name}` follows"
         raise Refusal.of(
             "S622",
-            f"the optimizer's settings of `{name}` follow from its place among the parameters",
-            notes=(f"{one} among all of them, {other} among those of its stage",),
-            helps=('choose groups by the names: `[p for name, p in named if "bias" in name]`',),
+            f"the optimizer's {whose} from its place among the parameters, or from their sizes",
+            notes=(f"{one} among all of them, whole; {other} among what a rank holds",),
+            helps=(
+                'choose groups by the names: `[p for name, p in named if "bias" in name]`',
+                "take sizes from the model: `dict(model.named_parameters())[name].shape`",
+            ),
         )
 
 

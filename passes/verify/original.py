@@ -62,6 +62,7 @@ class Sequential:
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
         self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes into
+        self.changed: set[str] = set()  # plain attributes that it changes
         self.ties = tied(module)
         self.output: Any = None  # of the last training step
         self._training = Training(module)

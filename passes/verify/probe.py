@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +29,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
 from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.verify.carried import buffers_put_back, check_buffers, check_carried
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
 from schedlang.passes.verify.observe import Batch, Key, Observation
@@ -64,6 +64,7 @@ class Probe:
 
     case: Case
     batch: Batch
+    changed: set[str] = field(default_factory=set, compare=False)  # attributes, by a forward
 
     @cached_property
     def shares(self) -> list[list[Part]]:
@@ -128,6 +129,7 @@ class Probe:
             return None
         given = self.batch, self.parts, self.weights, self.together()
         found = parts_agree(subject, *given, whole=whole)
+        self.changed.update(subject.changed)
         return next((row for row in found if not row.ok), None)
 
 
@@ -187,33 +189,10 @@ def _added(shares: Iterable[Derived]) -> Derived:
 
 def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
     """Loss and gradients of one run; buffers are put back."""
-    with _buffers_put_back(subject):
+    with buffers_put_back(subject):
         found: Derived = {"": subject.derive(batch, tuple(samples)).clone()}
         found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
     return found
-
-
-@contextmanager
-def _buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
-    """The buffers of a subject as they are now, which they are again afterwards.
-
-    So are parameters that its forward writes into.
-    """
-    before = _kept(subject)
-    yield before
-    with torch.no_grad():
-        for name, value in _state(subject).items():
-            value.copy_(before[name])
-
-
-def _state(subject: Sequential) -> dict[str, Tensor]:
-    named = subject.module.named_parameters()
-    parameters = {name: p.data for name, p in named if name in subject.rewritten}
-    return {**dict(subject.module.named_buffers()), **parameters}
-
-
-def _kept(subject: Sequential) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in _state(subject).items()}
 
 
 # ---- The same of the model alone: whether it shows what our runs show.
@@ -232,7 +211,8 @@ def gap_alone(probe: Probe) -> float:
     does not run without a mode.
     """
     case, parts, weights = probe.case, probe.parts, probe.weights
-    module = twin(case).train()
+    module = twin(case)
+    Training(module).on()
     every = [row for part in parts for row in part.rows]
     try:
         with undrawn():
@@ -270,63 +250,6 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     most = max(float(value.norm()) for value in b.values())
     gaps = [float((a[k] - b[k]).norm()) / (float(b[k].norm()) + 1e-3 * most or 1.0) for k in b]
     return max((gap if gap == gap else UNTOLD for gap in gaps), default=0.0)
-
-
-# ---- Buffers that a forward writes: whether microbatches leave in them what the whole would.
-
-
-def check_buffers(
-    subject: Sequential, batch: Batch, shares: Sequence[Sequence[Part]], rtol: float = RTOL
-) -> None:
-    """Refuse a model whose buffers depend on how a batch is split (S708), measured on the original.
-
-    `shares` are the microbatches of each data-parallel rank, which run one after the other.
-    """
-    whole = [Part(dict(batch), tuple(range(rows(batch))))]
-    before, full = _buffers_after(subject, whole)
-    changed = [name for name, value in before.items() if not _near(full[name], value, 0.0)]
-    for parts in shares if changed else ():
-        _, found = _buffers_after(subject, parts)
-        for name in changed:
-            if not _near(found[name], full[name], rtol):
-                kind = "parameter" if name in subject.rewritten else "buffer"
-                raise _depends(name, kind, len(parts))
-
-
-def _buffers_after(
-    subject: Sequential, parts: Sequence[Part]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers before and after a forward and backward of each part; then they are put back."""
-    with _buffers_put_back(subject) as before:
-        for part in parts if before else ():
-            subject.derive(part.inputs, part.rows)
-        after = _kept(subject)
-    return before, after
-
-
-def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return x.shape == r.shape and torch.allclose(
-        x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
-    )
-
-
-def _depends(name: str, kind: str, parts: int) -> Refusal:
-    why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
-    return Refusal(
-        Diagnostic(
-            "S708",
-            f"the {kind} `{name}` depends on how the batch is split",
-            notes=(
-                f"on the original, after {why} it differs from its value after the full batch",
-                "a forward updates it: an average over calls, a count, statistics of the batch",
-            ),
-            helps=(
-                "use one microbatch, `micro=1`, or no data parallelism, as the note says",
-                'or allow it: `step "..." relax(batch_stats) {`',
-            ),
-        )
-    )
 
 
 # ---- Each call of torch: the line of a model at which rows of a batch meet.
@@ -422,7 +345,7 @@ def check_parts(case: Case) -> Case:
     if bad is None:
         try:
             if len(probe.parts) > 1:
-                _check_buffers_of(probe)
+                _check_left_behind(probe)
             check_sums(case)
             return case
         except Refusal:
@@ -535,13 +458,17 @@ def _check_batch_norms(plan: Plan, found: Prepared) -> None:
         )
 
 
-def _check_buffers_of(probe: Probe) -> None:
-    """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
+def _check_left_behind(probe: Probe) -> None:
+    """Refuse a model in whose buffers, or attributes, the parts leave what the whole does not
+    (S708)."""
     assert probe.case.prepared is not None
     ways = directions_of(probe.case.prepared.staged)
     with alone(probe.case) as subject:
         runs = [run for parts in probe.shares for run in ways.apart(parts)]
         check_buffers(subject, probe.batch, runs)
+        if probe.changed:
+            shared = probe.case.prepared.traced.statistics is not None
+            check_carried(subject, probe.batch, probe.shares, probe.changed, shared)
 
 
 # ---- Asked before ranks train, as `verify` asks it.

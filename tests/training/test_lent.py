@@ -136,6 +136,15 @@ def test_slices_of_what_is_read_elsewhere(kind: type[Own], stage: int, threads: 
     proven(threads, plan, [batch(), batch(6)])
 
 
+def test_a_gradient_of_a_gradient_crosses_ranks(threads: Threads) -> None:
+    """What crosses ranks in a backward is itself differentiated: each way by its conjugate."""
+    rows = (
+        "up[:2]  shard(col, over=tp)\ndown[:2]  shard(row, over=tp)\n"
+        "up[2:]  shard(col, output=R, over=tp)\ndown[2:]  shard(row, over=tp)"
+    )
+    proven(threads, planned(Penalised().double(), rows, "tp=2"), [batch()])
+
+
 STAGED = (ByHand, Replaced, Normed)
 
 

@@ -12,6 +12,7 @@ from schedlang.passes.lower.build import build
 from schedlang.passes.verify.trials import _calls
 from schedlang.runtime.launch.pool import Pool
 from schedlang.runtime.training import Training
+from tests.engine import Threads
 from tests.proofs import planned, proven
 
 
@@ -64,6 +65,43 @@ def test_flags_come_back() -> None:
     assert not any(module.training for module in whole.modules())
     switch.on()
     assert whole.training and whole[0].training and not whole[1].training
+
+
+class Switched(Frozen):
+    """Freezes its norm, and merges what it adds to a weight, in a `train` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.train()
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Switched:
+        """Keep the norm in eval; merge to evaluate."""
+        super().train(mode)
+        self.norm.eval()
+        self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (3.0 if self.merged else 1.0)
+
+
+def test_a_train_of_its_own_is_called(threads: Threads) -> None:
+    """Also of a model that comes as its constructor has left it, and after an evaluation."""
+
+    def trained() -> tuple[list[float], Tensor]:
+        plan = planned(Switched(), "zero(stage=1, over=dp)", "dp=2")
+        program = build(plan, _batch(1))
+        losses = [program.train_step(_batch(1)).item()]
+        program.eval_step(_batch(1))
+        return [*losses, program.train_step(_batch(1)).item()], program.buffers()[
+            "norm.running_mean"
+        ]
+
+    losses, mean = threads.run(trained, 2)[0]
+    alone = Switched().train()
+    assert torch.equal(mean, alone.norm.running_mean)
+    torch.testing.assert_close(losses, [alone(**_batch(1)).item()] * 2)
 
 
 def test_a_trial_leaves_the_flags() -> None:

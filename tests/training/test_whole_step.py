@@ -124,6 +124,38 @@ def test_what_an_optimizer_looks_at() -> None:
     assert not is_elementwise(Together) and not is_tensorwise(Together)
 
 
+class Bounded(torch.optim.SGD):
+    """Bounds the norm of all gradients in its own step, which small ones never reach."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], 0.05)
+
+    def step(self, closure: Any = None) -> Any:
+        """Bound, and step."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(every, 50.0)
+        return super().step(closure)
+
+
+def hooked(named: Named) -> torch.optim.Optimizer:
+    """Torch's own, with the same bound in a hook of its step."""
+    made = torch.optim.SGD([p for _, p in named], lr=0.05)
+
+    def bound(optimizer: Any, *unused: object) -> None:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 50.0)
+
+    made.register_step_pre_hook(bound)
+    return made
+
+
+def test_a_bound_in_the_step_is_found() -> None:
+    """Whatever its size is, and whoever steps, an optimizer for each tensor too."""
+    for make in (lambda named: Bounded(named), hooked):
+        assert not is_elementwise(make) and not is_tensorwise(make)
+        assert not is_tensorwise(make, in_turns=False)
+    assert all(is_tensorwise(make, in_turns=False) for make in MAKE.values())
+
+
 @pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize(
     "rows, mesh",
@@ -172,6 +204,21 @@ def test_what_looks_at_all_is_refused(threads: Threads) -> None:
     plan = planned(Net().double(), TP, "tp=2")
     with pytest.raises(Refusal, match="S622"):
         threads.run(steps, 2, plan, BATCHES, Together, None, {})
+    rows = 'blocks pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    plan = planned(Net().double(), rows, "pp=2")  # all is whole, and each stage has its own norm
+    with pytest.raises(Refusal, match="S622.*looks at all"):
+        threads.run(steps, 2, plan, BATCHES, hooked, None, {})
+
+
+def test_rates_by_the_sizes_of_parts_are_refused(threads: Threads) -> None:
+    """A rate by the width of a weight is another one for what a rank holds of it (S622)."""
+
+    def by_width(named: Named) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 / p.shape[-1]} for _, p in named])
+
+    plan = planned(Net().double(), TP, "tp=2")
+    with pytest.raises(Refusal, match="(?s)S622.*lr 0.0125 among all"):
+        threads.run(steps, 2, plan, BATCHES[:1], by_width, None, {})
 
 
 def test_settings_by_place_are_refused(threads: Threads) -> None:

@@ -19,7 +19,7 @@ from schedlang.passes.verify import probe
 from schedlang.report import Report
 from schedlang.runtime import program
 from schedlang.runtime.launch.pool import Pool
-from schedlang.schedule import Schedule
+from schedlang.schedule import Schedule, create_schedule
 from tests.training.test_build import Normed, _series
 from tests.zoo.bug import Patch
 from tests.zoo.pool import Mutated
@@ -309,3 +309,58 @@ def test_a_loss_of_one_number_is_a_loss(threads: Any) -> None:
     plan = _planned(Laid(), RELAXED.replace(" relax(batch_stats)", ""))
     report = prove(Case(plan, tuple(BATCHES), dtype="none"), pool=threads)
     assert report.ok, str(report)
+
+
+# -- what a forward carries to the next one in plain attributes ------------------------------------
+
+
+class Carrying(nn.Module):
+    """A layer whose output hangs on what earlier calls have left in attributes."""
+
+    calls = 0
+    memory: Tensor | None = None
+    table: Tensor | None = None  # a cache, alike for all rows
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.how == "counts":
+            self.calls += 1
+            y = y if self.calls < 4 else 0.5 * y  # not in the first step
+        elif self.how == "remembers":
+            y = y if self.memory is None else y + self.memory
+            self.memory = y.detach().mean(0)
+        elif self.table is None:
+            self.table = torch.ones(3)
+        return (y**2).mean()
+
+
+class Annealed:
+    """A loss that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        return output * self.calls
+
+
+@pytest.mark.parametrize("how", ["counts", "remembers", "caches"])
+def test_attributes_that_are_carried_are_refused(how: str) -> None:
+    """Microbatches run a forward more often than a plain loop: S708, but for caches."""
+    model = Carrying(how)
+    made = create_schedule(model)
+    made.pipeline(order="GPipe", micro=2)
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    if how == "caches":
+        made.build(batch=batch)
+    else:
+        with pytest.raises(Refusal, match="S708"):
+            made.build(batch=batch)
+    assert model.calls == 0 and model.memory is None
+    loss = Annealed()
+    create_schedule(Carrying("caches")).build(batch=batch, loss=loss)
+    assert loss.calls == 0  # it begins with the first step

@@ -150,6 +150,7 @@ def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 # -- differentiable crossings between what all ranks hold alike and what each holds a part of -----
+# A backward that is derived once more (a penalty on gradients) crosses back by their conjugates.
 
 
 class _Enter(torch.autograd.Function):
@@ -161,17 +162,19 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # a new tensor: autograd may hand the same gradient to another branch
-        return all_reduce(grads[0], ctx.group), None
+        back = reduce if torch.is_grad_enabled() else all_reduce
+        return back(grads[0], ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return enter(grads[0], ctx.group) if torch.is_grad_enabled() else grads[0], None
 
 
 class _Gather(torch.autograd.Function):
@@ -182,19 +185,26 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = reduce_scatter if ctx.differ else own_part
+        if torch.is_grad_enabled():
+            back = scatter_sum if ctx.differ else split
+        else:
+            back = reduce_scatter if ctx.differ else own_part
         return back(grads[0], ctx.dim, ctx.group), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group, pending: bool) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.group, ctx.pending = dim, group, pending
         return reduce_scatter(x, dim, group) if pending else own_part(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_gather(grads[0], ctx.dim, ctx.group), None, None, None
+        if torch.is_grad_enabled():
+            whole = gather(grads[0], ctx.dim, ctx.group, consumers_differ=ctx.pending)
+        else:
+            whole = all_gather(grads[0], ctx.dim, ctx.group)
+        return whole, None, None, None
 
 
 # those of one kind each, that add nothing up over another axis and move nothing
@@ -258,7 +268,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchanged(grads[0], ctx.group, ctx.take, ctx.give), None, None, None
+        back = exchange if torch.is_grad_enabled() else exchanged
+        return back(grads[0], ctx.group, ctx.take, ctx.give), None, None, None
 
 
 def exchange(x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()) -> Tensor:
@@ -291,7 +302,8 @@ class Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Each rank used the total for its own rows or positions."""
-        return all_reduce(grads[0], ctx.group), None
+        back = summed if torch.is_grad_enabled() else all_reduce
+        return back(grads[0], ctx.group), None
 
 
 def summed(x: Tensor, group: Group) -> Tensor:

@@ -1,0 +1,227 @@
+"""State that a forward leaves behind, in buffers and in plain attributes: counts, means, memories.
+
+Microbatches, or ranks, run a forward more often than a plain loop, or on other rows.  Of buffers
+all that a forward writes is compared.  Of attributes (`self.calls += 1`, `self.memory = x`) what is
+carried on: the same batch changes it twice; what it leaves alike is a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir import pytree
+from schedlang.passes.verify.compare import RTOL
+from schedlang.passes.verify.observe import Batch
+from schedlang.passes.verify.original import Sequential, rows
+from schedlang.runtime.batch import Part
+
+STANDARD = frozenset(vars(nn.Module()))
+PLAIN = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
+Space = MutableMapping[str, Any]
+
+
+class Kept:
+    """The plain attributes of a model's modules, and of its loss, as they are now."""
+
+    def __init__(self, model: nn.Module | None, loss: Any = None) -> None:
+        self._before = [(name, space, _plain(space)) for name, space in _spaces(model, loss)]
+
+    def changed(self) -> dict[str, Any]:
+        """Return those that have changed since, or have come, by name, with their values."""
+        return {name: value for name, _, _, value in self._changes()}
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for _, space, (before, key), _ in [*self._changes()]:
+            if key in before:
+                space[key] = _copied(before[key])
+            else:
+                del space[key]
+
+    def _changes(self) -> Iterator[tuple[str, Space, tuple[Mapping[str, Any], str], Any]]:
+        for name, space, before in self._before:
+            for key, value in _plain(space, copy=False).items():
+                if key not in before or not alike(before[key], value):
+                    yield f"{name}.{key}".lstrip("."), space, (before, key), value
+
+
+def _spaces(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Space]]:
+    if model is not None:
+        yield from ((name, vars(one)) for name, one in model.named_modules())
+    owner = getattr(loss, "__self__", loss)  # of a method
+    if isinstance(owner, nn.Module):
+        for one in owner.modules():
+            yield "the loss", vars(one)
+            yield "the loss", one._buffers
+    elif not callable(getattr(owner, "__get__", None)) and hasattr(owner, "__dict__"):
+        yield "the loss", vars(owner)
+
+
+def _plain(space: Space, copy: bool = True) -> dict[str, Any]:
+    found = ((k, v) for k, v in space.items() if k not in STANDARD and isinstance(v, PLAIN))
+    return {key: _copied(value) if copy else value for key, value in found}
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, (Tensor, list, dict, tuple)):
+        return value
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, tensors in them by their numbers."""
+    if a is b:
+        return True
+    mine, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.is_meta == b.is_meta and a.shape == b.shape and (a.is_meta or _close(a, b))
+    return a is b or type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.allclose(a.detach(), b.detach(), rtol=1e-9, atol=1e-12, equal_nan=True))
+
+
+def _by_rows(parts: list[Any], whole: Any) -> bool:
+    """Return whether tensors of parts, one after the other, are that of the whole."""
+    tensors = (
+        isinstance(whole, Tensor) and whole.dim() and all(isinstance(p, Tensor) for p in parts)
+    )
+    return bool(tensors) and alike(torch.cat(parts), whole)
+
+
+def _follows(later: Any, fresh: Any) -> bool:
+    """Return whether a number, or one of equal shape, is another one after an earlier forward, as
+    a running mean is that begins with its first value; a table that grows is none."""
+    one, other = (torch.as_tensor(x) if isinstance(x, float) else x for x in (later, fresh))
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return False
+    return one.is_floating_point() and one.shape == other.shape and not alike(one, other)
+
+
+@contextmanager
+def buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
+    """The buffers of a subject as they are now, which they are again afterwards.
+
+    So are parameters that its forward writes into, and plain attributes of its modules.
+    """
+    before, plain = _kept(subject), Kept(subject.module, subject.loss)
+    yield before
+    subject.changed |= plain.changed().keys()
+    plain.put_back()
+    with torch.no_grad():
+        for name, value in _state(subject).items():
+            value.copy_(before[name])
+
+
+def _state(subject: Sequential) -> dict[str, Tensor]:
+    named = subject.module.named_parameters()
+    parameters = {name: p.data for name, p in named if name in subject.rewritten}
+    return {**dict(subject.module.named_buffers()), **parameters}
+
+
+def _kept(subject: Sequential) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in _state(subject).items()}
+
+
+# ---- Buffers that a forward writes: whether microbatches leave in them what the whole would.
+
+
+def check_buffers(
+    subject: Sequential, batch: Batch, shares: Sequence[Sequence[Part]], rtol: float = RTOL
+) -> None:
+    """Refuse a model whose buffers depend on how a batch is split (S708), measured on the original.
+
+    `shares` are the microbatches of each data-parallel rank, which run one after the other.
+    """
+    whole = [Part(dict(batch), tuple(range(rows(batch))))]
+    before, full = _buffers_after(subject, whole)
+    changed = [name for name, value in before.items() if not _near(full[name], value, 0.0)]
+    for parts in shares if changed else ():
+        _, found = _buffers_after(subject, parts)
+        for name in changed:
+            if not _near(found[name], full[name], rtol):
+                kind = "parameter" if name in subject.rewritten else "buffer"
+                raise _depends(name, kind, len(parts))
+
+
+def _buffers_after(
+    subject: Sequential, parts: Sequence[Part]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers before and after a forward and backward of each part; then they are put back."""
+    with buffers_put_back(subject) as before:
+        for part in parts if before else ():
+            subject.derive(part.inputs, part.rows)
+        after = _kept(subject)
+    return before, after
+
+
+def check_carried(
+    subject: Sequential,
+    batch: Batch,
+    shares: Sequence[Sequence[Part]],
+    changed: Iterable[str],
+    shared: bool,
+) -> None:
+    """Refuse (S708) plain attributes that carry something from one forward to the next, where ranks
+    and microbatches leave something else in them than the whole batch does.
+
+    `changed` are those that a forward changes; `shared`: ranks share sums, so parts alone tell
+    nothing of what they leave.
+    """
+    names, most = [*changed], max(map(len, shares))
+
+    def after(*parts: Part) -> dict[str, Any]:
+        kept = Kept(subject.module, subject.loss)
+        with buffers_put_back(subject):
+            for part in parts:
+                subject.derive(part.inputs, part.rows)
+            found = kept.changed()
+        return {name: found.get(name) for name in names}
+
+    whole, other = Part(dict(batch), tuple(range(rows(batch)))), shares[0][0]
+    once, twice = after(whole), after(whole, whole)
+    carried = [name for name in names if not alike(once[name], twice[name])]
+    if not carried:  # a mean that begins with its first value is that of two equal batches, too
+        fresh, later = after(other), after(whole, other)
+        carried = [name for name in names if _follows(later[name], fresh[name])]
+    for name in carried:
+        left = [after(*parts)[name] for parts in shares]
+        same = all(alike(one, once[name]) for one in left) or _by_rows(left, once[name])
+        if most > 1 or not (same or shared):
+            raise _depends(name, "attribute", most)
+
+
+def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return x.shape == r.shape and torch.allclose(
+        x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True
+    )
+
+
+def _depends(name: str, kind: str, parts: int) -> Refusal:
+    why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
+    return Refusal(
+        Diagnostic(
+            "S708",
+            f"the {kind} `{name}` depends on how the batch is split",
+            notes=(
+                f"on the original, after {why} it differs from its value after the full batch",
+                "a forward updates it: an average over calls, a count, statistics of the batch",
+            ),
+            helps=(
+                "use one microbatch, `micro=1`, or no data parallelism, as the note says",
+                'or allow it: `step "..." relax(batch_stats) {`',
+            ),
+        )
+    )
