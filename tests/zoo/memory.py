@@ -132,7 +132,7 @@ def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
     patch.setattr(Checkpoint, "__call__", called)
 
 
-@bug("C06", "offload", ALIAS, "offloaded", "offloaded, small")
+@bug("C06", "offload", ALIAS, "offloaded, pp")
 def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}

@@ -156,13 +156,13 @@ def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
 
 def _sent_back(patch: Patch, change: Any) -> None:
     """Gradients between stages as `change(step, source, target, values)` has them."""
-    plain = step.Step.deliver
+    plain = step.Step.collect
 
-    def deliver(self: Any, back: bool, source: int, target: int, work: Any, values: Any) -> None:
-        values = change(self, source, target, values) if back else values
-        plain(self, back, source, target, work, values)
+    def collect(self: Any, name: Any) -> Any:
+        values = plain(self, name)
+        return change(self, name.source, name.target, values) if name.back else values
 
-    patch.setattr(step.Step, "deliver", deliver)
+    patch.setattr(step.Step, "collect", collect)
 
 
 @bug("P13", "pipeline_split", DETACH, "pp")
@@ -212,16 +212,16 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
 @bug("P17", "pipeline_split", CONSTANT, "pp")
 def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
     """What goes between stages is rounded on its way."""
-    plain = step.Step.deliver
+    plain = step.Step.collect
 
-    def deliver(self: Any, back: bool, source: int, target: int, work: Any, values: Any) -> None:
+    def collect(self: Any, name: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            values = [
-                v.to(torch.bfloat16).to(v.dtype) if v.is_floating_point() else v for v in values
+            return [
+                v.to(torch.bfloat16).to(v.dtype) if v.is_floating_point() else v
+                for v in plain(self, name)
             ]
-        plain(self, back, source, target, work, values)
 
-    patch.setattr(step.Step, "deliver", deliver)
+    patch.setattr(step.Step, "collect", collect)
 
 
 @bug("P18", "pipeline_split", SKIP, "pp", credit="NeMo#14152, #6449")

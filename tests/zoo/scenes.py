@@ -210,6 +210,15 @@ SCENES: dict[str, Scene] = {
         "",
         points,
     ),
+    "offloaded, pp": Scene(  # two microbatches at once
+        networks.made(
+            lambda: networks.Points(networks.Residual(64), networks.Residual(64), width=64)
+        ),
+        "blocks.* offload(activations, to=cpu)\nblocks pipeline_split(over=pp)\n"
+        'pipeline(order="GPipe", micro=2)',
+        "pp=2",
+        lambda seed: points(seed, 8, (40, 64)),
+    ),
     "streamed": _gpt2(
         'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
     ),
