@@ -23,6 +23,7 @@ from schedlang.runtime.batch import Part
 
 STANDARD = frozenset(vars(nn.Module()))
 PLAIN = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
+NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as losses for a picture
 Space = MutableMapping[str, Any]
 
 
@@ -177,7 +178,7 @@ def check_carried(
     and microbatches leave something else in them than the whole batch does.
 
     `changed` are those that a forward changes; `shared`: ranks share sums, so parts alone tell
-    nothing of what they leave.
+    nothing of what they leave.  Lists and the like that change no loss are notes of the user's.
     """
     names, most = [*changed], max(map(len, shares))
 
@@ -195,11 +196,28 @@ def check_carried(
     if not carried:  # a mean that begins with its first value is that of two equal batches, too
         fresh, later = after(other), after(whole, other)
         carried = [name for name in names if _follows(later[name], fresh[name])]
+    if not any(isinstance(once[n], NOTES) for n in carried) or _tells(subject, whole, other):
+        notes: tuple[type, ...] = ()
+    else:
+        notes = NOTES
     for name in carried:
         left = [after(*parts)[name] for parts in shares]
         same = all(alike(one, once[name]) for one in left) or _by_rows(left, once[name])
-        if most > 1 or not (same or shared):
+        if (most > 1 or not (same or shared)) and not isinstance(once[name], notes):
             raise _depends(name, "attribute", most)
+
+
+def _tells(subject: Sequential, before: Part, part: Part) -> bool:
+    """Return whether a forward before changes what a part gives, in its loss or gradients."""
+
+    def given(*runs: Part) -> list[Tensor | None]:
+        with buffers_put_back(subject):
+            for run in runs:
+                loss = subject.derive(run.inputs, run.rows)
+            grads = subject.gradients().values()
+            return [loss, *(None if g is None else g.detach().clone() for g in grads)]
+
+    return not alike(given(before, part), given(part))
 
 
 def _near(x: Tensor, r: Tensor, rtol: float) -> bool:

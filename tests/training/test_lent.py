@@ -72,6 +72,18 @@ class Forwarded(Own):
         return down.forward(x)
 
 
+class Tangents(Own):
+    """Modules that a transform calls in turn: their derivative along a direction."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down):
+            along: Any = torch.func.jvp(
+                lambda x: down(torch.tanh(up(x))), (x,), (torch.ones_like(x),)
+            )
+            x = x + along[0] + 0.1 * along[1]
+        return (x**2).mean()
+
+
 class Normed(Own):
     """A parameter that a hook reads before its module runs, as weight norms do."""
 
@@ -125,7 +137,7 @@ def batch(rows: int = 8) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)}
 
 
-KINDS = (ByHand, Replaced, Generated, Forwarded, Normed, Following, Penalised)
+KINDS = (ByHand, Replaced, Generated, Forwarded, Tangents, Normed, Following, Penalised)
 
 
 @pytest.mark.parametrize("kind", KINDS)

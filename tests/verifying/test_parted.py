@@ -319,6 +319,7 @@ class Carrying(nn.Module):
 
     calls = 0
     memory: Tensor | None = None
+    notes: tuple[()] | list[Tensor] = ()
     table: Tensor | None = None  # a cache, alike for all rows
 
     def __init__(self, how: str) -> None:
@@ -333,6 +334,11 @@ class Carrying(nn.Module):
         elif self.how == "remembers":
             y = y if self.memory is None else y + self.memory
             self.memory = y.detach().mean(0)
+        elif self.how == "replays":
+            y = y if not self.notes else y + self.notes[-1]
+            self.notes = [*self.notes, y.detach().mean(0)]
+        elif self.how == "notes":
+            self.notes = [*self.notes, y.detach().mean(0)]
         elif self.table is None:
             self.table = torch.ones(3)
         return (y**2).mean()
@@ -348,14 +354,14 @@ class Annealed:
         return output * self.calls
 
 
-@pytest.mark.parametrize("how", ["counts", "remembers", "caches"])
+@pytest.mark.parametrize("how", ["counts", "remembers", "replays", "caches", "notes"])
 def test_attributes_that_are_carried_are_refused(how: str) -> None:
-    """Microbatches run a forward more often than a plain loop: S708, but for caches."""
+    """Microbatches run a forward more often than a plain loop: S708, but for caches and notes."""
     model = Carrying(how)
     made = create_schedule(model)
     made.pipeline(order="GPipe", micro=2)
     batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
-    if how == "caches":
+    if how in ("caches", "notes"):
         made.build(batch=batch)
     else:
         with pytest.raises(Refusal, match="S708"):

@@ -84,8 +84,9 @@ class Lending:
             return
         if not torch.is_grad_enabled():
             self.ungraded[fqn] = _function()
-        if not called:
-            # it was not called, its `.forward` was: no hooks run, that which gathers it among them
+        if not called or torch._C._are_functorch_transforms_active():
+            # its `.forward` was called: no hooks run, that which gathers it among them; or a
+            # transform of torch.func calls it, under which torch's own hooks leave gradients away
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
             self.lent.update((name, fqn) for name in below)
         for name, parameter in own.items():
