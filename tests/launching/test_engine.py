@@ -201,8 +201,10 @@ def _taken_unread(patch: pytest.MonkeyPatch) -> None:
     plain = p2p.Mail.take
 
     def take(self: Any, key: Any) -> Any:
-        for _, expected in self._expected.values():
-            expected.works.clear()
+        for expected in self._expected.values():
+            arriving = getattr(expected, "arriving", expected)
+            if arriving is not None:
+                arriving[1].clear()
         return plain(self, key)
 
     patch.setattr(p2p.Mail, "take", take)

@@ -78,7 +78,7 @@ class Tangents(Own):
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down):
             along: Any = torch.func.jvp(
-                lambda x: down(torch.tanh(up(x))), (x,), (torch.ones_like(x),)
+                nn.Sequential(up, nn.Tanh(), down), (x,), (torch.ones_like(x),)
             )
             x = x + along[0] + 0.1 * along[1]
         return (x**2).mean()
