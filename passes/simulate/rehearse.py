@@ -223,7 +223,7 @@ def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
     def parking(one: Staged) -> set[int]:
         return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
 
-    least = PLAYED
+    least = max(PLAYED, plan.ahead + 2)  # one between whose receive is posted by one between
     while True:
         order, few = fewer(plan, staged, least)
         short = replace(plan, order=order)

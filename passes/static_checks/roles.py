@@ -443,7 +443,7 @@ def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     if staged.axis is None:
         return
     try:
-        order = with_transfers(staged.timeline.with_edges(staged.cut.edges))
+        order = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
         check(order)
         check_queues(order)  # as with NCCL; one that ends there ends with gloo
     except TimelineError as error:

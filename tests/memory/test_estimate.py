@@ -150,11 +150,13 @@ def test_activations_are_what_autograd_keeps(threads: Threads) -> None:
     assert abs(kept - counted.saved) <= 0.05 * counted.saved
 
 
-def test_a_few_microbatches_stand_for_many() -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_few_microbatches_stand_for_many(ahead: int) -> None:
     """A long 1F1B step holds what a short one does, on each place what lies before its backward."""
+    rows = f"{CUT}overlap(transfers, ahead={ahead})\n"
     made = {
         micro: estimated(
-            planned(llama(), f'{CUT}pipeline(order="1F1B", micro={micro})', "pp=2"),
+            planned(llama(), f'{rows}pipeline(order="1F1B", micro={micro})', "pp=2"),
             {name: value.repeat(micro // 4, 1) for name, value in batch().items()},
         )
         for micro in (4, 16)

@@ -393,7 +393,7 @@ class _ByHost:
 
 def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
     """Start to send to a global rank; the tensor is kept until the work is done by who asks."""
-    if devices.on_accelerator(x) and here().by_host(x.device):
+    if not x.is_cpu and devices.on_accelerator(x) and here().by_host(x.device):
         host = x.detach().cpu()
         return _ByHost(dist.isend(host, number(to), group), host)
     return dist.isend(x, number(to), group)
@@ -401,7 +401,7 @@ def isend(x: Tensor, to: int, group: ProcessGroup | None) -> Any:
 
 def irecv(into: Tensor, source: int, group: ProcessGroup | None) -> Any:
     """Start to receive from a global rank."""
-    if devices.on_accelerator(into) and here().by_host(into.device):
+    if not into.is_cpu and devices.on_accelerator(into) and here().by_host(into.device):
         host = torch.empty_like(into, device=devices.HOST)
         return _ByHost(dist.irecv(host, number(source), group), host, into)
     work = dist.irecv(into, number(source), group)

@@ -21,6 +21,7 @@ from schedlang.pipeline.timeline.sharded_weights import with_gathers
 from schedlang.pipeline.timeline.table import ONE, Kind, Op, Timeline
 from schedlang.pipeline.timeline.table import timeline as make_timeline
 from schedlang.runtime.comm import world
+from schedlang.runtime.device import on_host
 from schedlang.runtime.pipeline import parking
 from schedlang.runtime.pipeline.flight import Bag, Message, Route, Transfer, Work, message, work_of
 from schedlang.runtime.pipeline.p2p import Layout, Mail
@@ -217,7 +218,8 @@ class Pipeline:
     `stages`: this rank's stages by number, of all replicas (two of one stage share it); none on a
     rank that the order leaves idle. `ranks`: the global rank of every place of the timeline,
     `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
-    Receives are posted `lookahead` operations early, so that they run beside the computation.
+    Receives are posted `lookahead` operations early, so that they run beside the computation; on
+    the host, unless it is 0, one earlier still.
     `handlers` do rows of further kinds, or in another way; with one for UNSHARD, training gathers
     sliced weights once for a run of operations of a stage. Without a cut (one stage) this is a
     plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
@@ -429,7 +431,9 @@ class Pipeline:
 
     def _proven(self, order: Timeline, train: bool) -> Timeline:
         """The order with its transfers and gathers; raises TimelineError if it does not end."""
-        order = with_transfers(order, self.lookahead)
+        # gloo sends at once what its receiver has posted, and must ask it first for all else
+        asked = bool(self.lookahead) and on_host(self.mail.device)
+        order = with_transfers(order, self.lookahead + asked)
         if train and Kind.UNSHARD in self.handlers:
             order = with_gathers(order)
         check(order)

@@ -239,18 +239,18 @@ class ForkedDropout:
 
     def __init__(self, native: NativeDropout, forked: Forked) -> None:
         self.native, self.forked = native, forked
+        self.fork = forked.draws[0] if forked.whole else None  # of all its draws
+        assert not forked.whole or self.fork is not None, forked
 
     def __call__(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `inner`, whose draws are those of its places."""
-        native, forked = self.native, self.forked
+        native, forked, fork = self.native, self.forked, self.fork
         if not native.on:
             return inner(*args, **kwargs)
-        if not forked.whole:
+        if fork is None:
             frame = Frame(forked.site, forked.draws) if forked.draws else None
             with native.framed(frame):
                 return inner(*args, **kwargs)
-        (fork,) = set(forked.draws)
-        assert fork is not None, forked
         noted = native.noting is not None  # a proof asks for every draw
         if policies.replayed and not noted and _changes_nothing(inner, args, kwargs):
             scope.next_call(f"{forked.site}{_CALLS}")
