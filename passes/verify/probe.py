@@ -112,7 +112,7 @@ class Probe:
                 meeting.barrier.abort()  # the others would wait for this one
                 raise
 
-        kept = kept_outside(case.plan.model.model)
+        kept = kept_outside(case.plan.model.model, case.loss)
         with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
@@ -509,17 +509,29 @@ def cheaply(
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
-        with kept_outside(plan.model.model):
+        with kept_outside(plan.model.model, loss):
             check_parts(widened(case))
             check_own_parts(case)
     except Refusal as refusal:
         if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
             return
         raise
-    except OwnError:
-        raise  # parts do not make the whole, and we do not know why
-    except Exception:  # a model that cannot be copied, or run in float64, trains all the same
-        return
+    except Exception as error:
+        # what cannot be copied, or run in float64, trains all the same; an error that the original
+        # alone does not end in is one of what was asked here, or of a part of the batch
+        if isinstance(error, OwnError) or _runs(case):
+            raise
+
+
+def _runs(case: Case) -> bool:
+    """Return whether the original runs as a proof runs it, on the whole batch."""
+    try:
+        wider = widened(case)
+        with alone(wider) as subject:
+            derived(subject, wider.batches[0], range(rows(wider.batches[0])))
+    except Exception:  # the question is whether there is any
+        return False
+    return True
 
 
 def _on_meta(plan: Plan) -> bool:

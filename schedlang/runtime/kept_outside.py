@@ -1,4 +1,7 @@
-"""State that a model's code keeps outside of it, in globals and caches, put back after a run."""
+"""State that a model's code keeps outside of it, in globals and caches, put back after a run.
+
+So are what a loss keeps, and where the generators of Python and of numpy stand.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
+from schedlang.runtime.kept_inside import OTHERS, as_before
 
-OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
 LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines the classes is seen
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
@@ -29,11 +32,12 @@ Undo = list[Callable[[], None]]
 
 
 @contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
+def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Run code of a model without values, or in another dtype, and forget what it keeps of that.
 
     Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
-    a class or by `functools.lru_cache`: the model itself would meet them afterwards.
+    a class or by `functools.lru_cache`: the model itself would meet them afterwards.  Nor is a
+    `loss` to count the calls that are made here, or to keep their means.
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
     own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
@@ -45,7 +49,8 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        yield
+        with as_before(loss):
+            yield
     finally:
         for names, put in without:
             if names:

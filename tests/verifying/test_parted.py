@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -345,13 +348,14 @@ class Carrying(nn.Module):
 
 
 class Annealed:
-    """A loss that counts its calls."""
+    """A loss that counts its calls; or keeps a running mean of what it gives, and draws."""
 
-    calls = 0
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(())
 
-    def __call__(self, output: Tensor, batch: Any) -> Tensor:
-        self.calls += 1
-        return output * self.calls
+    def running(self, output: Tensor, batch: Any) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * output.detach()
+        return output / (1 + self.mean) + 0 * (random.random() + numpy.random.rand())
 
 
 @pytest.mark.parametrize("how", ["counts", "remembers", "replays", "caches", "notes"])
@@ -367,6 +371,38 @@ def test_attributes_that_are_carried_are_refused(how: str) -> None:
         with pytest.raises(Refusal, match="S708"):
             made.build(batch=batch)
     assert model.calls == 0 and model.memory is None
-    loss = Annealed()
-    create_schedule(Carrying("caches")).build(batch=batch, loss=loss)
-    assert loss.calls == 0  # it begins with the first step
+
+
+def _closing(loss: Annealed) -> Any:
+    calls = 0
+
+    def counted(output: Tensor, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss.calls = max(loss.calls, calls)
+        return loss.running(output, batch)
+
+    return counted
+
+
+class Held:
+    """A loss that holds another one."""
+
+    def __init__(self, inner: Annealed) -> None:
+        self.inner = inner
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return self.inner.running(output, batch)
+
+
+@pytest.mark.parametrize("way", [_closing, Held, lambda loss: partial(loss.running)])
+def test_what_a_loss_keeps_begins_with_the_first_step(way: Callable[[Annealed], Any]) -> None:
+    """Wherever it is kept; nor do Python's and numpy's generators go on."""
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    loss, drawn = Annealed(), (random.getstate(), numpy.random.get_state(legacy=False))
+    given = way(loss)
+    create_schedule(Carrying("caches")).build(batch=batch, loss=given)
+    assert loss.calls == 0 and loss.mean.device.type == "cpu" and float(loss.mean) == 0
+    assert drawn[0] == random.getstate()
+    after = numpy.random.get_state(legacy=False)
+    assert drawn[1]["state"]["pos"] == after["state"]["pos"]

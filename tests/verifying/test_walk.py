@@ -283,6 +283,18 @@ def judged(output: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(output, batch["labels"])
 
 
+class Running:
+    """Divides by a running mean of what it has given."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+    def __call__(self, output: Tensor, batch: Batch) -> Tensor:
+        loss = judged(output, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / (1 + self.mean)
+
+
 DP = "zero(stage=1, over=dp)"
 DP_TP = f"blocks.*  shard(col, output=R, over=tp)\n{DP}"
 PP = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
@@ -360,6 +372,7 @@ WALKS = {
     "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
     "the spread under a bound, dp": Walk(Hinged, _points, DP, "S703", late=True),
     "the spread after vmap, dp": Walk(Mapped, _points, DP, "S703", late=True),
+    "a running loss, dp": Walk(Layered, _labelled, DP, "S703", loss=Running(), late=True),
     "rows made shorter, dp": Walk(Shortened, _points, DP, "S708", late=True),
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
