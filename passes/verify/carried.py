@@ -78,11 +78,11 @@ def check_buffers(
     """
     whole = [Part(dict(batch), tuple(range(rows(batch))))]
     before, full = _buffers_after(subject, whole)
-    changed = [name for name, value in before.items() if not _near(full[name], value, 0.0)]
+    changed = [name for name, value in before.items() if not near(full[name], value, 0.0)]
     for parts in shares if changed else ():
         _, found = _buffers_after(subject, parts)
         for name in changed:
-            if not _near(found[name], full[name], rtol):
+            if not near(found[name], full[name], rtol):
                 kind = "parameter" if name in subject.rewritten else "buffer"
                 raise _depends(name, kind, len(parts))
 
@@ -151,7 +151,8 @@ def _tells(subject: Sequential, before: Part, part: Part) -> bool:
     return not alike(given(before, part), given(part))
 
 
-def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
+def near(x: Tensor, r: Tensor, rtol: float) -> bool:
+    """Return whether two tensors are equal, but for roundings of this relative size."""
     wide = torch.complex128 if x.is_complex() else torch.float64
     return x.shape == r.shape and torch.allclose(
         x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True

@@ -29,6 +29,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
 from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.verify.across_stages import check_across_stages
 from schedlang.passes.verify.carried import buffers_put_back, check_buffers, check_carried
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
@@ -336,6 +337,7 @@ def check_parts(case: Case) -> Case:
 
     Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
     """
+    check_across_stages(case)
     free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
     probe = Probe(free, case.batches[0])
     bad = probe.disagreement()
@@ -500,8 +502,8 @@ def cheaply(
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
-    apart = plan.shares * plan.micro > 1 and found.traced.lossless is None
-    if not apart:
+    apart = plan.shares * plan.micro > 1 or found.staged.axis is not None
+    if not apart or found.traced.lossless is not None:
         return
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP or _on_meta(plan) or not all(map(has_float64, devices)):

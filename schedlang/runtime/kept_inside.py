@@ -24,6 +24,7 @@ PLAIN = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
 DEPTH = 3  # of objects in objects of a loss
 MOST = 4096  # entries of a list, or of a table
 OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
+LARGE = frozenset({"transformers", "diffusers"})  # their configs are no state of a forward
 Space = MutableMapping[str, Any]
 
 
@@ -120,13 +121,19 @@ def _bound(cell: CellType) -> bool:
 
 
 def _spaces(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Space]]:
-    if model is not None:
-        yield from ((name, vars(one)) for name, one in model.named_modules())
-    yield from (("the loss", space) for space in _of_loss(loss, set(), DEPTH))
+    met = set[int]()
+    for name, one in () if model is None else model.named_modules():
+        yield name, vars(one)
+        held = [(key, value) for key, value in vars(one).items() if _of_a_user(type(value))]
+        for key, value in held:
+            if not isinstance(value, nn.Module):
+                path = f"{name}.{key}".lstrip(".")
+                yield from ((path, space) for space in _inside(value, met, 1))
+    yield from (("the loss", space) for space in _inside(loss, set(), DEPTH))
 
 
-def _of_loss(owner: Any, met: set[int], depth: int) -> Iterator[Space]:
-    """Yield the attributes of a loss, of objects that it holds, and what functions close over."""
+def _inside(owner: Any, met: set[int], depth: int) -> Iterator[Space]:
+    """Yield the attributes of an object, of those that it holds, and what functions close over."""
     if id(owner) in met:
         return
     met.add(id(owner))
@@ -149,13 +156,12 @@ def _of_loss(owner: Any, met: set[int], depth: int) -> Iterator[Space]:
         yield vars(owner)
         inner = [*vars(owner).values()]
     for one in inner if depth else ():
-        if callable(one) or type(one) in (list, tuple, dict) or _of_a_user(one):
-            yield from _of_loss(one, met, depth - 1)
+        if callable(one) or type(one) in (list, tuple, dict) or _of_a_user(type(one)):
+            yield from _inside(one, met, depth - 1)
 
 
-def _of_a_user(value: Any) -> bool:
-    home = type(value).__module__.split(".")[0]
-    return home not in OTHERS
+def _of_a_user(kind: type) -> bool:
+    return kind not in PLAIN and kind.__module__.split(".")[0] not in OTHERS | LARGE
 
 
 def _plain(space: Space) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
-from schedlang.runtime.kept_inside import OTHERS, as_before
+from schedlang.runtime.kept_inside import LARGE, OTHERS, as_before
 
-LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines the classes is seen
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
 DEPTH = 3  # of containers in containers
@@ -64,6 +63,7 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put]]:
     """List the names of modules, classes and functions, and cells, each with what sets one."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
     near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
+    # of large libraries only what defines the classes is seen
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
     functions = {f for s in (*modules, *map(vars, classes)) for f in _functions(s, homes)}
