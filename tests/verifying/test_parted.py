@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -327,7 +328,7 @@ class Carrying(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner, self.how = nn.Linear(3, 3), how
+        self.inner, self.how, self.total = nn.Linear(3, 3), how, torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
@@ -337,6 +338,9 @@ class Carrying(nn.Module):
         elif self.how == "remembers":
             y = y if self.memory is None else y + self.memory
             self.memory = y.detach().mean(0)
+        elif self.how == "totals":
+            self.total += y.detach().mean(0)
+            y = y + self.total
         elif self.how == "replays":
             y = y if not self.notes else y + self.notes[-1]
             self.notes = [*self.notes, y.detach().mean(0)]
@@ -356,6 +360,33 @@ class Annealed:
     def running(self, output: Tensor, batch: Any) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * output.detach()
         return output / (1 + self.mean) + 0 * (random.random() + numpy.random.rand())
+
+
+@pytest.mark.parametrize("how", ["counts", "remembers", "replays", "totals"])
+def test_attributes_are_what_they_were_where_a_forward_runs_again(how: str) -> None:
+    """Recomputed, a layer trains as it does alone; one that writes into a tensor is refused."""
+    batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
+    alone = Carrying(how)
+    made = create_schedule(copy.deepcopy(alone))
+    made.checkpoint()
+    if how == "totals":
+        with pytest.raises(Refusal, match="S813"):
+            made.build(batch=batches[0])
+        return
+    program = made.build(batch=batches[0], optimizer=_descent)
+    optimizer = _descent(alone.named_parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        alone(**batch).backward()
+        optimizer.step()
+        program.train_step(batch)
+    for name, value in program.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    assert program.module.calls == alone.calls and len(program.module.notes) == len(alone.notes)
+
+
+def _descent(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 @pytest.mark.parametrize("how", ["counts", "remembers", "replays", "caches", "notes"])

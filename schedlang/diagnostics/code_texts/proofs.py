@@ -26,8 +26,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S708": (
         "a buffer, or an attribute, depends on how the batch is split, or the model cut",
-        "A forward writes it, once for each microbatch and on each rank for its own rows; and only\n"
-        "in the stage whose part of the model writes it.  Measured on the original, like S703.",
+        "A forward writes it, once for each microbatch and on each rank for its own rows; and\n"
+        "only in the stage whose part of the model does.  Measured on the original, like S703.",
     ),
     "S709": (
         "equal bits of rows that round",
