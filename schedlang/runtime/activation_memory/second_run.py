@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.activation_memory.dropped import hold
 from schedlang.runtime.activation_memory.selective import Numbered, numbers
 from schedlang.runtime.before_forward import Before
@@ -78,6 +79,13 @@ class Repeats:
         if kind in self.seen:
             return original(*args, **kwargs)
         self.seen.add(kind)
+        if torch._C._are_functorch_transforms_active():
+            raise Refusal.of(
+                "S843",
+                f"`{name}` is called inside of a transform of `torch.func`",
+                notes=("a recomputation comes after the transform has ended",),
+                helps=("checkpoint a module around the one that transforms",),
+            )
         tensors: list[Tensor] = []
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
