@@ -222,7 +222,6 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     would build different things.
     """
     from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
-    from schedlang.runtime.kept_inside import as_before
     from schedlang.runtime.launch.heart import watch
     from schedlang.runtime.launch.job import RECORD
 
@@ -236,8 +235,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         compares = given.compare != "nothing" and not given.on_meta
         if compares and shared_store() is not None:
             agree(built_from(plan, batch, given), given.wait)
-        with as_before(given.loss):
-            program = _built(plan, batch, given)
+        program = _built(plan, batch, given)
     except Exception as error:
         tell(error)
         raise

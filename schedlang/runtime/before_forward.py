@@ -63,7 +63,7 @@ class Before:
 
 
 def _contents(space: Space) -> list[tuple[str, Any, Any]]:
-    """What stands in lists and tables, and how often tensors were written into."""
+    """Return what stands in lists and tables, and how often tensors were written into."""
     return [
         (key, value, _noted(value))
         for key, value in space.items()

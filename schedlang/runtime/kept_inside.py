@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -68,29 +68,20 @@ def _as_it_was(held: Any, before: Any) -> Any:
 @contextmanager
 def as_before(loss: Any) -> Iterator[None]:
     """Call a loss of which nothing stays behind: neither what it counts nor what it draws."""
-    kept, back = Kept(None, loss), _drawn_back()
+    kept = Kept(None, loss)
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     try:
         yield
     finally:
-        kept.put_back()
-        back()
-
-
-def _drawn_back() -> Callable[[], None]:
-    """Return what puts the generators of Python and of numpy where they stand now."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
-
-    def back() -> None:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(drawn)
-
-    return back
+        kept.put_back()
 
 
 class Cells(MutableMapping[str, Any]):
-    """What a function closes over, by name."""
+    """The variables that a function closes over, by name."""
 
     def __init__(self, function: FunctionType) -> None:
         names = function.__code__.co_freevars
@@ -176,7 +167,7 @@ def _small(value: Any) -> bool:
 
 
 def _noted(space: Space) -> dict[str, tuple[Any, Any]]:
-    """What is held under each name, and a copy of it."""
+    """Return what is held under each name, and a copy of it."""
     return {key: (value, _copied(value)) for key, value in _plain(space).items()}
 
 

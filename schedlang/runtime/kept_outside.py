@@ -6,9 +6,10 @@ So are what a loss keeps, and where the generators of Python and of numpy stand.
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
@@ -42,15 +43,21 @@ def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
     own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
     spaces = _spaces(own)
     undo: Undo = []
+    keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     # a proof comes here a hundred times, and most functions have no names
     without = [one for one in spaces if not one[0]]
     try:
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        with as_before(loss):
+        with as_before(loss) if keeps else nullcontext():
             yield
     finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
         for names, put in without:
             if names:
                 _put_back(names, {}, put)

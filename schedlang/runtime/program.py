@@ -408,13 +408,6 @@ class Program:
             self.offloaded.arrived()
         for one in a.sliced.values():
             one.check_calls()
-        for name in a.cut:
-            if name in a.parameters and a.parameters[name]._backward_hooks:
-                raise Refusal.of(
-                    "S867",
-                    f"`{name}` has a hook, which the gradient of its slice does not meet",
-                    helps=("take the hook away, and let the forward do it",),
-                )
         a.held.settle()
         if a.early is not None:
             a.early.finish()
