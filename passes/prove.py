@@ -102,7 +102,7 @@ def prove(
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
     check_world(case.plan)
-    with kept_outside(case.plan.model.model), threads_of_ranks(case.plan.mesh.world):
+    with kept_outside(case.plan.model.model, case.loss), threads_of_ranks(case.plan.mesh.world):
         return _proven(case, pool, title, command, progress)
 
 
@@ -412,7 +412,7 @@ def _rank(
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
     """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
     made: list[Program] = []
-    with kept_outside(case.plan.model.model), ambient(Float64()):
+    with kept_outside(case.plan.model.model, case.loss), ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         tell(_SAVED)

@@ -63,24 +63,22 @@ def _made(
     from schedlang.passes.simulate.gains import gained
     from schedlang.passes.simulate.played_step import repeated
     from schedlang.passes.static_checks.static import check_sums
-    from schedlang.passes.verify.carried import Kept
     from schedlang.passes.verify.probe import cheaply
+    from schedlang.runtime.kept_inside import as_before
     from schedlang.runtime.left import telling
 
     loss, weight = options["loss"], options["weight"]
-    kept = Kept(None, loss)  # what it counts begins with the first step
     whole = repeated(batch, plan.shares) if local else batch
-    demand(plan, whole, loss, weight)
-    gained(plan, whole)
 
     def check(plan: Plan, batch: Mapping[str, Any], found: Prepared) -> None:
         check_sums(plan, batch, found, loss=loss, local=local)
-        kept.put_back()
         if not local:  # rows of one rank are no whole that parts could be compared with
             cheaply(plan, batch, found, loss=loss, weight=weight)
 
-    program = build(plan, batch, local=local, check=check, **options)
-    kept.put_back()
+    with as_before(loss):  # what it counts, and draws, begins with the first step
+        demand(plan, whole, loss, weight)
+        gained(plan, whole)
+        program = build(plan, batch, local=local, check=check, **options)
     return telling(program)
 
 

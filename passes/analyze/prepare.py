@@ -169,7 +169,7 @@ def prepare(
     from schedlang.runtime.kept_outside import kept_outside
 
     assert not plan.completing, "rows are completed before a plan is prepared"
-    with kept_outside(plan.model.model):
+    with kept_outside(plan.model.model, loss):
         check_axes(plan)
         parts = plan.shares * plan.micro
         if plan.told:

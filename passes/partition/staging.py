@@ -181,7 +181,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
-        with kept_outside(plan.model.model):
+        with kept_outside(plan.model.model, loss):
             graph, recorded = _graph(plan, traced, skeleton, batch, loss)
             counting = Counting(plan, traced, None, batch, loss)
             numbers = _stage_numbers(counting, graph, timeline)

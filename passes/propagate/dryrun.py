@@ -417,12 +417,14 @@ class Run:
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
         from schedlang.runtime.batch import forward
+        from schedlang.runtime.kept_outside import kept_outside
         from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
         from schedlang.runtime.tracing.meta import tensors_in, without_values
 
         model = self._copy()
         try:
-            with without_values(self.batch) as (inputs, _):
+            kept = kept_outside(self.plan.model.model, self.loss)
+            with kept, without_values(self.batch) as (inputs, _):
                 for given in tensors_in(inputs):
                     self.follower.put(given, Note(data=True))
                 with Trace(self.stack, self.follower, asked=self.recording.original.truths):

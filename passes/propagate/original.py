@@ -125,7 +125,7 @@ def record(
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
     tried = None if loss is None else partial(_tried, loss, read)
     failed: Exception | None = None
-    with kept_outside(plan.model.model), without_values(batch) as (inputs, values):
+    with kept_outside(plan.model.model, loss), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
         values.drew = values.drew if watched is None else watched.drew
         with watched or nullcontext(), Trace(stack, seen, asked=truths) as trace:
@@ -208,7 +208,7 @@ def _with_other_values(
     stack = Stack()
     model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
     try:
-        kept = kept_outside(plan.model.model)
+        kept = kept_outside(plan.model.model, loss)
         with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
             forward(model, inputs, loss)
     except Exception:  # a shape that is none, an index out of range
@@ -272,6 +272,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     """Record such a forward once for a batch of these shapes; None: the model takes no other."""
     from schedlang.runtime.batch import forward
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
+    from schedlang.runtime.kept_inside import as_before
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
 
@@ -285,7 +286,8 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     known: Any = plan.model.cache.setdefault("many rows", {})
     key = signature(batch), id(loss)
     if key not in known:  # the loss is kept with it, so that no other gets its identity
-        known[key] = at_many_rows(plan.model.model, batch, run), loss
+        with as_before(loss):
+            known[key] = at_many_rows(plan.model.model, batch, run), loss
     found: Many | None = known[key][0]
     return found
 

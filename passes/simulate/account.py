@@ -136,7 +136,7 @@ def account(
         return _without_batch(plan)
     from schedlang.runtime.kept_outside import kept_outside
 
-    with kept_outside(plan.model.model):
+    with kept_outside(plan.model.model, loss):
         return _of_a_step(plan, batch, loss, weight, memory)
 
 

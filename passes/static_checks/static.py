@@ -71,7 +71,7 @@ def static(
     with at_the_forward(plan.model.model):
         sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
-    with kept_outside(plan.model.model):
+    with kept_outside(plan.model.model, loss):
         told = gradients(plan, step.prepared, sample, loss)
         played, sliced, why = _played(step)
     assert told is not None, "a model without a loss is refused before"
@@ -105,7 +105,7 @@ def check_sums(
 
     if not prepared.traced.partial or prepared.traced.lossless is not None:
         return
-    with kept_outside(plan.model.model):
+    with kept_outside(plan.model.model, loss):
         sample = sample_of(batch, 1 if local else plan.dealt, plan.micro)
         told = gradients(plan, prepared, sample, loss)
     if told is not None:

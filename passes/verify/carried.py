@@ -7,90 +7,21 @@ carried on: the same batch changes it twice; what it leaves alike is a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir import pytree
 from schedlang.passes.verify.compare import RTOL
 from schedlang.passes.verify.observe import Batch
 from schedlang.passes.verify.original import Sequential, rows
 from schedlang.runtime.batch import Part
+from schedlang.runtime.kept_inside import Kept, alike
 
-STANDARD = frozenset(vars(nn.Module()))
-PLAIN = (bool, int, float, complex, str, type(None), Tensor, list, dict, tuple)
 NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as losses for a picture
-Space = MutableMapping[str, Any]
-
-
-class Kept:
-    """The plain attributes of a model's modules, and of its loss, as they are now."""
-
-    def __init__(self, model: nn.Module | None, loss: Any = None) -> None:
-        self._before = [(name, space, _plain(space)) for name, space in _spaces(model, loss)]
-
-    def changed(self) -> dict[str, Any]:
-        """Return those that have changed since, or have come, by name, with their values."""
-        return {name: value for name, _, _, value in self._changes()}
-
-    def put_back(self) -> None:
-        """Let all be as it was."""
-        for _, space, (before, key), _ in [*self._changes()]:
-            if key in before:
-                space[key] = _copied(before[key])
-            else:
-                del space[key]
-
-    def _changes(self) -> Iterator[tuple[str, Space, tuple[Mapping[str, Any], str], Any]]:
-        for name, space, before in self._before:
-            for key, value in _plain(space, copy=False).items():
-                if key not in before or not alike(before[key], value):
-                    yield f"{name}.{key}".lstrip("."), space, (before, key), value
-
-
-def _spaces(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, Space]]:
-    if model is not None:
-        yield from ((name, vars(one)) for name, one in model.named_modules())
-    owner = getattr(loss, "__self__", loss)  # of a method
-    if isinstance(owner, nn.Module):
-        for one in owner.modules():
-            yield "the loss", vars(one)
-            yield "the loss", one._buffers
-    elif not callable(getattr(owner, "__get__", None)) and hasattr(owner, "__dict__"):
-        yield "the loss", vars(owner)
-
-
-def _plain(space: Space, copy: bool = True) -> dict[str, Any]:
-    found = ((k, v) for k, v in space.items() if k not in STANDARD and isinstance(v, PLAIN))
-    return {key: _copied(value) if copy else value for key, value in found}
-
-
-def _copied(value: Any) -> Any:
-    if not isinstance(value, (Tensor, list, dict, tuple)):
-        return value
-    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, tensors in them by their numbers."""
-    if a is b:
-        return True
-    mine, theirs = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.is_meta == b.is_meta and a.shape == b.shape and (a.is_meta or _close(a, b))
-    return a is b or type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.allclose(a.detach(), b.detach(), rtol=1e-9, atol=1e-12, equal_nan=True))
 
 
 def _by_rows(parts: list[Any], whole: Any) -> bool:
@@ -147,11 +78,11 @@ def check_buffers(
     """
     whole = [Part(dict(batch), tuple(range(rows(batch))))]
     before, full = _buffers_after(subject, whole)
-    changed = [name for name, value in before.items() if not _near(full[name], value, 0.0)]
+    changed = [name for name, value in before.items() if not near(full[name], value, 0.0)]
     for parts in shares if changed else ():
         _, found = _buffers_after(subject, parts)
         for name in changed:
-            if not _near(found[name], full[name], rtol):
+            if not near(found[name], full[name], rtol):
                 kind = "parameter" if name in subject.rewritten else "buffer"
                 raise _depends(name, kind, len(parts))
 
@@ -220,7 +151,8 @@ def _tells(subject: Sequential, before: Part, part: Part) -> bool:
     return not alike(given(before, part), given(part))
 
 
-def _near(x: Tensor, r: Tensor, rtol: float) -> bool:
+def near(x: Tensor, r: Tensor, rtol: float) -> bool:
+    """Return whether two tensors are equal, but for roundings of this relative size."""
     wide = torch.complex128 if x.is_complex() else torch.float64
     return x.shape == r.shape and torch.allclose(
         x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True

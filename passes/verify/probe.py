@@ -29,6 +29,7 @@ from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.analyze.routing import unlimited
 from schedlang.passes.propagate.original import ALLOW, check_microbatches, relaxed, weight_of
 from schedlang.passes.propagate.propagate import Traced
+from schedlang.passes.verify.across_stages import check_across_stages
 from schedlang.passes.verify.carried import buffers_put_back, check_buffers, check_carried
 from schedlang.passes.verify.compare import RTOL, tensor_rows
 from schedlang.passes.verify.finite import check_batch
@@ -112,7 +113,7 @@ class Probe:
                 meeting.barrier.abort()  # the others would wait for this one
                 raise
 
-        kept = kept_outside(case.plan.model.model)
+        kept = kept_outside(case.plan.model.model, case.loss)
         with kept, ThreadPoolExecutor(len(parts)) as threads:
             return list(threads.map(run, range(len(parts))))
 
@@ -336,6 +337,7 @@ def check_parts(case: Case) -> Case:
 
     Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
     """
+    check_across_stages(case)
     free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
     probe = Probe(free, case.batches[0])
     bad = probe.disagreement()
@@ -500,8 +502,8 @@ def cheaply(
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
-    apart = plan.shares * plan.micro > 1 and found.traced.lossless is None
-    if not apart:
+    apart = plan.shares * plan.micro > 1 or found.staged.axis is not None
+    if not apart or found.traced.lossless is not None:
         return
     devices = {tensor.device for tensor in plan.model.model.parameters()}
     if size * numbers > CHEAP or _on_meta(plan) or not all(map(has_float64, devices)):
@@ -509,17 +511,29 @@ def cheaply(
         return
     case = Case(plan, (dict(batch),), loss, weight, dtype="none", prepared=found)
     try:
-        with kept_outside(plan.model.model):
+        with kept_outside(plan.model.model, loss):
             check_parts(widened(case))
             check_own_parts(case)
     except Refusal as refusal:
         if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
             return
         raise
-    except OwnError:
-        raise  # parts do not make the whole, and we do not know why
-    except Exception:  # a model that cannot be copied, or run in float64, trains all the same
-        return
+    except Exception as error:
+        # what cannot be copied, or run in float64, trains all the same; an error that the original
+        # alone does not end in is one of what was asked here, or of a part of the batch
+        if isinstance(error, OwnError) or _runs(case):
+            raise
+
+
+def _runs(case: Case) -> bool:
+    """Return whether the original runs as a proof runs it, on the whole batch."""
+    try:
+        wider = widened(case)
+        with alone(wider) as subject:
+            derived(subject, wider.batches[0], range(rows(wider.batches[0])))
+    except Exception:  # the question is whether there is any
+        return False
+    return True
 
 
 def _on_meta(plan: Plan) -> bool:

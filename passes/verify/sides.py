@@ -200,7 +200,7 @@ def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Seque
     One of several threads runs it `beside` others: then who began them sees to globals.
     """
     modes, _ = modes_of(case)
-    kept = nullcontext() if beside else kept_outside(case.plan.model.model)
+    kept = nullcontext() if beside else kept_outside(case.plan.model.model, case.loss)
     with kept, ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
@@ -216,7 +216,7 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
         return sequential(condition.case or case, condition, dropout)
 
     chosen = Choices(case.chosen)
-    with kept_outside(case.plan.model.model), ambient(*modes, chosen):
+    with kept_outside(case.plan.model.model, case.loss), ambient(*modes, chosen):
         seen = observe(make, told)
     return replace(seen, choices=chosen.found), dropout.drawn
 
@@ -385,7 +385,7 @@ def observed(
         apart = (condition.case or case).parted
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
-    with kept_outside(case.plan.model.model):
+    with kept_outside(case.plan.model.model, case.loss):
         return observe(make, told, keep=world.rank() == 0, brief=brief)
 
 

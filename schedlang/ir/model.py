@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.copied import copied
 
 if TYPE_CHECKING:
@@ -245,6 +246,8 @@ class ModelFacts:
         shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one for very many equal ones
         for same in names.values():
             tensor = tensors[same[0]]
+            if hasattr(tensor, "materialize"):
+                raise _without_shape(same[0])
             kind = tensor.dtype
             if kind not in dtypes:
                 dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
@@ -352,6 +355,14 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+def _without_shape(name: str) -> Refusal:
+    return Refusal.of(
+        "S623",
+        f"`{name}` has no shape yet: a lazy module has not been called",
+        helps=("call the model once, `model(**batch)`, before its schedule is made",),
+    )
 
 
 def _there(held: Mapping[str, object]) -> tuple[str, ...]:

@@ -82,6 +82,12 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     """
     assert kind in ORDER, kind
     layers: Layers | None = vars(module).get(_SLOT)
+    if hasattr(module, "_orig_mod"):  # what is set on it is set on the module that it wraps
+        raise Refusal.of(
+            "S401",
+            "a module that `torch.compile(module)` gave takes no such row",
+            helps=("let `module.compile()` compile it where it is",),
+        )
     if layers is None:
         layers = Layers(module, vars(module).get("forward"))
         setattr(module, _SLOT, layers)

@@ -1,11 +1,15 @@
-"""State that a model's code keeps outside of it, in globals and caches, put back after a run."""
+"""State that a model's code keeps outside of it, in globals and caches, put back after a run.
+
+So are what a loss keeps, and where the generators of Python and of numpy stand.
+"""
 
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
@@ -14,9 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
+from schedlang.runtime.kept_inside import LARGE, OTHERS, as_before
 
-OTHERS = frozenset({"torch", "numpy", "schedlang", "builtins", *sys.stdlib_module_names})
-LARGE = frozenset({"transformers", "diffusers"})  # of these only what defines the classes is seen
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
 DEPTH = 3  # of containers in containers
@@ -29,24 +32,32 @@ Undo = list[Callable[[], None]]
 
 
 @contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
+def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Run code of a model without values, or in another dtype, and forget what it keeps of that.
 
     Masks and tables of positions are often made once, and kept in a global dict, in a variable, in
-    a class or by `functools.lru_cache`: the model itself would meet them afterwards.
+    a class or by `functools.lru_cache`: the model itself would meet them afterwards.  Nor is a
+    `loss` to count the calls that are made here, or to keep their means.
     """
     classes = {cls for one in model.modules() for cls in type(one).__mro__}
     own = frozenset(cls for cls in classes if cls.__module__.split(".")[0] not in OTHERS)
     spaces = _spaces(own)
     undo: Undo = []
+    keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     # a proof comes here a hundred times, and most functions have no names
     without = [one for one in spaces if not one[0]]
     try:
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        yield
+        with as_before(loss) if keeps else nullcontext():
+            yield
     finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
         for names, put in without:
             if names:
                 _put_back(names, {}, put)
@@ -59,6 +70,7 @@ def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put]]:
     """List the names of modules, classes and functions, and cells, each with what sets one."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
     near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
+    # of large libraries only what defines the classes is seen
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
     functions = {f for s in (*modules, *map(vars, classes)) for f in _functions(s, homes)}

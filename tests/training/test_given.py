@@ -107,6 +107,57 @@ def test_a_hook_on_a_gradient(way: str) -> None:
     assert create_schedule(model).build(batch=batch(), loss=loss).train_step(batch()).isfinite()
 
 
+def _hooked_later() -> str:
+    made = create_schedule(net())
+    made.mesh(dp=2)
+    made.zero(stage=2, over="dp")
+    program = made.build(batch=batch(), loss=loss)
+    program.train_step(batch())
+    program.module[0].weight.register_hook(lambda given: 2 * given)
+    with pytest.raises(Refusal) as caught:
+        program.train_step(batch())
+    return caught.value.diagnostic.code
+
+
+def test_a_hook_on_a_slice(threads: Threads) -> None:
+    """Its gradient comes by no backward of the slice: the hook would not be called."""
+    assert threads.run(_hooked_later, 2) == ["S867", "S867"]
+
+
+class Mapped(nn.Module):
+    """Calls a layer for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return torch.vmap(self.layer)(input)
+
+
+def _compiled() -> nn.Module:
+    model: Any = net()
+    model[0] = torch.compile(model[0], backend="eager")
+    return nn.Sequential(*model)
+
+
+LAYERS: tuple[tuple[Any, str, str], ...] = (
+    (lambda: nn.Sequential(nn.Linear(6, 8), nn.LazyLinear(4)), "0", "S623"),
+    (_compiled, "0", "S401"),
+    (Mapped, "layer", "S843"),
+)
+
+
+@pytest.mark.parametrize("model, path, code", LAYERS, ids=[code for *_, code in LAYERS])
+def test_layers_that_take_no_row(model: Any, path: str, code: str) -> None:
+    """Without a shape, wrapped by `torch.compile`, called in a transform: an error of torch's."""
+    with pytest.raises(Refusal) as caught:
+        made = create_schedule(model())
+        made[path].checkpoint()
+        made.build(batch=batch(), loss=loss)
+    assert caught.value.diagnostic.code == code
+
+
 @pytest.mark.parametrize("local", ["False", 0, None])
 def test_a_word_is_no_choice_of_rows(local: Any) -> None:
     """`local="False"`, as a configuration has it, is not taken for true."""

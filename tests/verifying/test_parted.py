@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -324,7 +328,7 @@ class Carrying(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner, self.how = nn.Linear(3, 3), how
+        self.inner, self.how, self.total = nn.Linear(3, 3), how, torch.zeros(3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
@@ -334,6 +338,9 @@ class Carrying(nn.Module):
         elif self.how == "remembers":
             y = y if self.memory is None else y + self.memory
             self.memory = y.detach().mean(0)
+        elif self.how == "totals":
+            self.total += y.detach().mean(0)
+            y = y + self.total
         elif self.how == "replays":
             y = y if not self.notes else y + self.notes[-1]
             self.notes = [*self.notes, y.detach().mean(0)]
@@ -345,13 +352,41 @@ class Carrying(nn.Module):
 
 
 class Annealed:
-    """A loss that counts its calls."""
+    """A loss that counts its calls; or keeps a running mean of what it gives, and draws."""
 
-    calls = 0
+    def __init__(self) -> None:
+        self.calls, self.mean = 0, torch.zeros(())
 
-    def __call__(self, output: Tensor, batch: Any) -> Tensor:
-        self.calls += 1
-        return output * self.calls
+    def running(self, output: Tensor, batch: Any) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * output.detach()
+        return output / (1 + self.mean) + 0 * (random.random() + numpy.random.rand())
+
+
+@pytest.mark.parametrize("how", ["counts", "remembers", "replays", "totals"])
+def test_attributes_are_what_they_were_where_a_forward_runs_again(how: str) -> None:
+    """Recomputed, a layer trains as it does alone; one that writes into a tensor is refused."""
+    batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
+    alone = Carrying(how)
+    made = create_schedule(copy.deepcopy(alone))
+    made.checkpoint()
+    if how == "totals":
+        with pytest.raises(Refusal, match="S813"):
+            made.build(batch=batches[0])
+        return
+    program = made.build(batch=batches[0], optimizer=_descent)
+    optimizer = _descent(alone.named_parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        alone(**batch).backward()
+        optimizer.step()
+        program.train_step(batch)
+    for name, value in program.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    assert program.module.calls == alone.calls and len(program.module.notes) == len(alone.notes)
+
+
+def _descent(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 @pytest.mark.parametrize("how", ["counts", "remembers", "replays", "caches", "notes"])
@@ -367,6 +402,38 @@ def test_attributes_that_are_carried_are_refused(how: str) -> None:
         with pytest.raises(Refusal, match="S708"):
             made.build(batch=batch)
     assert model.calls == 0 and model.memory is None
-    loss = Annealed()
-    create_schedule(Carrying("caches")).build(batch=batch, loss=loss)
-    assert loss.calls == 0  # it begins with the first step
+
+
+def _closing(loss: Annealed) -> Any:
+    calls = 0
+
+    def counted(output: Tensor, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss.calls = max(loss.calls, calls)
+        return loss.running(output, batch)
+
+    return counted
+
+
+class Held:
+    """A loss that holds another one."""
+
+    def __init__(self, inner: Annealed) -> None:
+        self.inner = inner
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return self.inner.running(output, batch)
+
+
+@pytest.mark.parametrize("way", [_closing, Held, lambda loss: partial(loss.running)])
+def test_what_a_loss_keeps_begins_with_the_first_step(way: Callable[[Annealed], Any]) -> None:
+    """Wherever it is kept; nor do Python's and numpy's generators go on."""
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    loss, drawn = Annealed(), (random.getstate(), numpy.random.get_state(legacy=False))
+    given = way(loss)
+    create_schedule(Carrying("caches")).build(batch=batch, loss=given)
+    assert loss.calls == 0 and loss.mean.device.type == "cpu" and float(loss.mean) == 0
+    assert drawn[0] == random.getstate()
+    after = numpy.random.get_state(legacy=False)
+    assert drawn[1]["state"]["pos"] == after["state"]["pos"]

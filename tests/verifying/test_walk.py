@@ -193,6 +193,35 @@ class Overwriting(Layered):
         return {"loss": self.head(self.blocks[1](self.blocks[0](x))).square().mean()}
 
 
+class Echoing(Layered):
+    """Adds what the last blocks gave in the forward before: a buffer, or in an object of its
+    own."""
+
+    last: Tensor
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.kept = Kept()
+        self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.float64))
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x + (self.kept.last if self.hidden else self.last)))
+        if self.training and self.hidden:
+            self.kept.last = x.detach().mean(0)
+        elif self.training:
+            self.last.copy_(x.detach().mean(0))
+        return {"loss": self.head(x).square().mean()}
+
+
+class Kept:
+    """What a model keeps in an object."""
+
+    def __init__(self) -> None:
+        self.last = torch.zeros(WIDTH, dtype=torch.float64)
+
+
 class Shuffled(Layered):
     """Draws an order, which has no form that other ranks could draw alike."""
 
@@ -283,9 +312,22 @@ def judged(output: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(output, batch["labels"])
 
 
+class Running:
+    """Divides by a running mean of what it has given."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(())
+
+    def __call__(self, output: Tensor, batch: Batch) -> Tensor:
+        loss = judged(output, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / (1 + self.mean)
+
+
 DP = "zero(stage=1, over=dp)"
 DP_TP = f"blocks.*  shard(col, output=R, over=tp)\n{DP}"
 PP = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+ONE = PP.replace("micro=2", "micro=1")
 LAYERS = PP.replace("blocks", "layers")
 MICRO = 'pipeline(order="GPipe", micro=2)'
 WHOLE = "blocks.*  checkpoint()"
@@ -360,9 +402,17 @@ WALKS = {
     "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
     "the spread under a bound, dp": Walk(Hinged, _points, DP, "S703", late=True),
     "the spread after vmap, dp": Walk(Mapped, _points, DP, "S703", late=True),
+    "a running loss, dp": Walk(Layered, _labelled, DP, "S703", loss=Running(), late=True),
     "rows made shorter, dp": Walk(Shortened, _points, DP, "S708", late=True),
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
+    "calls counted, one microbatch in stages": Walk(Counting, _points, ONE),
+    "an echo, one microbatch in stages": Walk(
+        partial(Echoing, False), _points, ONE, "S708", late=True
+    ),
+    "an echo in an object, in stages": Walk(
+        partial(Echoing, True), _points, ONE, "S708", late=True
+    ),
     "draws of an order, dp": Walk(Shuffled, _points, DP, "S812"),
     "draws of an order, pp": Walk(Shuffled, _points, PP, "S812"),
 }

@@ -25,9 +25,9 @@ CODES: Mapping[str, tuple[str, str]] = {
         "arises is named: in the batch, its labels, a module, the loss, a gradient, or a step.",
     ),
     "S708": (
-        "a buffer depends on how the batch is split",
-        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
-        "Measured on the original, like S703.",
+        "a buffer, or an attribute, depends on how the batch is split, or the model cut",
+        "A forward writes it, once for each microbatch and on each rank for its own rows; and\n"
+        "only in the stage whose part of the model does.  Measured on the original, like S703.",
     ),
     "S709": (
         "equal bits of rows that round",

@@ -23,6 +23,7 @@ from schedlang.remat.operators import Key
 from schedlang.runtime.activation_memory.dropped import Dropped, hold
 from schedlang.runtime.activation_memory.selective import CLASSES, Chosen, keeps, numbers, operators
 from schedlang.runtime.adapters.torch_compile import once
+from schedlang.runtime.before_forward import Before
 from schedlang.runtime.device import HOST, Replayed, default_generators, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.inside import Inside, Modules, modules_in
@@ -193,13 +194,14 @@ class Call:
         places = {id(t): k for k, t in reversed([*enumerate(tensors)])}
         self.first = [places[id(t)] for t in tensors]  # where each stands for the first time
         self.draws, self.place = Draws(within, rerun.tensors), reentry()
+        self.before = Before(within)
         self.forward, self.second = keeping(save, chosen)
         self.inside: tuple[tuple[int, ...], ...] = ()
 
     def alone(self, tensors: Sequence[Tensor]) -> Any:
         """The second run of this call by itself; the history of tensors is not asked for."""
         given = self._given(tensors, lambda t, needs: t.detach().requires_grad_(needs))
-        with self.draws, self.place, self.second:
+        with self.draws, self.before.again(), self.place, self.second:
             return self.rerun(*given)
 
     def _given(
@@ -226,6 +228,7 @@ class Call:
             stack.enter_context(self.forward)
             output = self.rerun(*tensors)
         written_twice(self.module, before, modules_in(self.module))
+        self.before.settle(site() or _own_class(self.module))
         overwritten(self.module, entered, tensors)
         for region in around:
             region.made(output)
@@ -236,7 +239,7 @@ class Call:
         if isinstance(self.module, FSDPModule):
             self.module.unshard()  # it is freed after its backward, as ever
         given = self._given(tensors, _entering)
-        with self.draws, self.place, self.second, ExitStack() as stack:
+        with self.draws, self.before.again(), self.place, self.second, ExitStack() as stack:
             for kept in self.inside[depth + 1 :]:
                 hold([tensors[k] for k in kept])
                 stack.enter_context(slot(_forget))
@@ -291,6 +294,7 @@ class Checkpoint(Policy):
         with Again(call, hold(tensors)).dropping(), call.forward:
             out = call.rerun(*tensors)
         written_twice(self.module, before, self.inside.now())
+        call.before.settle(site() or _own_class(self.module))
         overwritten(self.module, entered, tensors)
         return out
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.activation_memory.dropped import hold
 from schedlang.runtime.activation_memory.selective import Numbered, numbers
+from schedlang.runtime.before_forward import Before
 from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
@@ -77,14 +79,23 @@ class Repeats:
         if kind in self.seen:
             return original(*args, **kwargs)
         self.seen.add(kind)
+        if torch._C._are_functorch_transforms_active():
+            raise Refusal.of(
+                "S843",
+                f"`{name}` is called inside of a transform of `torch.func`",
+                notes=("a recomputation comes after the transform has ended",),
+                helps=("checkpoint a module around the one that transforms",),
+            )
         tensors: list[Tensor] = []
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
         draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
         output = original(*args, **kwargs)  # what a module makes at its first call is there now
+        before = Before(modules_in(module))
         with draws:
             first = _calls(original, put(template, tensors))
-        with draws:
+        before.settle(name)
+        with draws, before.again():
             second = _calls(original, put(template, tensors))
         self.found += list(_differ(name, first, second))[:1]
         return output

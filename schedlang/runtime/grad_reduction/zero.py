@@ -283,7 +283,13 @@ def join(stages: Sequence[Sliced]) -> None:
 def used_anywhere(
     sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
 ) -> list[float]:
-    """One for each sliced parameter (by name) that got a gradient on this rank; else zero."""
+    """One for each sliced parameter (by name) that got a gradient on this rank; else zero.
+
+    Raises Refusal S867 for a hook on one of them: its gradient comes by no backward of the slice.
+    """
+    for name in names:
+        if name in parameters and parameters[name]._backward_hooks:
+            raise _hooked(name)
     used = {parameter for one in sliced.values() for parameter in one.used}
     for one in sliced.values():
         one.used.clear()
@@ -308,6 +314,14 @@ def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
     """The bits of a count of ranks, and how many of them a number of a dtype holds exactly."""
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return world.bit_length(), digits // world.bit_length()
+
+
+def _hooked(name: str) -> Refusal:
+    return Refusal.of(
+        "S867",
+        f"`{name}` has a hook, which the gradient of its slice does not meet",
+        helps=("take the hook away, and let the forward do it",),
+    )
 
 
 def _check_calls(counts: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.pipeline.timeline.table import Op
+from schedlang.runtime.before_forward import Before
 from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.flight import work_of
@@ -29,20 +30,22 @@ if TYPE_CHECKING:
 class Kept:
     """The inputs of a stage's forward, for a second run of it.
 
-    They are what it received from other stages, where generators of random numbers stood, and what
-    the forward has noted (scope.memo).
+    They are what it received from other stages, where generators of random numbers stood, the
+    attributes of modules before it, and what the forward has noted (scope.memo).
     """
 
     received: Mapping[Token, Tensor]
     drawn: Replayed
+    before: Before
     noted: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
         """Note the inputs before a forward of a stage's model; the device draws, or the model
         itself."""
-        drawn = Replayed([*default_generators([device]), *own_generators(modules_in(model))])
-        return Kept(received, drawn)
+        inside = modules_in(model)
+        drawn = Replayed([*default_generators([device]), *own_generators(inside)])
+        return Kept(received, drawn, Before(inside))
 
 
 def recompute(step: Step, op: Op) -> None:
@@ -52,7 +55,7 @@ def recompute(step: Step, op: Op) -> None:
     model = step.pipe.stages[work.stage].model
     before = _buffers(model)
     remember(kept.noted)
-    with kept.drawn:
+    with kept.drawn, kept.before.again():
         step.launch(work, kept.received)
     _restore(model, before)
 

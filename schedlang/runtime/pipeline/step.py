@@ -96,6 +96,7 @@ class Step:
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
             self.kept[work].noted = noted()
+            self.kept[work].before.settle(type(stage.model).__name__)
         else:
             done = self.launch(work, received)
         made = done.made

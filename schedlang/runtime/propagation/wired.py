@@ -270,7 +270,7 @@ def wired(
             module.forward = wiring.leaf(fqn, module, kinds[fqn], module.forward)
     stack.watch(model)
     model.train()
-    with kept_outside(model), without_values(batch) as (inputs, _):
+    with kept_outside(model, loss), without_values(batch) as (inputs, _):
         for name, tensor in named_tensors(inputs).items():
             wiring.value(tensor, "input", name)
         with torch.enable_grad(), Trace(stack, wiring, asked=True):

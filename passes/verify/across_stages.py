@@ -1,0 +1,115 @@
+"""State that a forward leaves to the next one, where stages of a pipeline each have a copy of it.
+
+What a stage writes, another one does not see; code between units runs in several stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.partition.staging import Staged
+from schedlang.passes.verify.carried import near
+from schedlang.passes.verify.compare import RTOL
+from schedlang.passes.verify.original import rows
+from schedlang.passes.verify.sides import Case, modes_of, twin
+from schedlang.runtime.batch import called, loss_of, split
+from schedlang.runtime.kept_inside import Kept, as_before
+from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.pipeline.stage import Stage, Stub
+from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.tracing.graph import Token
+from schedlang.runtime.tracing.meta import meta_model
+from schedlang.runtime.tracing.units import Switch
+from schedlang.runtime.training import Training
+
+TIMES = 3  # the second forward meets what the first has left, the third what is counted
+
+
+def check_across_stages(case: Case) -> None:
+    """Refuse (S708) a model whose forwards in turn, stage by stage, do not give the losses that
+    they give in one piece, by what they leave in buffers and attributes."""
+    assert case.prepared is not None
+    staged, loss = case.prepared.staged, case.loss
+    if staged.axis is None or staged.cut.stages == 1 or case.prepared.traced.lossless is not None:
+        return
+    part = split(case.batches[0], case.plan.dealt, case.plan.micro)[0][0].inputs
+    modes, _ = modes_of(case)
+    with kept_outside(case.plan.model.model, loss), ambient(*modes), torch.no_grad():
+        module = _training(twin(case))
+        before = {name: b.detach().clone() for name, b in _state(module).items()}
+        kept = Kept(module)
+        whole = _losses(loss, part, lambda: called(module, part))
+        now = _state(module)
+        left = [name for name, value in before.items() if not near(now[name], value, 0.0)]
+        left = left or [*kept.changed()]
+        for homes in staged.homes if left else ():
+            found = _losses(loss, part, _pipeline(case, staged, homes, part))
+            if not all(near(a, b, RTOL) for a, b in zip(found, whole)):
+                raise _apart(left)
+
+
+def _training(module: nn.Module) -> nn.Module:
+    Training(module).on()
+    named_sites(module)
+    return module
+
+
+def _state(module: nn.Module) -> Mapping[str, Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
+def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
+    """The losses of some forwards in turn, of which the loss itself keeps nothing."""
+    with as_before(loss), entered(Scope(0, 0, tuple(range(rows(part))))):
+        made = [loss_of(output(), part, loss) for _ in range(TIMES)]
+    return [torch.as_tensor(value).detach() for value in made]
+
+
+def _pipeline(
+    case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """A forward of the stages, one after the other; stages of one place share a copy."""
+    copies = {place: _training(twin(case)) for place in sorted(set(homes))}
+    cut = staged.cut
+    switches = {place: Switch(copy, cut.graph.units) for place, copy in copies.items()}
+    stub = Stub(meta_model(copies[homes[0]], {}), cut)
+    stages = [
+        Stage(copies[place], cut, number, switch=switches[place], stub=stub)
+        for number, place in enumerate(homes)
+    ]
+
+    def forward() -> Any:
+        made: dict[Token, Tensor] = {}
+        output = None
+        for stage in stages:
+            wanted = (token for tokens in stage.incoming.values() for token in tokens)
+            given = {t: made[t].clone() if stage.mutated(t) else made[t] for t in wanted}
+            found = stage.forward(part, given, train=False)
+            made.update(found.made)
+            output = found.output
+        return output
+
+    return forward
+
+
+def _apart(left: list[str]) -> Refusal:
+    named = ", ".join(f"`{name}`" for name in left[:3])
+    return Refusal.of(
+        "S708",
+        f"what a forward leaves in {named} is not alike in all stages of the pipeline",
+        notes=(
+            "one forward writes it and a later one reads it: in one piece they give other losses"
+            " than stage by stage",
+            "each stage has a copy, and writes only what its own part of the model writes",
+        ),
+        helps=(
+            "keep what writes and what reads it in one module, or in one stage: cut elsewhere",
+            "or leave the pipeline out",
+        ),
+    )
