@@ -15,6 +15,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
 from schedlang.ir.features import Settled
 from schedlang.ir.plan import Action, Plan, at_its_row
 from schedlang.ir.primitive import Facet
+from schedlang.ir.told import kind_of
 from schedlang.passes.analyze.cast_trial import check_casts
 from schedlang.passes.analyze.fewer_bits import Bits, allotted, check_kept, kept_by_ranks
 from schedlang.passes.analyze.holdings import holdings_of
@@ -50,7 +51,7 @@ def check_repeats(
     from schedlang.runtime.activation_memory.second_run import Repeats
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
-    kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
+    kinds = {site: kind_of(plan.model, site) for action in rows for site in action.sites}
     key = ("repeats", tuple(sorted(kinds)))
     if key in plan.model.cache:
         return
@@ -90,14 +91,6 @@ def _with_others(name: str, label: Label) -> Diagnostic:
         notes=("`torch.func.functional_call` puts others in their place, for the call alone",),
         helps=("checkpoint a module around the one that makes these weights",),
     )
-
-
-def _kind(plan: Plan, site: str) -> object:
-    """Equal for modules that are alike, with all that they hold."""
-    prefix = f"{site}." if site else ""
-    sites = plan.model.sites
-    inside = (n for n in sites if n == site or n.startswith(prefix))
-    return tuple((name.removeprefix(site), sites[name].kind) for name in inside)
 
 
 def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:

@@ -19,6 +19,7 @@ from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts, inside
 from schedlang.ir.plan import Plan
+from schedlang.ir.told import kind_of
 from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
@@ -40,7 +41,7 @@ from schedlang.passes.planner.values import (
 from schedlang.passes.propagate.context import lies_on_meta, slicing_of
 from schedlang.passes.propagate.original import rejected
 from schedlang.passes.propagate.propagate import propagate
-from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest, kind_of
+from schedlang.passes.reduce_model.blocks import Blocks, blocks_of, fewest
 from schedlang.passes.simulate.by_unit import HEAD, MICRO, TAIL, Seen, by_unit
 from schedlang.passes.simulate.played_step import Step, repeated
 from schedlang.passes.verify.probe import batch_norm

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
+from schedlang.ir.told import apart, below, kind_of, plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,17 +26,24 @@ LISTS = ("ModuleList", "Sequential", "ModuleDict")
 Kind = object  # equal for layers that are alike and to which the schedule does the same
 
 
-def kinds(plan: Plan, trunk: str) -> list[Kind]:
-    """Return the kind of each child of a list, by its modules and the rows that act on them."""
+def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
+    """Return the kind of each child of a list, by its modules and the rows that act on them.
+
+    `telling` are the attributes by which layers of the whole model are told apart.
+    """
     facts = plan.model
     cuts = [fqn for cut in plan.cuts for fqn in cut.before]
     out: list[Kind] = []
     for child in facts.children(trunk):
         root = f"{trunk}.{child}"
-        trained = frozenset(
-            (f[len(root) :], tuple(p.requires_grad for p in facts.sites[f].parameters.values()))
-            for f in facts.sites
-            if inside(f, root)
+        modules = frozenset(
+            (
+                f[len(root) :],
+                facts.sites[f].kind,
+                _flags(facts.module(f), f[len(root) :], telling),
+                tuple(p.requires_grad for p in facts.sites[f].parameters.values()),
+            )
+            for f in below(facts, root)
         )
         rows = frozenset(
             (_place(action.span), action.name, site[len(root) :])
@@ -44,30 +52,23 @@ def kinds(plan: Plan, trunk: str) -> list[Kind]:
             if inside(site, root)
         )
         starts = tuple(k for k, fqn in enumerate(cuts) if inside(fqn, root))
-        out.append((kind_of(facts, root), trained, rows, starts))
+        out.append((modules, rows, starts))
     return out
 
 
-def kind_of(facts: ModelFacts, root: str) -> object:
-    """The modules of a block, by their paths inside it, what they are, and what they are told."""
-    return frozenset(
-        (f[len(root) :], facts.sites[f].kind, _flags(facts.module(f)))
-        for f in facts.sites
-        if inside(f, root)
-    )
-
-
-def _flags(module: nn.Module) -> frozenset[tuple[str, object]]:
+def _flags(
+    module: nn.Module, path: str, telling: Set[tuple[str, str]]
+) -> frozenset[tuple[str, object]]:
     """The attributes by which a block is told to compute otherwise than its neighbours.
 
-    Yes or no, nothing, and a word.  Numbers are sizes, or count blocks, as words with numbers do.
+    Yes or no, nothing, a word, and what is `telling`.  Other numbers are sizes, or count blocks.
     """
     return frozenset(
         (name, value)
-        for name, value in vars(module).items()
-        if value is None
-        or type(value) is bool
-        or (type(value) is str and not any(map(str.isdigit, value)))
+        for name, value in plain(vars(module))
+        if (path, name) in telling
+        or value[0] in (bool, type(None))
+        or (value[0] is str and not any(map(str.isdigit, value[1])))
     )
 
 
@@ -85,7 +86,8 @@ def neighbours(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
 def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
     """Tell whether the shorter model has all kinds of layers, adjacent pairs and stages."""
     for trunk in lists:
-        before, after = kinds(old, trunk), kinds(new, trunk)
+        telling = apart(old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)])
+        before, after = kinds(old, trunk, telling), kinds(new, trunk, telling)
         if neighbours(before) != neighbours(after):
             return False
         stages_old, stages_new = _stages(old, trunk), _stages(new, trunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from schedlang.passes.lower.build import code
 from schedlang.passes.partition.chains import Skeleton
 from schedlang.passes.partition.staging import Staged, on_peers
 from schedlang.passes.propagate.propagate import backward_root
+from schedlang.passes.simulate.equal_sends import Exchange, of_all, unit_kinds
 from schedlang.passes.simulate.memory import gathered_bytes
 
 if TYPE_CHECKING:
@@ -201,17 +203,6 @@ def _common(owners: list[str]) -> str:
 # -- inside the forward and backward of a microbatch -----------------------------------------------
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    fqn: str
-    backward: bool
-
-
 def activations(
     context: Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
@@ -243,10 +234,31 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 
 
 def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
-    """Record what a microbatch sends: the sharded model on meta, with its recomputation."""
+    """Record what a microbatch sends: the sharded model on meta, with its recomputation.
+
+    Of equal units two are run; all, where they turn out not to be called, or not to send, alike.
+    """
+    from schedlang.runtime.tracing.equal_units import Unlike
+
+    kinds = unit_kinds(context.plan, context.prepared)
+    if kinds:
+        with suppress(Unlike):
+            heard, reached = _listened(context, batch, loss, kinds)
+            found = of_all(heard, kinds, reached)
+            if found is not None:
+                return found
+    return _listened(context, batch, loss, {})[0]
+
+
+def _listened(
+    context: Context, batch: Mapping[str, Any], loss: Loss | None, kinds: Mapping[str, object]
+) -> tuple[list[Exchange], Mapping[str, object]]:
+    """The exchanges of one run, in their order, those of a unit that is passed over as one; and the
+    results of each unit that backward has reached."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, on_its_tokens
     from schedlang.runtime.comm.collectives import Group, listening
+    from schedlang.runtime.tracing.equal_units import EqualUnits
     from schedlang.runtime.tracing.meta import without_values
 
     plan = context.plan
@@ -259,14 +271,19 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append(Exchange(kind, group.axes, size, group.label, backward))
 
+    def passed(name: str, backward: bool) -> None:
+        heard.append(Exchange("", (), 0, name, backward))
+
+    units = EqualUnits(model, kinds, passed)
     batch, within_shard = on_its_tokens(plan, model, context.prepared.tokens, batch)
     # a model may ask for values of masks, and what is indexed by one has a backward that does
     with about_its_row(plan), listening(listen), within_shard, without_values(batch) as (inputs, _):
-        value = backward_root(model, inputs, loss)
+        with units.using():
+            value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:
             value.backward()
-    return heard
+    return heard, units.reached
 
 
 def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:

@@ -16,6 +16,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic
 from schedlang.ir.features import Lowered
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
+from schedlang.ir.told import kind_of
 from schedlang.passes.analyze.axis_rows import facet_row
 from schedlang.passes.analyze.prepare import Prepared
 from schedlang.passes.partition.staging import buffer_stages
@@ -61,9 +62,10 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
         seen = set()
         for fqn in action.sites:
             site = plan.model.sites[fqn]
-            if site.kind in seen:
+            kind = kind_of(plan.model, fqn)
+            if kind in seen:
                 continue
-            seen.add(site.kind)
+            seen.add(kind)
             before = _facts(model.get_submodule(fqn))
             row.lower(site, builder)
             after = _facts(model.get_submodule(fqn))

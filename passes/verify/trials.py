@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from schedlang.ir.copied import copied
 from schedlang.ir.features import Tried
 from schedlang.ir.plan import Action
+from schedlang.ir.told import kind_of
 from schedlang.passes.verify.observe import Batch, Condition
 from schedlang.passes.verify.runs import TEXT
 from schedlang.passes.verify.sides import Case
@@ -32,7 +33,7 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
     wanted: dict[Any, tuple[Action, Tried, str]] = {}
     for action, row in plan.rows_with(Tried):
         for fqn in action.sites:
-            wanted.setdefault((row, plan.model.sites[fqn].kind), (action, row, fqn))
+            wanted.setdefault((row, kind_of(plan.model, fqn)), (action, row, fqn))
     if not wanted:
         return [], []
     named = {fqn for _, _, fqn in wanted.values()}

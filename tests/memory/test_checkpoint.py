@@ -138,6 +138,20 @@ class Odd(nn.Module):
         return torch.tanh(self.lin(x)) * self.draw(self)
 
 
+class Layered(nn.Module):
+    """A layer for each function that draws."""
+
+    def __init__(self, *draws: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Odd, draws))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of what comes out of all layers in turn."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 def _lazy(module: Odd) -> Tensor:
     if module.made is None:
         module.made = torch.arange(4.0, dtype=torch.float64) + 1.0
@@ -158,17 +172,7 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     """S843 names the operator and the line where a second run has other numbers; what torch draws,
     what a module makes at its first call, and what it counts, is no such thing."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Odd(DRAWS[name]) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x.square().mean()
-
-    plan = planned(Model().double(), "layers.*  checkpoint()")
+    plan = planned(Layered(DRAWS[name], DRAWS[name]).double(), "layers.*  checkpoint()")
     batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
     if name in ("torch", "made once", "counted"):
         prepare(plan, batch)
@@ -179,6 +183,17 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     assert "S843" in told and "recomputing `layers.0` gives another result" in told
     assert ("`from_numpy`" if name == "numpy" else "`mul`") in told or "`__mul__`" in told
     assert "test_checkpoint.py:" in told and "torch.rand" in told
+
+
+@pytest.mark.parametrize("noise", [True, 2, 0.5, "much", (1, 0.5)])
+def test_one_layer_that_is_told_to_draw(noise: object) -> None:
+    """S843 is about the third of four layers of one class and one shape, and no other."""
+    model = Layered(*[lambda module: random.random() if module.noise else 1.0] * 4)
+    for place, layer in enumerate(model.layers):
+        vars(layer).update(number=place, noise=noise if place == 2 else type(noise)())
+    plan = planned(model.double(), "layers.*  checkpoint()")
+    with pytest.raises(Refusal, match="recomputing `layers.2` gives another result"):
+        prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
 
 
 class Fast(nn.Module):

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.analyze.prepare import prepare
-from schedlang.passes.simulate import rehearse
+from schedlang.passes.simulate import rehearse, traffic
+from schedlang.passes.simulate.equal_sends import unit_kinds
 from schedlang.passes.simulate.played_step import places
+from schedlang.passes.simulate.traffic import Context, _listened, collectives
+from schedlang.runtime.tracing.equal_units import Unlike
 from tests.proofs import planned
 
 ROWS = """
@@ -26,7 +29,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.times, self.hidden = nn.Linear(8, 8), 1, nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, place: Tensor | None = None) -> Tensor:
         """As often as said."""
         for _ in range(self.times):
             x = x + torch.tanh(self.hidden(self.up(x)))
@@ -36,15 +39,16 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A block for each stage; behind block 2 the model itself may compute, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.between = 0
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.between, self.cut, self.numbers = 0, -1, False
 
     def forward(self, x: Tensor) -> Tensor:
         """All blocks in turn."""
         for place, block in enumerate(self.blocks):
-            x = block(x)
+            more = (torch.tensor([place]),) if self.numbers else ()
+            x = block(x.detach() if place == self.cut else x, *more)
             for _ in range(self.between if place == 2 else 0):
                 x = torch.sin(x)
         return x.square().mean()
@@ -96,3 +100,57 @@ def test_a_stage_that_computes_otherwise_is_played(
     monkeypatch.setattr(rehearse, "places", lambda *_: {place: place for place in kinds})
     assert shared == peaks()
     assert len(set(kinds.values())) == (3 if change is alike else 4)
+
+
+def told(model: Stack) -> None:
+    """One block holds a number of its own; nobody knows what for."""
+    model.blocks[5].number = 1  # type: ignore[assignment]
+
+
+def cut(model: Stack) -> None:
+    """What one block is given does not learn: backward sends nothing there, and ends."""
+    model.cut = 5
+
+
+def numbered(model: Stack) -> None:
+    """Each block is told its place by a tensor, whose values may decide what it does."""
+    model.numbers = True
+
+
+SENDING = """
+blocks.*.up  shard(col, over=tp, output=R)
+blocks.*     checkpoint()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "passed"),
+    [
+        (alike, 5),
+        (longer, 4),
+        (off, 4),
+        (frozen, 4),
+        (between, 5),
+        (told, 4),
+        (cut, 4),
+        (numbered, 0),
+    ],
+)
+def test_a_unit_that_sends_otherwise_is_heard(
+    change: Callable[[Stack], None], passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent is what a run of all units sends, in its order; of equal ones two run."""
+    model, sample = Stack(8), {"x": torch.zeros(1, 8)}
+    change(model)
+    plan = planned(model, SENDING + ROWS, "pp=2, tp=2")
+    prepared = prepare(plan, sample)
+    found = collectives(plan, prepared, sample)
+    context = Context(plan, prepared)
+    kinds = unit_kinds(plan, prepared)
+    try:
+        heard, _ = _listened(context, sample, None, kinds)
+    except Unlike:
+        heard = []
+    assert sum(not one.kind and not one.backward for one in heard) == passed
+    monkeypatch.setattr(traffic, "unit_kinds", lambda *_: {})
+    assert found == collectives(plan, prepared, sample)

@@ -17,6 +17,8 @@ from schedlang.passes.verify.runs import (
     unoffered,
     varied,
 )
+from schedlang.passes.verify.sides import Case
+from schedlang.passes.verify.trials import trials
 from schedlang.report import Gap
 from schedlang.runtime.batch import shares
 from tests import models
@@ -71,6 +73,17 @@ def test_what_runs_by_itself_alone_is_said() -> None:
     assert tried.condition.startswith("`fuse()` compiled within the program")
     assert untried.condition == "`fuse()` compiled: without a working dtype it ran as it stands"
     assert apart(planned(models.gpt2(), "transformer.h.* checkpoint()"), tried=True) == ()
+
+
+def test_a_kernel_is_tried_for_each_kind_of_module() -> None:
+    """Norms of one shape, of which one is told another number: both are tried."""
+
+    def tried(*eps: float) -> int:
+        model = torch.nn.Sequential(*(torch.nn.LayerNorm(8, eps=one) for one in eps))
+        plan = planned(model, "*  replace_kernel(layer_norm)")
+        return len(trials(Case(plan, ({"input": torch.randn(4, 8)},)), ())[0])
+
+    assert tried(1e-5, 1e-5, 1e-3) == 2 * tried(1e-5, 1e-5, 1e-5)
 
 
 def test_each_gap_is_named() -> None:

@@ -174,23 +174,26 @@ def test_kinds_of_layers() -> None:
 
 
 class Told(nn.Module):
-    """A layer that is told by a flag to compute otherwise than its neighbours."""
+    """A layer that is told by an attribute to compute otherwise than its neighbours."""
 
-    def __init__(self, width: int, other: bool) -> None:
+    def __init__(self, width: int, place: int, window: object) -> None:
         super().__init__()
-        self.up, self.other = nn.Linear(width, width), other
+        self.up, self.place, self.window = nn.Linear(width, width), place, window
 
     def forward(self, x: Tensor) -> Tensor:
         """Softmax, or not."""
         x = self.up(x)
-        return x.softmax(-1) if self.other else x
+        return x.softmax(-1) if self.window else x
 
 
-def test_a_layer_that_is_told_otherwise() -> None:
-    """One layer of twelve has the parameters of all others and a flag of its own: it is kept."""
+@pytest.mark.parametrize("window", [True, 4, 0.5, "w8", (2, 0.5)])
+def test_a_layer_that_is_told_otherwise(window: object) -> None:
+    """One layer of twelve has the parameters of all others and an attribute of its own: it is kept,
+    and others are not, although each knows its place."""
 
     def model(layers: int = 12, width: int = 64) -> nn.Module:
-        layered = nn.Sequential(*(Told(width, place == 4) for place in range(layers)))
+        told = [window if place == 4 else type(window)() for place in range(layers)]
+        layered = nn.Sequential(*(Told(width, place, one) for place, one in enumerate(told)))
         return nn.Sequential(layered)
 
     def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -201,7 +204,7 @@ def test_a_layer_that_is_told_otherwise() -> None:
         model(), step("  zero(stage=1, over=dp)\n", "dp=2"), batch, make=model, loss=loss
     )
     layers = list(found.plan.model.model.get_submodule("0"))
-    assert len(layers) < 12 and any(getattr(one, "other", False) for one in layers)
+    assert len(layers) < 12 and any(getattr(one, "window", False) for one in layers)
 
 
 def test_oddness_and_padding() -> None:

@@ -1,0 +1,175 @@
+"""Calls of equal units in one forward without values: two of each kind run, and show the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.tracing.units import Switch
+
+SHOWN = 2  # of each kind: the first may be given what no other is, and the second shows whether
+PLAIN = (bool, int, float, str, type(None))
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+
+
+class Unlike(Exception):
+    """A unit is called otherwise than those of its kind: all have to run."""
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """One call of a unit: what it was given, and what it gave."""
+
+    given: Sequence[Any]
+    gave: Any
+
+    @property
+    def made(self) -> list[Tensor]:
+        """The tensors among its results that it was not given."""
+        given = set(map(id, self.given))
+        return [t for t in _leaves(self.gave) if isinstance(t, Tensor) and id(t) not in given]
+
+
+class EqualUnits:
+    """Runs two units of each kind; for others tells `passed(name, backward)`, and gives the like.
+
+    `reached` are the results of each unit, by their turns, that have got a gradient.
+    Raises Unlike where a unit is not called once, or is given something else than the second of its
+    kind: tensors of another form, other numbers, anything but tensors and plain values.
+    """
+
+    def __init__(
+        self, model: nn.Module, kinds: Mapping[str, object], passed: Callable[[str, bool], None]
+    ) -> None:
+        self.model, self.names, self.kinds, self.passed = model, tuple(kinds), kinds, passed
+        self.reached: dict[str, set[int]] = {name: set() for name in kinds}
+        self._calls: Counter[object] = Counter()
+        self._called: set[str] = set()
+        self._shown: dict[object, _Shown] = {}
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Stand in front of the units of the model within."""
+        switch = Switch(self.model, self.names)
+        try:
+            with switch.using(self._call):
+                yield
+        finally:
+            switch.remove()
+
+    def _call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        name = self.names[unit]
+        if name in self._called:
+            raise Unlike
+        self._called.add(name)
+        kind, given = self.kinds[name], list(_leaves((args, kwargs)))
+        self._calls[kind] += 1
+        if self._calls[kind] > SHOWN:
+            return self._like(name, self._shown[kind], given)
+        output = original(*args, **kwargs)
+        self._shown[kind] = shown = _Shown(given, output)
+        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            for turn, tensor in enumerate(shown.made):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._reach, name, turn))  # type: ignore[no-untyped-call]
+        return output
+
+    def _reach(self, name: str, turn: int, grad: object) -> None:
+        self.reached[name].add(turn)
+
+    def _like(self, name: str, shown: _Shown, given: Sequence[Any]) -> Any:
+        """Return what a unit gives that is given the like of what another one of its kind was."""
+        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            if not (len(given) == len(shown.given) and all(map(_alike, given, shown.given))):
+                raise Unlike
+            taken = {id(old): new for old, new in zip(shown.given, given)}
+            learns = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+            forms = list(map(_form, shown.made))
+            if any(form[3] for form in forms) and not learns:
+                raise Unlike
+            self.passed(name, False)
+            told = partial(self._pass_back, name)
+            made = _Passing.apply(told, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
+            taken |= {id(old): one for old, one in zip(shown.made, made)}
+            return _replaced(shown.gave, taken)
+
+    def _pass_back(self, name: str, turns: Iterable[int]) -> None:
+        self.reached[name].update(turns)
+        self.passed(name, True)
+
+
+class _Passing(torch.autograd.Function):
+    """New tensors of given forms, made of some that learn."""
+
+    @staticmethod
+    def forward(ctx: Any, told: Callable[[Iterable[int]], None], forms: Any, *given: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.told, ctx.given = told, [(t.shape, t.dtype) for t in given]
+        made = [
+            torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            for size, stride, dtype, _ in forms
+        ]
+        ctx.mark_non_differentiable(*(t for t, form in zip(made, forms) if not form[3]))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.told(turn for turn, grad in enumerate(grads) if grad is not None)
+        made = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.given]
+        return None, None, *made
+
+
+def _form(tensor: Tensor) -> Form:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _alike(new: Any, old: Any) -> bool:
+    """Return whether a unit cannot tell two arguments apart: of floats nobody knows the values."""
+    if new is old:
+        return isinstance(new, (Tensor, *PLAIN))
+    if isinstance(new, Tensor):
+        both = type(new) is type(old) is Tensor and new.is_floating_point()
+        return both and new.is_meta and old.is_meta and _form(new) == _form(old)
+    return type(new) is type(old) and isinstance(new, (*PLAIN, _Held)) and bool(new == old)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tuple, list or dict among arguments: its type, and the keys or the length."""
+
+    kind: type
+    keys: tuple[object, ...]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in nested tuples, lists and dicts, and these themselves as `_Held`."""
+    if type(value) in (tuple, list):
+        yield _Held(type(value), (len(value),))
+        for one in value:
+            yield from _leaves(one)
+    elif type(value) is dict:
+        yield _Held(dict, tuple(value))
+        for one in value.values():
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
+    """Return the like of an output, with other tensors in it."""
+    if type(value) in (tuple, list):
+        return type(value)([_replaced(one, made) for one in value])
+    if type(value) is dict:
+        return {key: _replaced(one, made) for key, one in value.items()}
+    if isinstance(value, Tensor):
+        return made[id(value)]
+    if not isinstance(value, PLAIN):
+        raise Unlike
+    return value
