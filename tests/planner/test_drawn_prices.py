@@ -63,8 +63,6 @@ def allowed(way: Setting) -> tuple[float, float]:
     """How far off a price may be, of its time and of its fullest rank."""
     if way.placement.parked:  # small storages stay, and copies are laid beside units, one by one
         return 0.2, 0.3
-    if any(way.again) and way.order in HALVED:  # told as too full: halves are whole there
-        return 0.1, 0.35
     return 0.1, 0.15 if way.zero > 2 and way.chunks > 1 else 0.1  # two units are counted whole
 
 
