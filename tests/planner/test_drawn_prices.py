@@ -23,8 +23,8 @@ MODELS: dict[Make, int] = {models.llama: 10, models.gpt2: 10, models.mixtral: 6}
 def drawn(draw: random.Random) -> tuple[Make, str, Setting]:
     """A model, its dtype, and a setting that a search may choose for it.
 
-    Left out: few rows, whose kernels only start (masks and positions that each stage makes, and
-    what it computes under `cp` of a layer before it, have no price), and halves beside slices.
+    Left out: few rows, whose kernels only start (masks and positions that each stage makes have no
+    price), and halves beside slices.
     """
     while True:
         make = draw.choice(list(MODELS))
