@@ -1,15 +1,14 @@
 """Aims other than the time of a step: money or energy of a training, within a deadline.
 
 * The nodes, their power limits and the batch for which a training is worth least.
-* Costs of batches and power limits that are only found out while training (Zeus).
+* The cost of a run in energy and time (Zeus).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import TYPE_CHECKING
@@ -286,36 +285,3 @@ def energy_cost(run: Run, most: float, eta: float = 0.5) -> float:
     Zeus (You et al., NSDI 2023).
     """
     return eta * run.seconds * run.watts + (1 - eta) * run.seconds * most
-
-
-def found_while_training(
-    train: Callable[[int, random.Random], float],
-    batches: Sequence[int],
-    runs: int,
-    seed: int = 0,
-) -> list[int]:
-    """The batches of so many recurring runs, chosen by Thompson sampling over their costs.
-
-    train  a run of this batch, at the best power limit, returning its cost
-    Every batch is tried twice; then each run takes the batch whose mean, drawn from what is known
-    of it, is least.  Zeus explores so, and stops a run early that costs too much, which is left to
-    `train`.
-    """
-    chance = random.Random(seed)
-    seen: dict[int, list[float]] = {batch: [] for batch in batches}
-    chosen: list[int] = []
-    for at in range(runs):
-        if at < 2 * len(batches):
-            batch = batches[at % len(batches)]
-        else:
-            batch = min(batches, key=lambda one: _drawn(seen[one], chance))
-        seen[batch].append(train(batch, chance))
-        chosen.append(batch)
-    return chosen
-
-
-def _drawn(costs: Sequence[float], chance: random.Random) -> float:
-    """Draw a mean that may lie behind these costs, by a normal belief in it."""
-    mean = sum(costs) / len(costs)
-    spread = sum((cost - mean) ** 2 for cost in costs) / (len(costs) - 1)
-    return chance.gauss(mean, math.sqrt(spread / len(costs)))

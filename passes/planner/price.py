@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedlang.passes.planner.even import even
 from schedlang.passes.planner.lying import replicas_apart, stride
-from schedlang.passes.planner.span import Way, homes, in_flight, longest
+from schedlang.passes.planner.span import FLYING, Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -509,26 +509,40 @@ def peaks(
         less = np.minimum(less, kept)
         back = back + 3 * inputs - 2 * parked  # only inputs leave of what is computed again
         waiting = waiting + parked  # what came back for a first half stays for the second
-    number = np.array([unit.numbers for unit in units])
-    alone = setting.dp <= setting.placement.ep  # experts have no replicas to be gathered from
-    gathered = number - np.array([unit.spread for unit in units]) * alone
+    number, spread = np.array([[unit.numbers, unit.spread] for unit in units]).T
+    gathered = number - spread * (setting.dp <= setting.placement.ep)  # these have no replicas
     once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
-    slope = number * float(recipe.gradient) / (setting.dp if setting.zero > 1 else 1)
     found = states(chain, setting, recipe, made, rank)
-    each = np.array([kept, less, once, enters, slope, waiting, back, coming])
-    return tuple((found + activations(setting, made, again, each)).tolist())
+    each = np.array([kept, less, once, enters, waiting, back, coming])
+    grown = gradients(chain, setting, recipe, made, rank)
+    return tuple((found + activations(setting, made, again, each, grown)).tolist())
 
 
-def activations(setting: Setting, made: Array, again: Array, each: Array) -> Array:
-    """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place.
+def gradients(
+    chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
+) -> Array:
+    """Bytes of gradients of the units of each run at each stage [stages, runs]; of what a rank has
+    at two stages at the later one, whose backward comes first."""
+    sizes = np.array([[r.unit.numbers - r.unit.spread, r.unit.spread] for r in chain.runs])
+    split = split_of(setting) if setting.zero > 1 else np.ones(2)
+    each = (sizes / split).sum(1) * float(recipe.gradient)
+    found: Array = made * each
+    for first, second in chain.tied:
+        shared = np.isin(rank, rank[made[:, second] > 0])
+        found[:, first] -= shared * made[:, first] * min(each[first], each[second])
+    return found
+
+
+def activations(setting: Setting, made: Array, again: Array, each: Array, grown: Array) -> Array:
+    """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place; beside
+    all gradients, `grown` [stages, runs], less those that are not there yet at that moment.
 
     `each` tells of one unit of each run: what is kept for its backward, what is where it is
-    computed again, the most beside these, what the first unit of a stage keeps besides, its
-    gradients: where all forwards run before the first backward, those of units that are still to
-    come are not there yet; what waits between halves of a backward; what comes back at the moment
-    when it is computed again; and of `most` what has come where backwards wait for second halves.
+    computed again, the most beside these, what the first unit of a stage keeps besides; what waits
+    between halves of a backward; what comes back at the moment when it is computed again; and of
+    `most` what has come where backwards wait for second halves.
     """
-    kept, less, most, enters, slope, waiting, back, coming = each
+    kept, less, most, enters, waiting, back, coming = each
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
     rank = homes(setting.order, setting.pp, setting.chunks)
     stages = np.arange(len(made))
@@ -540,20 +554,22 @@ def activations(setting: Setting, made: Array, again: Array, each: Array) -> Arr
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + back, -np.inf)
     rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
-    slices = setting.placement.slices
-    flying, waits = in_flight(*sizes, whole, rests, slices, apart=not _gathered(setting))
+    mine = grown.sum(1)
+    halves, slices = tuple(apart(setting).tolist()), setting.placement.slices
+    flying, waits, there = in_flight(*sizes, whole, rests, slices, halves, mine)
     alone = (made @ (coming > 0) < 2) / 2  # no next one's
     most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
     moments = np.maximum(last, once) + most - whole[:, None]
-    held = np.bincount(rank, flying * whole + waits * rests, setting.pp)
+    early = (moments - grown.cumsum(1) + grown).max(1)  # units before have no gradients yet
+    missing = mine * (1 - there)
+    held = np.bincount(rank, flying * whole + waits * rests - missing, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
-    np.maximum.at(fullest, rank, moments.max(1))
+    np.maximum.at(fullest, rank, np.where(there > 0, moments.max(1), early + missing))
     found: Array = held + fullest
-    if setting.chunks > 1:
+    if setting.chunks > 1 or setting.order not in FLYING:
         return found
-    gone = (made * slope).cumsum(1) - made * slope  # gradients of the units before
-    early = (flying * whole + (moments - gone).max(1), found - whole)
-    return np.where(flying >= setting.passes, np.maximum(*early), found)
+    first_back = flying * whole + early, found - whole
+    return np.where(flying >= setting.passes, np.maximum(*first_back), found)
 
 
 def states(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from schedlang.diagnostics.tables import size
 from schedlang.ir.limits import Value
 from schedlang.passes.planner.fill import Filled
 from schedlang.passes.planner.limits import told
-from schedlang.passes.planner.values import Priced, Setting
+from schedlang.passes.planner.values import Placement, Priced, Setting
 
 # names in which a rejected setting differs from the best
 KINDS = (
@@ -93,10 +93,20 @@ def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -
         return Rejected(kind, None, "there is no such setting")
     if one.priced is None:
         room = memory if one.room is None else one.room
-        return Rejected(kind, one, f"needs {size(round(one.needs))} of {size(round(room))}")
+        least = "needs" if one.setting.cuts else "needs at least"  # told before it is cut
+        return Rejected(kind, one, f"{least} {size(round(one.needs))} of {size(round(room))}")
     if best is None or best.priced is None:
         return Rejected(kind, one, "")
     return Rejected(kind, one, slower(best.priced, one.priced))
+
+
+def nearest(one: Filled, memory: float) -> Rejected:
+    """The way that needs least, where none fits and none was cut: what tells it from one rank's."""
+    plain = told(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
+    other = {name: value for name, value in told(one.setting).items() if value != plain[name]}
+    way = ", ".join(f"{name} = {_shown(value)}" for name, value in other.items())
+    found = against(None, one, memory, "what needs least")
+    return replace(found, reason=f"{found.reason}: {way or 'one rank'}")
 
 
 def slower(best: Priced, one: Priced) -> str:

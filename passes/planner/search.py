@@ -24,7 +24,7 @@ from schedlang.passes.planner.bounds import (
 )
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import told
-from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against
+from schedlang.passes.planner.reasons import KINDS, Rejected, Seen, against, nearest
 from schedlang.passes.planner.space import (
     LAYS,
     Floats,
@@ -351,7 +351,7 @@ class _Search:
         memory = self.job.cluster.memory
         others = self.seen.rejected(self.best, memory)
         if self.best is None and self.nearest is not None and not others:
-            others = (against(None, self.nearest, memory, "what needs least"),)
+            others = (nearest(self.nearest, memory),)
         refused = tuple(self.refused.values())
         return Found(self.best, floor, Counts(**self.counts), others, refused, done)
 

@@ -265,55 +265,67 @@ def in_flight(
     kept: Array | None = None,
     waiting: Array | None = None,
     slices: int = 1,
-    apart: bool = True,
+    apart: tuple[bool, ...] = (),
+    grown: Array | None = None,
 ) -> Array:
     """Microbatches, or slices of them, whose activations each stage holds when its rank holds most,
-    and those of them that wait then for the second half of their backward [2, stages].
+    those of them that wait then for the second half of their backward, and whether gradients of
+    the stage's weights are there by then [3, stages].
 
     `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
-    between the halves; without them most microbatches count.  The first stage has no inputs to give
-    gradients to: its first half does nothing.  With `apart` false the first halves do all of it.
+    between the halves, `grown` those of gradients of weights; without them most microbatches count.
+    The first stage has no inputs to give gradients to: its first half does nothing.  Of stages that
+    are not `apart` (all are where nothing is said) the first halves do all of it.  Of closed forms
+    gradients count as there.
     """
     if chunks == 1 and order in FLYING:
         early = order in ("1F1B", "Seq1F1B")
         most = ranks - np.arange(ranks) + slices - 1 if early else np.full(ranks, micro * slices)
-        return np.array([np.minimum(most, micro * slices), np.zeros(ranks)], dtype=float)
+        flying = np.minimum(most, micro * slices)
+        return np.array([flying, np.zeros(ranks), np.ones(ranks)], dtype=float)
     stages = ranks * chunks
     sizes = np.stack([
         np.ones(stages) if kept is None else kept,
         np.full(stages, 1 / stages / micro) if waiting is None else waiting,
+        np.zeros(stages) if grown is None else grown,
     ])  # fmt: skip
-    found = np.zeros((2, stages))
-    for moments in _moments(order, ranks, min(micro, 2 * FEW * ranks), chunks, apart):
-        found += moments[(moments * sizes).sum((1, 2)).argmax()]
+    found = np.zeros((3, stages))
+    line = order, ranks, min(micro, 2 * FEW * ranks), chunks
+    rank = homes(order, ranks, chunks)
+    split = np.array(apart or (True,) * stages)
+    for one in range(ranks):
+        mine = np.flatnonzero(rank == one)
+        moments = _moments(*line, one, tuple(split[mine].tolist()))
+        best = moments[(moments * sizes[:, mine]).sum((1, 2)).argmax()]
+        found[:, mine] = best
     return found
 
 
-@lru_cache(512)
-def _moments(order: str, ranks: int, micro: int, chunks: int, apart: bool) -> tuple[Array, ...]:
-    """Microbatches of each stage in flight, and of these those that wait, after operations of each
-    rank [moments, 2, stages]; of moments one of which holds no less of anything the other one."""
+@lru_cache(4096)
+def _moments(
+    order: str, ranks: int, micro: int, chunks: int, rank: int, apart: tuple[bool, ...]
+) -> Rows:
+    """Microbatches of each stage of a rank in flight, of these those that wait, and whether one has
+    given its weights gradients, after operations [moments, 3, stages]; of moments one of which
+    holds no less of anything the other one."""
     line = played(order, ranks, micro, chunks)
-    found = []
-    for rank in range(ranks):
-        rows = slice(line.starts[rank], line.starts[rank + 1])
-        kind = line.kind[rows]
-        mine, stage = np.unique(line.stage[rows], return_inverse=True)
-        if not apart:
-            kind = np.select([kind == Kind.I, kind == Kind.W], [Kind.B, Kind.SEND_F], kind)
-        changes = np.zeros((len(kind), 2, len(mine)), dtype=np.int64)
-        at = np.arange(len(kind))
-        changes[at, 0, stage] = (kind == Kind.F).astype(int) - np.isin(kind, (Kind.B, Kind.W))
-        halves = (kind == Kind.I).astype(int) - (kind == Kind.W)
-        changes[at, 1, stage] = halves * (mine > 0)[stage]
-        flat, most = changes.cumsum(0).reshape(len(kind), -1), []
-        while len(flat):  # no other one can hold more than the one whose sum is the largest
-            most.append(flat[flat.sum(1).argmax()])
-            flat = flat[(flat > most[-1]).any(1)]
-        held = np.zeros((len(most), 2, ranks * chunks))
-        held[:, :, mine] = np.array(most).reshape(-1, 2, len(mine))
-        found.append(held)
-    return tuple(found)
+    rows = slice(line.starts[rank], line.starts[rank + 1])
+    mine, stage = np.unique(line.stage[rows], return_inverse=True)
+    kind, whole = line.kind[rows], ~np.array(apart)[stage]
+    first, second = kind == Kind.I, kind == Kind.W
+    ends = (kind == Kind.B) | np.where(whole, first, second)
+    changes = np.zeros((len(kind), 3, len(mine)), dtype=np.int64)
+    at = np.arange(len(kind))
+    changes[at, 0, stage] = (kind == Kind.F).astype(int) - ends
+    changes[at, 1, stage] = (first.astype(int) - second) * (~whole & (mine > 0)[stage])
+    changes[at, 2, stage] = ends
+    levels, found = changes.cumsum(0), list[Rows]()
+    levels[:, 2] = levels[:, 2] > 0
+    flat = levels.reshape(len(kind), -1)
+    while len(flat):  # no other one can hold more than the one whose sum is the largest
+        found.append(flat[flat.sum(1).argmax()])
+        flat = flat[(flat > found[-1]).any(1)]
+    return np.array(found).reshape(-1, 3, len(mine))
 
 
 @lru_cache(512)

@@ -281,7 +281,7 @@ def _bytes(text: str | None) -> int | None:
     except (ValueError, KeyError):
         value = None
     if not isinstance(value, Bytes) or value <= 0:
-        bad_option(f"cannot read `--memory {text}`", "write `--memory 80GiB`")
+        bad_option(f"cannot read `--memory {text}`", "a number with its unit: `80GiB`, `512MiB`")
     return int(value)
 
 

@@ -240,8 +240,8 @@ def memory_terms(one: Layout, machine: Cluster) -> tuple[Array, Array]:
     none = np.zeros(3)
 
     def filled(kept: Array, most: Array) -> Array:
-        each = np.array([kept, kept, most, *[none] * 5])
-        return activations(at, made, made * 0, each)[places]
+        each = np.array([kept, kept, most, *[none] * 4])
+        return activations(at, made, made * 0, each, made * 0)[places]
 
     found = []
     for name in MEMORY:

@@ -15,6 +15,7 @@ from schedlang.runtime.activation_memory.recompute import checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.offload.saved_tensors import Store, everything_moves, offload
+from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.storage.tiers import Ledger
 
 SIZE = 32
@@ -136,6 +137,26 @@ def test_residence():
     gc.collect()
     assert ledger.bytes("cpu") == 0 and ledger.bytes("device") == 0
     assert ledger.peak["cpu"] == wanted
+
+
+@pytest.mark.parametrize("run", ["nothing", "halves"])
+def test_what_is_small_holds_no_graph(run):
+    """Results that an operator saves itself and that stay: a graph that no backward walked, or one
+    in halves, which leaves the way to the inputs alone, goes with its results."""
+    model, ledger = build(), Ledger()
+    store = Store(smallest=4096, ledger=ledger)  # of softmax 2 KiB stay
+    for block in model.blocks:
+        offload(block, store)
+    out, leaves = forward(model)
+    if run == "halves":
+        half = SplitBackward([out], [torch.ones_like(out)], leaves[:2])
+        half.inputs()
+        half.weights()
+        del half
+    assert ledger.peak["cpu"] > 0
+    del out, leaves
+    gc.collect()
+    assert ledger.bytes("cpu") == 0 and ledger.bytes("device") == 0
 
 
 def test_prefetch_reloads_ahead():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -23,7 +22,6 @@ from schedlang.passes.planner.aims import (
     Auction,
     Run,
     energy_cost,
-    found_while_training,
 )
 from schedlang.passes.planner.fabric import (
     Traffic,
@@ -141,19 +139,6 @@ def test_energy_and_time_weigh_as_zeus_has_them(run: Run, eta: float) -> None:
     energy, time = energy_cost(run, 250, 1.0), energy_cost(run, 250, 0.0)
     assert (energy, time) == (run.seconds * run.watts, run.seconds * 250)
     assert energy_cost(run, 250, eta) == pytest.approx(eta * energy + (1 - eta) * time)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sampling_finds_the_best_batch_of_noisy_runs(seed: int) -> None:
-    """On a convex curve with a tenth of noise, the last runs take the best batch or its like."""
-    curve = {8: 140.0, 16: 110.0, 32: 100.0, 64: 118.0, 128: 170.0}
-
-    def train(batch: int, chance: random.Random) -> float:
-        return curve[batch] * chance.gauss(1.0, 0.05)
-
-    chosen = found_while_training(train, list(curve), 80, seed)
-    assert len(chosen) == 80 and set(chosen[:5]) == set(curve)
-    assert chosen[-20:].count(32) >= 12
 
 
 # -- fabrics ---------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ MODELS: dict[Make, int] = {models.llama: 10, models.gpt2: 10, models.mixtral: 6}
 def drawn(draw: random.Random) -> tuple[Make, str, Setting]:
     """A model, its dtype, and a setting that a search may choose for it.
 
-    Left out: few rows, whose kernels only start (masks and positions that each stage makes, and
-    what it computes under `cp` of a layer before it, have no price), and halves beside slices.
+    Left out: few rows, whose kernels only start (masks and positions that each stage makes have no
+    price), and halves beside slices.
     """
     while True:
         make = draw.choice(list(MODELS))
@@ -63,8 +63,6 @@ def allowed(way: Setting) -> tuple[float, float]:
     """How far off a price may be, of its time and of its fullest rank."""
     if way.placement.parked:  # small storages stay, and copies are laid beside units, one by one
         return 0.2, 0.3
-    if any(way.again) and way.order in HALVED:  # told as too full: halves are whole there
-        return 0.1, 0.35
     return 0.1, 0.15 if way.zero > 2 and way.chunks > 1 else 0.1  # two units are counted whole
 
 

@@ -277,7 +277,9 @@ def test_nothing_fits(file: Path) -> None:
     best = file.parent / "best.sched"
     found = searched(file.parent / "model.py", "--memory", "1KiB", "-o", best, code=1)
     assert found["best"] is None and not best.exists()
-    assert "needs" in found["rejected"][0]["reason"]
+    (one,) = found["rejected"]
+    assert one["kind"] == "what needs least"
+    assert re.fullmatch(r"needs at least .* of 1 KiB: dp = 2,.* zero = 3.*", one["reason"])
 
 
 def test_a_model_without_ways_says_why(file: Path) -> None:

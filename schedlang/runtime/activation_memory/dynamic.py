@@ -21,7 +21,7 @@ from schedlang.runtime.activation_memory.selective import draws, fresh
 from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.inside import Inside
-from schedlang.runtime.storage.saved import Policy, alias, slot
+from schedlang.runtime.storage.saved import Policy, alias, as_it_is, slot
 from schedlang.runtime.tracing.record import key_of, operations
 
 # ---- What can be dropped and made again: storages with the operators that make them, within a
@@ -447,11 +447,11 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> Any:
         """Keep a tensor in the pool; weights, and what is no plain tensor, as they are."""
         if not _plain(tensor) or self._weight(tensor):
-            return tensor
+            return as_it_is(tensor)
         block = self._block(tensor) or self._entered(tensor)
         if tensor.dtype != block.dtype:
             block.pinned = True
-            return tensor
+            return as_it_is(tensor)
         if block.tensor is None:
             self.pool.hold(block, tensor.detach().as_strided(*block.base))
         return block.ref(tensor)

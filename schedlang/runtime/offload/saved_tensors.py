@@ -37,6 +37,7 @@ from schedlang.runtime.storage.saved import (
     Policy,
     View,
     Viewed,
+    as_it_is,
     place,
     plain,
     policies,
@@ -175,7 +176,7 @@ class Offload(Policy):
 
         def pack(tensor: Tensor) -> Any:
             if self._stays(tensor, own):
-                return tensor
+                return as_it_is(tensor)
             if _counts_apart(tensor):
                 tensor = tensor.detach().clone()
             return Viewed(partial(call.give, call.keep(tensor)), View.of(tensor))

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from schedlang.pipeline.timeline.table import Op
 from schedlang.runtime.pipeline.split_backward import SplitBackward
-from schedlang.runtime.storage.saved import Kept, View, plain, slot, within
+from schedlang.runtime.storage.saved import Kept, View, as_it_is, plain, slot, within
 from schedlang.runtime.tracing.graph import Token
 
 # ---- What autograd saved in one forward of a stage, as a bag that can be carried elsewhere and
@@ -141,7 +141,7 @@ class Bag:
         taken = key in self._known or (
             plain(tensor) and (self._on_meta or not tensor.is_meta) and key not in self._stays
         )
-        return self._put(tensor) if taken else tensor
+        return self._put(tensor) if taken else as_it_is(tensor)
 
     def _put(self, tensor: Tensor) -> _Saved:
         known = self._known.get(address(tensor))

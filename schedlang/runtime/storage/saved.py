@@ -58,9 +58,12 @@ def unpack(packed: Any) -> Tensor:
     return found
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Keep a tensor itself."""
-    return tensor
+def as_it_is(tensor: Tensor) -> Any:
+    """Keep a tensor itself, but not its history: a graph that holds itself is never let go.
+
+    A backward frees what it walks; that of a stage in halves leaves the way to its inputs alone.
+    """
+    return Kept(tensor) if tensor.grad_fn is not None else tensor
 
 
 def outside() -> Pack:
