@@ -22,8 +22,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Remarked(Node):
-    """What may have comments of its own, where it was made and not read: a row at the end of its
-    line, a mesh above it, a file below all; they take no part in equality."""
+    """A piece with comments of its own, if it was made and not read: those of a row end its line,
+    of a mesh stand above it, of a file below all.  They take no part in equality."""
 
     remarks: tuple[str, ...] = field(default=(), compare=False, repr=False, kw_only=True)
 
