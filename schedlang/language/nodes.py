@@ -356,7 +356,8 @@ def placed(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({
     if not isinstance(node, Node):
         return node
     span = known.get(id(node), span)
-    own = (f.name for f in fields(node) if f.name != "span")
+    gone = ("span", "remarks") if known else ("span",)  # in a text they are comments of it
+    own = (f.name for f in fields(node) if f.name not in gone)
     parts = {name: placed(getattr(node, name), span, known) for name in own}
     return type(node)(**parts, span=span)
 

@@ -226,7 +226,8 @@ def standing(file: n.File, name: str) -> n.File:
         return Span(source, start, columns[0], end, columns[1])
 
     known = {node: span(*rows) for node, rows in printer.places.items()}
-    comments = (replace(one, span=span(row, row)) for row, one in printer.told)
+    said = ((row.comment or row.left, row) for row in printer.rows)
+    comments = (n.Comment(text, span(row, row)) for text, row in said if text.startswith("#"))
     whole = Span(source, 1, 1, len(source.lines), 1)
     placed: n.File = n.placed(file, whole, known)
     return replace(placed, comments=tuple(comments))
@@ -242,7 +243,6 @@ class Printer:
         self.depth = 0
         self.last = 0  # the line of the original that was printed last; 0 for none
         self.places: dict[int, tuple[Row, Row]] = {}  # the first and last row of statements, blocks
-        self.told: list[tuple[Row, n.Comment]] = []  # comments, and the row of each
 
     def print(self) -> str:
         """The whole file."""
@@ -288,7 +288,6 @@ class Printer:
             comment = self.comments.pop(0)
             blank |= self._gap(comment.span.line)
             self._put(comment.text)
-            self.told.append((self.rows[-1], comment))
         return blank
 
     def _leading(self, node: n.Node, apart: bool = False) -> None:
@@ -312,8 +311,7 @@ class Printer:
     def _trailing(self, line: int) -> None:
         """The comment that ends `line` of the original ends the row just printed."""
         if line and self.comments and self.comments[0].span.line == line and self.rows:
-            self.told.append((self.rows[-1], self.comments.pop(0)))
-            self.rows[-1].comment = self.told[-1][1].text
+            self.rows[-1].comment = self.comments.pop(0).text
         self.last = max(self.last, line)
 
     # ---- statements ---------------------------------------------------------------------
