@@ -102,7 +102,7 @@ class Cursor:
     def do(self, primitive: Primitive) -> Cursor:
         """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""
         call = lift.call_of(primitive, python_span())
-        self._schedule._record_call(self._roots, self._path, call, python_span())
+        self._schedule._record_call(self._roots, self._path, call)
         return self
 
 
@@ -157,7 +157,7 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
         named = {"over" if key == "axis" else key: value for key, value in named.items()}
     call = lift.call(one._name, args, named, span)
     try:
-        one._schedule._record_call(one._roots, one._path, call, span)
+        one._schedule._record_call(one._roots, one._path, call)
     except Refusal as refusal:
         first = refusal.diagnostic
         public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))

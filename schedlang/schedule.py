@@ -122,9 +122,7 @@ class Scope:
 
     def do(self, primitive: Primitive) -> None:
         """Apply a bound primitive to the scope."""
-        self._schedule._record_call(
-            self._roots, None, lift.call_of(primitive, python_span()), python_span()
-        )
+        self._schedule._record_call(self._roots, None, lift.call_of(primitive, python_span()))
 
     @contextmanager
     def at(
@@ -167,8 +165,7 @@ class Schedule(Scope):
         self._facts: ModelFacts = ModelFacts(model)
         self._selector = Selector(self._facts)
         self._settings = settings or Settings(world=job_size())
-        class_name = type(model).__name__
-        header = n.Header("1", class_name if class_name.isidentifier() else None)
+        header = lift.header(type(model).__name__)
         self._file = file or n.File(header, (), span=Span(Source("", ""), 1, 1, 1, 1))
         empty = start(self._facts, self._settings)
         self._state: State = expand(file, self._facts, self._settings) if file else empty
@@ -374,8 +371,7 @@ class Schedule(Scope):
         job = job_of(profiles, cluster, count, rows, [limits])
         made = tuned(profiles, job, partial(found_of, limits=limits, planner=planner))
         if made.written is not None:
-            tree = parse(Source("search", made.written.text))
-            self._replay(tree.items, replace(self._settings, knobs={}))
+            self._replay(made.written.file.items, replace(self._settings, knobs={}))
             self._undone.clear()
         return made.found
 
@@ -406,8 +402,7 @@ class Schedule(Scope):
         if more or not isinstance(on, str | None):
             title = f"the axes of a mesh are named, not {kind_of(more[0] if more else on)}"
             raise Refusal.of("S111", title, Label(span), helps=("for example `sch.mesh(tp=2)`",))
-        args = [n.Keyword(k, lift.lift(v, span), span=span) for k, v in axes.items()]
-        self._declare(n.Mesh(tuple(args), on, span=span))
+        self._declare(lift.mesh(axes, on, span))
 
     def view(self, name: str, of: str | Sequence[str], size: object | None = None) -> None:
         """A second name for several axes folded together."""
@@ -551,16 +546,9 @@ class Schedule(Scope):
         self._run(lambda runner: runner.item(node), span)
         self._stack[-1].append(node)
 
-    def _record_call(
-        self, roots: Sequence[str], path: n.Path | None, call: n.Call, span: Span
-    ) -> None:
-        node: n.Rule | n.Do
-        if path is None:
-            segs = tuple(n.Seg(part, span=span) for part in call.name.parts)
-            node = n.Do(n.Path(segs, span=span), call, span=span)
-        else:
-            node = n.Rule((path,), call, span=span)
-        self._run(lambda runner: runner.statement(node, roots, self._state.names), span)
+    def _record_call(self, roots: Sequence[str], path: n.Path | None, call: n.Call) -> None:
+        node = lift.row((path,) if path is not None else (), call)
+        self._run(lambda runner: runner.statement(node, roots, self._state.names), call.span)
         self._stack[-1].append(node)
 
     @contextmanager

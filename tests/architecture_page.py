@@ -50,6 +50,30 @@ their own. import-linter holds the code to them, and `python -m tests.architectu
 tables from the files.
 
 """
+STATE = """## State that no argument carries
+
+A step also reads state of its thread or process. Each stands where torch calls what asks for it,
+so that no argument reaches it: in backward, under saved-tensor hooks, inside the model's code.
+
+* `scope` (step, microbatch, slice, module), by thread: a model's own calls ask for it, and a
+  recomputation in backward takes it along (`scope.capture`).
+* `modes`, by thread: torch keeps its stack of function modes by thread; a recomputation enters
+  them again. `mixed_precision` imitates torch's autocast, which lies there too.
+* `storage/saved` (policies around a module), by thread: torch has one slot of saved-tensor hooks,
+  and asks the innermost.
+* `rng/native` (calls that draw), by thread, in a value of the program: the model calls dropout.
+* `storage/tiers`, `storage/copies` (where storages lie, streams), by process: a storage outlives
+  the call that has moved it, and streams are a device's.
+* `comm/world` (the job, or the part of it that is at work) and `comm/collectives` (who listens),
+  by process: torch's groups are a process's, and backward sends too.
+* `fusion`, `rowwise_kernels` (regions by name, graphs counted), by process: torch registers
+  operators by name, and shares a compiled graph between modules of one code.
+
+What a proof asks of a program (`everything_moves`, `watched`, `noting`) is read where the program
+is built or where numbers are drawn, and by no other step.
+
+"""
+
 TWICE = """## One idea in two places
 
 Probes of kernels share `kernels/probe.py`, those of split sequences
@@ -140,7 +164,7 @@ def rooms(within: str = "") -> str:
 def page() -> str:
     """The text of docs/architecture.md."""
     inside = "".join(f"Inside `{room}`:\n\n{rooms(room)}" for room in ("passes", "runtime"))
-    return (HEAD + doors() + row() + ROOMS + rooms() + inside + TWICE).rstrip("\n") + "\n"
+    return (HEAD + doors() + row() + ROOMS + rooms() + inside + STATE + TWICE).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.source import Source
-from schedlang.language.syntax import parse
-from schedlang.passes.complete.proposal import Row, call
-from schedlang.passes.elaborate.expand import expand
+from schedlang.passes.complete.proposal import Row, call, planned
 from schedlang.passes.reduce_model.blocks import PROJECTIONS, Blocks, leaf_kind
 
 
@@ -38,18 +35,15 @@ class Adapters:
             helps = ("leave `--adapt` out",)
             raise Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
         notes += said
-        verb = call("adapt", self.kind, rank=self.rank)
-        return [Row(tuple(names), verb) for names in legal.values()]
+        return [self._row(*names) for names in legal.values()]
+
+    def _row(self, *names: str) -> Row:
+        return Row(names, call("adapt", self.kind, rank=self.rank))
 
     def _refused(self, blocks: Blocks, name: str) -> Refusal | None:
         """The refusal of the row at these modules alone."""
-        row = f"{name}  adapt({self.kind}, rank={self.rank})"
-        head = f"schedule 1 for {blocks.facts.class_name}\n\n"
         try:
-            expand(
-                parse(Source("adapters", f'{head}step "adapters" relax(model) {{\n  {row}\n}}\n')),
-                blocks.facts,
-            )
+            planned([self._row(name)], blocks, {}, "adapters", "model")
         except Refusal as refused:
             return refused
         return None

@@ -14,23 +14,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.source import Source
+from schedlang.diagnostics.source import NOWHERE
 from schedlang.diagnostics.tables import number
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.placement import R
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet
+from schedlang.language import lift
 from schedlang.language import nodes as n
-from schedlang.language import printer
-from schedlang.language.syntax import parse
 from schedlang.passes.analyze.taking import at_the_forward, check_keys
 from schedlang.passes.autoshard.adapter_rows import Adapters
 from schedlang.passes.complete.proposal import (
     Row,
     Trial,
     call,
-    mesh_text,
+    file_of,
     names_text,
-    rows_text,
+    statements,
+    step,
     wrapped,
 )
 from schedlang.passes.complete.tensor_rows import Finder, flows, outputs_of, tensor_rows
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-RELAX = "relax(batch_stats) "
+RELAX = "batch_stats"
 PARTING = ("data", "sliced", "stages", "experts")  # axes whose ranks see other rows
 METHODS = ("ring", "gather")  # the first that is legal
 
@@ -176,7 +177,7 @@ def bag_rows(finder: Finder) -> None:
         else:
             finder.whole([name], why)
     added = finder.rows[known:]
-    finder.rows[known:] = sorted(added, key=lambda row: row.verb != "pad")
+    finder.rows[known:] = sorted(added, key=lambda row: not row.changes(Facet.SHAPE))
 
 
 def _loss(tied: bool) -> str:
@@ -332,7 +333,7 @@ class Proposed:
     @property
     def text(self) -> str:
         """The schedule in canonical form."""
-        return printer.to_text(self.file)
+        return self.file.text
 
 
 @dataclass(frozen=True)
@@ -467,7 +468,7 @@ def _first(blocks: Blocks, row: Row) -> bool:
     """Return whether a row stands above all others: it is about a table, or its padding."""
     name = row.names[0]
     table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
-    return row.verb == "pad" or (table and not blocks.inside(name))
+    return row.changes(Facet.SHAPE) or (table and not blocks.inside(name))
 
 
 def _idle(axis: str, said: list[str]) -> Refusal:
@@ -557,33 +558,29 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
     raise Refusal.of("S212", title, notes=tuple(notes), helps=helps) from refusal
 
 
-# -- the text -------------------------------------------------------------------------------------
+# -- the schedule -------------------------------------------------------------------------------
 
 
+FORWARD, TRAIN = call("verify", "forward", "backward"), call("verify", "train", steps=3)
 STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
 
 
 def _file(
     asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
 ) -> n.File:
-    """Write the schedule with its comments, and read it as whoever asked will."""
-    steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
-    steps[0] += f"{mesh_text(asked.mesh)}\n"
+    """The schedule with its comments."""
+    steps: list[n.Step] = []
     if asked.adapters:
-        steps.append(
-            f'step "adapters" relax(model) {{\n{rows_text([*asked.adapters], blocks)}\n}}\n'
-        )
+        steps.append(step("adapters", statements(asked.adapters, blocks), relax="model"))
     for role, name in STEPS.items():
         if rows.get(role):
-            body = rows_text(rows[role], blocks)
             # experts are legal only beside the row that splits the batch, which stands below
-            check = "" if role == "experts" else "\nverify(forward, backward)"
-            steps.append(f'step "{name}" {{\n{body}{check}\n}}\n')
+            proof = None if role == "experts" else FORWARD
+            steps.append(step(name, statements(rows[role], blocks), proof))
     if rest:
-        cut = [row for row in rest if row.names]
-        lines = [str(row) for row in (*cut, *(row for row in rest if not row.names))]
-        name = "pipeline" if cut else "data"
-        lines.append("verify(train, steps=3)")
-        steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")
-    steps.append("".join(map(wrapped, notes)))
-    return parse(Source("proposed", "\n".join(steps)))
+        last = [row.statement for row in sorted(rest, key=lambda row: not row.names)]
+        name = "pipeline" if rest[0].names else "data"
+        steps.append(step(name, last, TRAIN, asked.relax))
+    mesh = lift.mesh(asked.mesh, None, NOWHERE, f"# {headline(blocks)}")
+    below = (line for note in notes for line in wrapped(note))
+    return file_of("proposed", blocks.facts.class_name, mesh, steps, *below)

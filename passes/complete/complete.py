@@ -181,7 +181,7 @@ def _loose(finder: Finder, begun: _Begun) -> None:
     """Refuse a projection in the middle of a chain: sum behind it, or gather, is equally good."""
     blocks, uses = finder.trial.blocks, finder.trial.fed.uses
     for name, row in begun.rows.items():
-        splits = row.verb == "shard" and row.style == "col"
+        splits = row.changes(Facet.PLACEMENT) and row.style == "col"
         if row in finder.rows or not splits or row.argument("output") is not None:
             continue
         readers = {

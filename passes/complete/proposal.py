@@ -1,4 +1,4 @@
-"""Rows of a proposal: tried on a model with as few blocks as show all, and written as text.
+"""Rows of a proposal: tried on a model with as few blocks as show all, folded, and in steps.
 
 * Rows tried on a model.
 """
@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -19,10 +19,11 @@ from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.plan import Plan
+from schedlang.ir.primitive import Facet, find
 from schedlang.language import lift, printer
 from schedlang.language import nodes as n
 from schedlang.passes.elaborate.expand import of_calls
-from schedlang.passes.elaborate.rows import pattern
+from schedlang.passes.elaborate.rows import PLAIN, path_of, selector
 from schedlang.passes.partition.staging import stages_of
 from schedlang.passes.propagate.context import tokens_of
 from schedlang.passes.propagate.original import rejected
@@ -32,8 +33,6 @@ from schedlang.passes.reduce_model.blocks import TABLES, Blocks, leaf_kind, shor
 if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.runtime.propagation.feeds import Fed
-
-PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
 
 
 def call(verb: str, *words: str, **named: object) -> n.Call:
@@ -52,10 +51,19 @@ class Row:
     def __str__(self) -> str:
         return f"{', '.join(self.names)}  {printer.expr(self.call)}".strip()
 
+    def at(self, *paths: n.Path) -> n.Rule | n.Do:
+        """The row as a schedule has it, at other paths; those without names are left out."""
+        return lift.row([path for path in paths if path.segs], self.call, self.comment)
+
     @property
-    def verb(self) -> str:
-        """The name of the primitive."""
-        return self.call.name.text
+    def statement(self) -> n.Rule | n.Do:
+        """The row as a schedule has it."""
+        return self.at(*map(path_of, self.names))
+
+    def changes(self, facet: Facet) -> bool:
+        """Return whether its primitive writes a part of the plan."""
+        kind = find(self.call.name.text)
+        return kind is not None and facet in kind.writes
 
     @property
     def style(self) -> str:
@@ -79,20 +87,40 @@ class Row:
         return replace(self, call=replace(self.call, args=tuple(given)))
 
 
-Place = tuple[str, str, Row]  # the blocks where a row stands, and its path inside them
+Place = tuple[n.Path, n.Path, Row]  # the blocks where a row stands, and its path inside them
 
 
-def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
+def statements(rows: Sequence[Row], blocks: Blocks) -> tuple[n.Stmt, ...]:
     """Rows folded: one block for each list of blocks, one row for names that are done the same."""
-    lines: list[str] = []
-    opened = ""
-    for head, tail, row in _together(_placed(_folded(rows, blocks), blocks)):
-        if head != opened:
-            lines += ["}"] * bool(opened) + [f"at {head} {{"] * bool(head)
-            opened = head
-        said = f"  # {row.comment}" if row.comment else ""
-        lines.append(f"{tail}  {printer.expr(row.call)}{said}".strip())
-    return "\n".join([*lines, *["}"] * bool(opened)])
+    found: list[n.Stmt] = []
+    placed = _together(_placed(_folded(rows, blocks), blocks))
+    for head, several in groupby(placed, lambda place: place[0]):
+        inner = tuple(row.at(tail) for _, tail, row in several)
+        found += [n.At((head,), None, (), n.Block(inner))] if head.segs else inner
+    return tuple(found)
+
+
+def step(name: str, rows: Iterable[n.Stmt], proof: n.Call | None = None, relax: str = "") -> n.Step:
+    """A step of rows, and of the `verify` that proves them; it gives up what `relax` names."""
+    check = () if proof is None else (lift.row((), proof),)
+    return n.Step(name, (relax,) * bool(relax), n.Block((*rows, *check)))
+
+
+def precision(dtype: str, proof: n.Call | None = None) -> n.Step:
+    """The step in which a whole model computes in a dtype, beside masters as they are stored."""
+    cast = lift.row((), call("cast", dtype, params=True))
+    return step("precision", [cast], proof, "dtype")
+
+
+def file_of(
+    source: str, class_name: str, mesh: n.Mesh, steps: Iterable[n.Step], *remarks: str
+) -> n.File:
+    """The schedule of some steps for models of a class; it stands in its own text.
+
+    `source` names that text; `remarks` are the lines below all.
+    """
+    file = n.File(lift.header(class_name), (mesh, *steps), remarks=remarks)
+    return printer.standing(file, source)
 
 
 def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
@@ -102,8 +130,8 @@ def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
         for head in heads(name, blocks):
             tail = _tail(row.names)
             alone = sum(head in heads(r.names[0], blocks) for r in rows if r.names) == 1
-            if not head or alone:
-                yield "", ".".join(filter(None, (head, tail))), row
+            if not head.segs or alone:
+                yield n.Path(()), n.Path((*head.segs, *tail.segs)), row
             else:
                 yield head, tail, row
 
@@ -122,11 +150,11 @@ def _together(placed: Iterable[Place]) -> Iterator[Place]:
             yield one
 
 
-def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
-    """The blocks in which modules of a common name stand, as patterns; "" where it is in none."""
+def heads(name: str, blocks: Blocks) -> tuple[n.Path, ...]:
+    """The blocks in which modules of a common name stand; the empty path where it is in none."""
     root, star, _ = name.rpartition("*")
     if not star:
-        return ("",)
+        return (n.Path(()),)
     depth = name[: len(root)].count(".")
     everyone = blocks.named.get(root + star, ())
     held = dict.fromkeys(
@@ -134,22 +162,25 @@ def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
     )
     found = tuple(held)
     if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
-        inner = root.rpartition("*")[2].strip(".")
+        own = path_of(root.rpartition("*")[2].strip("."), star)
         outer = heads(root.rstrip("."), blocks)  # a list may stand in some of the outer blocks only
-        return tuple(".".join(filter(None, (head, quoted(inner), star))) for head in outer)
-    one = pattern(found, everyone)
-    return (quoted(one),) if " and " not in one else tuple(quoted(fqn) for fqn in found)
+        return tuple(n.Path((*head.segs, *own.segs)) for head in outer)
+    one = selector(found, everyone)
+    return tuple(map(path_of, found)) if one is None else (one,)
 
 
-def _tail(names: Sequence[str]) -> str:
-    """The path of one or several common names below their blocks, as one selector."""
+def _tail(names: Sequence[str]) -> n.Path:
+    """The path of one or several common names below their blocks."""
     below = [name.rpartition("*")[2].lstrip(".") for name in names]
-    if len(below) == 1:
-        return quoted(below[0])
+    if len(below) <= 1:
+        return path_of(*below)
     parent = below[0].rpartition(".")[0]
     if parent and all(name.rpartition(".")[2].isdigit() for name in below):
-        return quoted(pattern(below, ()))
-    return ".".join(filter(None, (quoted(parent), braces([b.rpartition(".")[2] for b in below]))))
+        found = selector(below, ())
+        assert found is not None  # names of one parent
+        return found
+    together = n.Seg(braces([name.rpartition(".")[2] for name in below]))
+    return n.Path((*path_of(parent).segs, together))
 
 
 def braces(names: Sequence[str]) -> str:
@@ -175,18 +206,10 @@ def names_text(names: Sequence[str]) -> str:
     )
 
 
-def wrapped(text: str, width: int = 88) -> str:
-    """A comment on lines of its own."""
+def wrapped(text: str, width: int = 88) -> list[str]:
+    """The lines of a comment."""
     lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
-    return "".join(f"#{'  ' if number else ''} {line}\n" for number, line in enumerate(lines))
-
-
-def quoted(path: str) -> str:
-    """A path with backquotes where a name is none of the language's."""
-    parts = re.split(r"\.(?![^\[]*\])", path)
-    return ".".join(
-        part if PLAIN.fullmatch(part.partition("[")[0]) else f"`{part}`" for part in parts if part
-    )
+    return [f"#{'  ' if number else ''} {line}" for number, line in enumerate(lines)]
 
 
 def _folded(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
@@ -206,20 +229,19 @@ def _folded(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
     return out
 
 
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """The declaration of a mesh."""
-    return f"mesh({', '.join(f'{name}={size}' for name, size in mesh.items())})"
-
-
 Loss = Callable[..., Any]
 ROWS = 8  # of the batch are enough to see what is legal
 NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more is not followed
 
 
 def planned(
-    rows: Sequence[Row], blocks: Blocks, mesh: Mapping[str, int], step: str = "trial"
+    rows: Sequence[Row],
+    blocks: Blocks,
+    mesh: Mapping[str, int],
+    step: str = "trial",
+    *relax: str,
 ) -> Plan:
-    """The plan of rows on a mesh, at all modules of their names.
+    """The plan of rows on a mesh, at all modules of their names, in a step that gives up `relax`.
 
     Each stands at a line of its own of what a refusal shows.  Raises Refusal where one is refused.
     """
@@ -229,7 +251,7 @@ def planned(
         made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
         sites = [fqn for name in row.names for fqn in blocks.sites(name)]
         calls.append((made, tuple(dict.fromkeys(sites))))  # together: one row cuts several lists
-    return of_calls(calls, blocks.facts, Mesh(tuple(mesh.items())), step)
+    return of_calls(calls, blocks.facts, Mesh(tuple(mesh.items())), step, relax)
 
 
 class Trial:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Action, Plan
 from schedlang.language import nodes as n
+from schedlang.language import printer
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.elaborate.state import Settings
 
@@ -144,30 +146,49 @@ def alike(
 
 
 def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
-    """One text for sites that stand alike: `h.*` if they are all that stand so among `everyone`.
+    """One text for sites that stand alike, as `selector` has them, in what is only shown."""
+    found = selector(group, everyone)
+    if found is None:
+        return f"{group[0]} and {len(group) - 1} more"
+    return ".".join(printer.seg(seg).replace("`", "") for seg in found.segs) or "the model"
 
-    Otherwise their numbers as a slice, `h[0:6]`, `h[0:6:2]` or `h[1, 5]`.
+
+def selector(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
+    """The path of sites that stand alike: `h.*` if they are all that stand so among `everyone`.
+
+    Otherwise their numbers as a slice, `h[0:6]`, `h[0:6:2]` or `h[1, 5]`, or as alternatives where
+    no name stands before them; None where several slices would select others, too.
     """
-    if len(group) == 1:
-        return group[0] or "the model"
     shape = shape_of(group[0])
-    if len(group) == sum(1 for site in everyone if shape_of(site) == shape):
-        return shape
+    if len(group) == 1 or len(group) == sum(1 for site in everyone if shape_of(site) == shape):
+        return path_of(group[0] if len(group) == 1 else shape)
     columns = [list(dict.fromkeys(column)) for column in zip(*(s.split(".") for s in group))]
     if math.prod(map(len, columns)) != len(group):
-        return f"{group[0]} and {len(group) - 1} more"
-    text = ""
-    for numbers in columns:
-        dot = "." if text else ""
-        text += dot + numbers[0] if len(numbers) == 1 else _slice([int(n) for n in numbers])
-    return text
+        return None
+    segs: list[n.Seg] = []
+    for names in columns:
+        if len(names) == 1:
+            segs += path_of(names[0]).segs
+        elif segs and not segs[-1].index and all(name.isdigit() for name in names):
+            segs[-1] = replace(segs[-1], index=_index([int(name) for name in names]))
+        else:
+            segs.append(n.Seg(f"{{{','.join(names)}}}"))
+    return n.Path(tuple(segs))
 
 
-def _slice(numbers: Sequence[int]) -> str:
+PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
+
+
+def path_of(*names: str) -> n.Path:
+    """The path of names inside one another, in backquotes where one is none of the language's."""
+    parts = (part for name in names if name for part in name.split("."))
+    return n.Path(tuple(n.Seg(p if PLAIN.fullmatch(p) else f"`{p}`") for p in parts))
+
+
+def _index(numbers: Sequence[int]) -> tuple[str | n.Slice, ...]:
     """Numbers as the language writes them: `[2:5]`, `[0:8:2]`, `[1, 5, 6]`."""
-    step = numbers[1] - numbers[0]
-    if step > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
-        end = numbers[-1] + 1
-        if len(numbers) > 2 or step == 1:
-            return f"[{numbers[0]}:{end}]" if step == 1 else f"[{numbers[0]}:{end}:{step}]"
-    return f"[{', '.join(map(str, numbers))}]"
+    first, end, step = numbers[0], numbers[-1] + 1, numbers[1] - numbers[0]
+    even = step > 0 and list(numbers) == list(range(first, end, step))
+    if even and (len(numbers) > 2 or step == 1):
+        return (n.Slice(str(first), str(end), None if step == 1 else str(step)),)
+    return tuple(map(str, numbers))

@@ -29,11 +29,9 @@ import torch
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
-from schedlang.language.syntax import parse
-from schedlang.passes.elaborate.expand import expand
+from schedlang.ir.plan import Plan
 from schedlang.passes.judge import waits
 from schedlang.passes.judge.beside import (
     alike,
@@ -287,9 +285,7 @@ def _widened(task: Task) -> Case:
 
 
 def _planned(task: Task, module: nn.Module) -> Case:
-    plan = expand(parse(Source("nothing.sched", "schedule 1\n")), ModelFacts(module)).plan
-    assert plan is not None
-    return Case(plan, task.batches, task.loss, None, task.seed, "none")
+    return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
 def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:

@@ -104,11 +104,16 @@ def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Flo
     each, near = _near(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
     which, at = _distinct(ways.one, near)
     pairs = zip(ways.one[at].tolist(), near[at].tolist())
-    times = [clocks[one].times(each[place]) for one, place in pairs]
-    counts = np.array([run.count for run in ways.chain.runs])
-    table = np.array([(*(one[:2] @ counts), one[:2].sum(0).max()) for one in times])
+    table = np.array([_unit_times(clocks[one], each[place]) for one, place in pairs])
     ahead, back, longest = table[which].T
     return ahead, back, longest
+
+
+def _unit_times(clock: Clock, near: Setting | None) -> tuple[float, float, float]:
+    """The same of one chain: its runs are its own, units alike in few rows may differ in many."""
+    times = clock.times(near)[:2]
+    ahead, back = times @ [run.count for run in clock.chain.runs]
+    return ahead, back, times.sum(0).max()
 
 
 def _near(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], Ints]:

@@ -15,17 +15,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.source import Source, Span
 from schedlang.ir.mesh import Mesh
 from schedlang.ir.model import ModelFacts, inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.told import kind_of
-from schedlang.language import nodes as n
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.autoshard.propose import Asked, rows_by_role
-from schedlang.passes.complete.proposal import Row, Trial, call
+from schedlang.passes.complete.proposal import Row, Trial, call, planned
 from schedlang.passes.complete.sequence_rows import sequence_rows
-from schedlang.passes.elaborate.expand import of_calls
 from schedlang.passes.planner.affine import of_rows, of_slices
 from schedlang.passes.planner.values import (
     Chain,
@@ -208,16 +205,9 @@ class Profiles:
         first = [Row((), call("cast", self.dtype, params=True))] if self.dtype else []
         last = [Row((), call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
         last.append(Row((), call("pipeline", order="1F1B", micro=MICRO)))
-        axes = tuple((axis, size) for axis in AXES if (size := getattr(placement, axis)) > 1)
+        mesh = {axis: size for axis in AXES if (size := getattr(placement, axis)) > 1}
         relaxed = ("dtype",) if self.dtype else ()
-        rows = [*first, *split, *last]
-        source = Source("profile", "\n".join(map(str, rows)))
-        calls: list[tuple[n.Call, Sequence[str]]] = []
-        for line, row in enumerate(rows, 1):
-            made = n.placed(row.call, Span(source, line, 1, line, len(str(row)) + 1))
-            sites = dict.fromkeys(fqn for name in row.names for fqn in blocks.sites(name))
-            calls.append((made, tuple(sites)))
-        return of_calls(calls, blocks.facts, Mesh(axes), "profile", relaxed)
+        return planned([*first, *split, *last], blocks, mesh, "profile", *relaxed)
 
     def some_rows(self, rows: int) -> Mapping[str, Any]:
         """A microbatch: the first row of the batch, so often."""

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.source import Source
 from schedlang.diagnostics.tables import seconds, size
-from schedlang.language.syntax import parse
 from schedlang.passes.autoshard import tune
 from schedlang.passes.autoshard.propose import experts_of
 from schedlang.passes.elaborate.expand import expand
@@ -27,6 +25,7 @@ from schedlang.passes.simulate.played_step import of_rows
 
 if TYPE_CHECKING:
     from schedlang.ir.limits import Limits
+    from schedlang.language import nodes as n
     from schedlang.passes.simulate.machine import Cluster
 
 Find = Callable[[Profiles, Job], Found]
@@ -79,7 +78,7 @@ class Written:
     """The schedule of a setting, and what the simulated step of just this schedule takes; what of
     its figures is `said`, line by line."""
 
-    text: str
+    file: n.File
     seconds: float
     peak: int
     fits: bool
@@ -121,8 +120,7 @@ def tuned(profiles: Profiles, job: Job, find: Find, say: Say = lambda took: ()) 
 def _simulated(profiles: Profiles, job: Job, found: Found, say: Say) -> Written:
     """Write the best, and play a step of it."""
     assert found.best is not None
-    text = written(profiles, found.best.setting)
-    plan = expand(parse(Source("best.sched", text)), profiles.facts).plan
+    plan = expand(written(profiles, found.best.setting), profiles.facts).plan
     assert plan is not None
     whole = tune.Job(
         profiles.facts,
@@ -137,8 +135,8 @@ def _simulated(profiles: Profiles, job: Job, found: Found, say: Say) -> Written:
     said = (*say(took), *_figures(job, found, took, tried.peak))
     remarks = [*said, *_reasons(found.rejected)]
     fits = tried.peak <= job.cluster.memory and tried.lacks <= 0
-    text = written(profiles, found.best.setting, remarks)
-    return Written(text, took, tried.peak, fits, said)
+    file = written(profiles, found.best.setting, remarks)
+    return Written(file, took, tried.peak, fits, said)
 
 
 # -- what is told ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A setting as the text of a schedule, which is proven like any other."""
+"""A setting as a schedule, which is proven like any other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.source import Source
-from schedlang.language import printer
-from schedlang.language.syntax import parse
-from schedlang.passes.autoshard.propose import STEPS, headline
-from schedlang.passes.complete.proposal import Row, call, mesh_text, quoted, rows_text, wrapped
-from schedlang.passes.elaborate.rows import pattern
+from schedlang.diagnostics.source import NOWHERE
+from schedlang.language import lift
+from schedlang.language import nodes as n
+from schedlang.passes.autoshard.propose import FORWARD, STEPS, TRAIN, headline
+from schedlang.passes.complete.proposal import call, file_of, precision, statements, step, wrapped
+from schedlang.passes.elaborate.rows import selector
 from schedlang.passes.planner.even import even
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.values import Chain, Setting
 
 
-def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -> str:
-    """The canonical text of the schedule that a setting stands for; `remarks` are its comments.
+def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -> n.File:
+    """The schedule that a setting stands for; `remarks` are its comments.
 
     Raises Refusal for what has no rows, ValueError for cuts that are not those of the model.
     """
@@ -30,28 +30,28 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
     if isinstance(chain, Refusal):
         raise chain
     blocks = profiles.trial.all
-    steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
-    steps.append("".join(map(wrapped, remarks)))
-    steps.append(f"{mesh_text(_mesh(setting))}\n")
+    steps: list[n.Step] = []
     rows = profiles.rows(setting.placement)
     if profiles.dtype:
-        cast = call("cast", profiles.dtype, params=True)
-        steps.append(_step("precision", [str(Row((), cast))], "forward, backward", "dtype"))
+        steps.append(precision(profiles.dtype, FORWARD))
     for role, name in STEPS.items():
         if rows.get(role):
             # experts are legal only beside the row that splits the batch, which stands below
-            proof = "" if role == "experts" else "forward, backward"
-            steps.append(_step(name, [rows_text(rows[role], blocks)], proof))
+            proof = None if role == "experts" else FORWARD
+            steps.append(step(name, statements(rows[role], blocks), proof))
     cuts = cuts_of(chain, setting)
     again = list(_again(profiles.names, cuts, setting))
     if again:
-        steps.append(_step("memory", again, "forward, backward"))
+        steps.append(step("memory", again, FORWARD))
     last = [*_offloaded(profiles.names, chain, setting), *_last(profiles.names, cuts, setting)]
     if last:
         parted = setting.dp > 1 or setting.passes > 1
         relax = profiles.relax if parted else ""
-        steps.append(_step("training", last, "train, steps=3", relax))
-    return printer.to_text(parse(Source("written", "\n".join(steps))))
+        steps.append(step("training", last, TRAIN, relax))
+    said = [line for remark in remarks for line in wrapped(remark)]
+    above = (f"# {headline(blocks)}", "", *said, *[""] * bool(said))
+    mesh = lift.mesh(_mesh(setting), None, NOWHERE, *above)
+    return file_of("search", blocks.facts.class_name, mesh, steps)
 
 
 def cuts_of(chain: Chain, setting: Setting) -> tuple[int, ...]:
@@ -77,13 +77,7 @@ def _mesh(setting: Setting) -> dict[str, int]:
     return {axis: sizes[axis] for axis in order if sizes[axis] > 1} or {"dp": 1}
 
 
-def _step(name: str, lines: Sequence[str], proof: str, relax: str = "") -> str:
-    word = f"relax({relax}) " if relax else ""
-    check = [f"verify({proof})"] if proof else []
-    return f'step "{name}" {word}{{\n' + "\n".join([*lines, *check]) + "\n}\n"
-
-
-def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[str]:
+def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
     """Rows that recompute the first units of each stage; a unit that is no module stays."""
     if not any(setting.again):
         return
@@ -98,10 +92,10 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
         everyone = list(group)
         mine = [name for name in everyone if name in chosen]
         for run in _runs(mine, everyone):
-            yield f"{quoted(pattern(run, everyone))}  checkpoint()"
+            yield lift.row([_path(run, everyone)], call("checkpoint"))
 
 
-def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator[str]:
+def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator[n.Stmt]:
     """Rows of what lies on the host: activations of modules, the optimizer's state."""
     units = [run.unit for run in chain.runs for _ in range(run.count)]
     named = list(zip(names, units, strict=True))[1:-1] if setting.placement.parked else []
@@ -109,10 +103,17 @@ def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator
         every = list(group)
         mine = [name for name, unit in every if name and unit.input < unit.kept]
         for run in _runs(mine, [name for name, _ in every]):
-            selected = quoted(pattern(run, [name for name, _ in every]))
-            yield f"{selected}  offload(activations)"
+            selected = _path(run, [name for name, _ in every])
+            yield lift.row([selected], call("offload", "activations"))
     if setting.placement.hosted:
-        yield "offload(optimizer)"
+        yield lift.row((), call("offload", "optimizer"))
+
+
+def _path(run: Sequence[str], everyone: Sequence[str]) -> n.Path:
+    """The path of modules of one parent."""
+    found = selector(run, everyone)
+    assert found is not None
+    return found
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
@@ -128,24 +129,22 @@ def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
     yield from runs
 
 
-def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[str]:
+def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
     """The rows of the pipeline and of the replicas."""
     starts = [names[at] for at in accumulate(cuts[:-1])]
     if any(not name for name in starts):
         raise ValueError("a stage would start where no module does")
     if starts:
-        found = []
-        for _, group in groupby(starts, lambda name: name.rpartition(".")[0]):
-            run = list(group)
-            found.append(quoted(pattern(run, ())))
-        yield f"{', '.join(found)}  {printer.expr(call('pipeline_split', over='pp'))}"
+        runs = groupby(starts, lambda name: name.rpartition(".")[0])
+        yield lift.row([_path(list(run), ()) for _, run in runs], call("pipeline_split", over="pp"))
     if setting.dp > 1:
         data = ("dp",) * (setting.dp > setting.placement.ep) + ("ep",) * (setting.placement.ep > 1)
         over = data[0] if len(data) == 1 else data
         least = math.gcd(*setting.rows)
         rows = {"rows": [one // least for one in setting.rows]} if setting.rows else {}
-        yield str(Row((), call("zero", stage=setting.zero, over=over, **rows)))
+        yield lift.row((), call("zero", stage=setting.zero, over=over, **rows))
     if setting.pp > 1 or setting.micro > 1:
         parts = {"chunks": setting.chunks, "slices": setting.placement.slices}
-        more = "".join(f", {name}={count}" for name, count in parts.items() if count > 1)
-        yield f'pipeline(order="{setting.order}", micro={setting.micro}{more})'
+        more = {name: count for name, count in parts.items() if count > 1}
+        order = n.Lit(f'"{setting.order}"')
+        yield lift.row((), call("pipeline", order=order, micro=setting.micro, **more))

@@ -11,7 +11,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from schedlang.diagnostics.diagnostic import SPELLED, Label, Refusal
@@ -134,6 +134,8 @@ def lift(value: object, span: Span = NOWHERE) -> n.Expr:
     """The expression for a Python value; a text becomes a bare name where it can be one."""
     if isinstance(value, Remembered):
         return n.placed(value._node, span) if span else value._node
+    if isinstance(value, n.Lit):
+        return value
     if isinstance(value, bool):
         return n.Lit(str(value).lower(), span=span)
     if isinstance(value, int | float):
@@ -188,6 +190,31 @@ def call(name: str, args: Any, named: Any, span: Span = NOWHERE) -> n.Call:
     for key, value in named.items():
         given.append(n.Keyword(key.rstrip("_"), lift(value, span), span=span))
     return n.Call(n.Name(tuple(name.split(".")), span=span), tuple(given), span=span)
+
+
+def row(paths: Sequence[n.Path], call: n.Call, remark: str = "") -> n.Rule | n.Do:
+    """The row of a call at modules, or without any on the whole scope; it stands where that does.
+
+    `remark`: its comment.
+    """
+    span, remarks = call.span, (f"# {remark}",) if remark else ()
+    if paths:
+        return n.Rule(tuple(paths), call, remarks=remarks, span=span)
+    path = n.Path(tuple(n.Seg(part, span=span) for part in call.name.parts), span=span)
+    return n.Do(path, call, remarks=remarks, span=span)
+
+
+def mesh(
+    axes: Mapping[str, object], on: str | None = None, span: Span = NOWHERE, *remarks: str
+) -> n.Mesh:
+    """The declaration of a mesh; `remarks` are the lines above it."""
+    args = (n.Keyword(name, lift(size, span), span=span) for name, size in axes.items())
+    return n.Mesh(tuple(args), on, remarks=remarks, span=span)
+
+
+def header(class_name: str) -> n.Header:
+    """The header of a schedule for models of a class."""
+    return n.Header("1", class_name if class_name.isidentifier() else None)
 
 
 def call_of(primitive: Primitive, span: Span = NOWHERE) -> n.Call:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias, Union
 
 from schedlang.diagnostics.source import NOWHERE, Span
@@ -17,6 +18,14 @@ class Node:
     """A piece of a schedule and its place, which takes no part in equality."""
 
     span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Remarked(Node):
+    """A piece with comments of its own, if it was made and not read: those of a row end its line,
+    of a mesh stand above it, of a file below all.  They take no part in equality."""
+
+    remarks: tuple[str, ...] = field(default=(), compare=False, repr=False, kw_only=True)
 
 
 # ---- expressions ----------------------------------------------------------------------
@@ -137,7 +146,7 @@ class Block(Node):
 
 
 @dataclass(frozen=True)
-class Rule(Node):
+class Rule(Remarked):
     """A row: path, path  primitive(arguments)"""
 
     paths: tuple[Path, ...]
@@ -145,7 +154,7 @@ class Rule(Node):
 
 
 @dataclass(frozen=True)
-class Do(Node):
+class Do(Remarked):
     """A call on the whole scope: primitive(arguments).  `path` is the call's name as parsed."""
 
     path: Path
@@ -192,7 +201,7 @@ class Use(Node):
 
 
 @dataclass(frozen=True)
-class Mesh(Node):
+class Mesh(Remarked):
     """mesh(dp=_, tp=2) on machine; a file of one stands in quotes"""
 
     args: tuple[Expr | Keyword, ...]
@@ -306,12 +315,17 @@ class Comment:
 
 
 @dataclass(frozen=True)
-class File(Node):
+class File(Remarked):
     """A whole schedule; comments belong to the text, not to the tree, and are not compared."""
 
     header: Header
     items: tuple[Item, ...]
     comments: tuple[Comment, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The text in which it stands."""
+        return self.span.source.text
 
 
 def walk(node: object) -> Iterator[Node]:
@@ -334,13 +348,17 @@ _WORDS = ("str", "str | None", "tuple[str, ...]", "bool")
 _INNER: dict[type[Node], tuple[str, ...]] = {}  # the fields that may hold nodes, the last first
 
 
-def placed(node: Any, span: Span) -> Any:
-    """The same tree with every node standing at `span`."""
+def placed(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({})) -> Any:
+    """The same tree with every node standing at `span`; one whose `id` is known, and what is below
+    it, at its own."""
     if isinstance(node, tuple):
-        return tuple(placed(item, span) for item in node)
+        return tuple(placed(item, span, known) for item in node)
     if not isinstance(node, Node):
         return node
-    parts = {f.name: placed(getattr(node, f.name), span) for f in fields(node) if f.name != "span"}
+    span = known.get(id(node), span)
+    gone = ("span", "remarks") if known else ("span",)  # in a text they are comments of it
+    own = (f.name for f in fields(node) if f.name not in gone)
+    parts = {name: placed(getattr(node, name), span, known) for name in own}
     return type(node)(**parts, span=span)
 
 

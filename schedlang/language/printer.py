@@ -3,14 +3,15 @@
 * Expressions, selectors and heads of statements as canonical text on one line.
 * Rows of a formatted file to text: runs of rules at one depth share their columns.
 * Syntax tree to canonical text: two spaces, columns for runs of rules, comments kept.
+* A tree that was made, not read, as it stands in its own text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from schedlang.diagnostics.source import Source
+from schedlang.diagnostics.source import Source, Span
 from schedlang.language import nodes as n
 from schedlang.language.syntax import parse
 
@@ -155,6 +156,16 @@ class Row:
     comment: str | None = None
 
     @property
+    def shown(self) -> str:
+        """The statement: of a rule what stands behind its paths."""
+        return self.left if self.right is None else self.right
+
+    def begins(self, line: str) -> int:
+        """The column of that in the line of the text."""
+        before = len(INDENT) * self.depth + len(self.left) * (self.right is not None)
+        return line.index(self.shown, before) + 1
+
+    @property
     def opens(self) -> bool:
         """The first line of a block."""
         return self.left.endswith("{") and not self.left.startswith("#")
@@ -203,6 +214,25 @@ def to_text(file: n.File) -> str:
     return Printer(file).print()
 
 
+def standing(file: n.File, name: str) -> n.File:
+    """The same tree as it stands in its own canonical text, the source of its spans."""
+    printer = Printer(file)
+    source = Source(name, printer.print())
+    lines = {id(row): k for k, row in enumerate(printer.rows, 1)}
+
+    def span(first: Row, last: Row) -> Span:
+        start, end = lines[id(first)], lines[id(last)]
+        columns = first.begins(source.line(start)), last.begins(source.line(end)) + len(last.shown)
+        return Span(source, start, columns[0], end, columns[1])
+
+    known = {node: span(*rows) for node, rows in printer.places.items()}
+    said = ((row.comment or row.left, row) for row in printer.rows)
+    comments = (n.Comment(text, span(row, row)) for text, row in said if text.startswith("#"))
+    whole = Span(source, 1, 1, len(source.lines), 1)
+    placed: n.File = n.placed(file, whole, known)
+    return replace(placed, comments=tuple(comments))
+
+
 class Printer:
     """Walks a file once, taking each comment from the queue when its line has passed."""
 
@@ -212,12 +242,14 @@ class Printer:
         self.comments = list(file.comments)
         self.depth = 0
         self.last = 0  # the line of the original that was printed last; 0 for none
+        self.places: dict[int, tuple[Row, Row]] = {}  # the first and last row of statements, blocks
 
     def print(self) -> str:
         """The whole file."""
         header = self.file.header
         self._leading(header)
         self._put(head(header))
+        self.places[id(header)] = self.rows[-1], self.rows[-1]
         self._trailing(self._line(header))
         before: n.Item | None = None
         for item in self.file.items:
@@ -225,6 +257,8 @@ class Printer:
             self._statement(item)
             before = item
         self._remaining(10**9)
+        for text in ("", *self.file.remarks) if self.file.remarks else ():
+            self._put(text)
         return lay_out(self.rows)
 
     # ---- lines of the original ----------------------------------------------------------
@@ -283,6 +317,9 @@ class Printer:
     # ---- statements ---------------------------------------------------------------------
 
     def _statement(self, node: n.Node) -> None:
+        for text in node.remarks if isinstance(node, n.Mesh) else ():
+            self._put(text)
+        known = len(self.rows)
         match node:
             case n.Rule(call=call):
                 self._call(paths(node.paths), call.name.text, call.args)
@@ -296,6 +333,9 @@ class Printer:
                 self._block(head(node), block)
             case _:
                 self._put(head(node))
+        self.places[id(node)] = self.rows[known], self.rows[-1]
+        if isinstance(node, n.Rule | n.Do) and node.remarks:
+            self.rows[-1].comment = " ".join(node.remarks)
         self._trailing(self._end(node))
 
     def _call(self, left: str, name: str, given: Sequence[n.Node]) -> None:
@@ -314,7 +354,8 @@ class Printer:
         start = head(node)
         if len(block.body) == 1 and isinstance(block.body[0], n.Do):
             line = f"{start} {{ {statement(block.body[0])} }}"
-            if len(INDENT) * self.depth + len(line) <= WIDTH and not self._holds_comment(block):
+            said = block.body[0].remarks or self._holds_comment(block)
+            if len(INDENT) * self.depth + len(line) <= WIDTH and not said:
                 self._put(line)
                 return
         self._block(start, block)
@@ -329,7 +370,6 @@ class Printer:
         else:
             self._put(start + " {")
             self._body(block)
-            self._put("}")
 
     def _when(self, node: n.When, block: n.Block, orelse: n.Block | None) -> None:
         start = head(node)
@@ -337,17 +377,15 @@ class Printer:
             self._block(start, block)
             return
         self._put(start + " {")
-        self._body(block)
-        if not orelse.body and not self._holds_comment(orelse):
-            self._put("} else {}")
-            return
-        self._put("} else {")
-        self._body(orelse)
-        self._put("}")
+        self._body(block, "} else {")
+        if orelse.body or self._holds_comment(orelse):
+            self._body(orelse)
+        else:
+            self.rows[-1].left = "} else {}"
 
-    def _body(self, block: n.Block) -> None:
-        line = self._line(block)
-        first = self._line(block.body[0]) if block.body else 0
+    def _body(self, block: n.Block, close: str = "}") -> None:
+        opened, line = self.rows[-1], self._line(block)
+        first = next(filter(None, map(self._line, block.body)), 0)
         if line and first != line:
             self._trailing(line)
         self.depth += 1
@@ -356,6 +394,8 @@ class Printer:
             self._statement(node)
         self._remaining(self._end(block))
         self.depth -= 1
+        self._put(close)
+        self.places[id(block)] = opened, self.rows[-1]
         self.last = max(self.last, self._end(block))
 
 

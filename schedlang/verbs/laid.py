@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
     from schedlang.ir.modelfile import ModelFile
     from schedlang.ir.plan import Plan
+    from schedlang.language import nodes as n
     from schedlang.passes.autoshard.tune import Job, Tried
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.given import Given
@@ -58,7 +59,7 @@ class Laid:
 
     mesh: Mapping[str, int]
     found: tuple[Chosen, ...]
-    text: str
+    file: n.File
     tried: Tried
 
 
@@ -102,13 +103,13 @@ def layouts(
     best = min((one for one in made if one), key=_seconds, default=None)
     other = _proposed(job, meshes, dtype) if begun is None else None
     if best is not None and out is not None:
-        write_asked(out, best.text)
+        write_asked(out, best.file.text)
     if as_json:
         show_json(_plain(job, best, other))
     else:
         print(fitted("\n".join(_told(name, job, best, other, said)), columns()))
         if best is not None and out is None:
-            print(f"\n{best.text}", end="")
+            print(f"\n{best.file.text}", end="")
         elif best is not None:
             print(f"next: schedlang verify {out} --model {name}")
         print(f"solved in {time.perf_counter() - start:.1f} s", file=sys.stderr)
@@ -145,12 +146,10 @@ def _laid(
 
     An axis splits rows, or none does; None: whatever is quicker.
     """
-    from schedlang.diagnostics.source import Source
-    from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.tune import priced
     from schedlang.passes.elaborate.expand import expand
     from schedlang.passes.planner.operators.asked import Asked
-    from schedlang.passes.planner.operators.rows import inserted, layouts, text
+    from schedlang.passes.planner.operators.rows import alone, inserted, layouts
     from schedlang.passes.planner.profile import Profiles, recipe_of
     from schedlang.passes.planner.values import Recipe
 
@@ -170,10 +169,10 @@ def _laid(
         if begun is None:
             own = Profiles(job.facts, job.batch, job.loss, job.weight)
             relax = own.relax if rows else ""
-            made = text(job.facts.class_name, mesh, found, trial, asked.dtype, relax)
+            made = alone(job.facts.class_name, mesh, found, trial, asked.dtype, relax)
         else:
             made = inserted(begun.source, found, trial)
-        plan = expand(parse(Source("layouts.sched", made)), job.facts).plan
+        plan = expand(made, job.facts).plan
         assert plan is not None
         tried = priced(job, plan, {})
         if tried.fits(job.cluster.memory):
@@ -191,11 +190,9 @@ def _proposed(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | Non
     """The quickest that `init` proposes for as many ranks, computed in the same dtype; None where
     it has none that fits."""
     from schedlang.diagnostics.diagnostic import Refusal
-    from schedlang.diagnostics.source import Source
-    from schedlang.language import printer
-    from schedlang.language.syntax import parse
     from schedlang.passes.autoshard.propose import propose
     from schedlang.passes.autoshard.tune import priced, ranked
+    from schedlang.passes.complete.proposal import precision
     from schedlang.passes.elaborate.expand import expand
 
     found: list[Tried] = []
@@ -204,12 +201,11 @@ def _proposed(job: Job, meshes: list[dict[str, int]], dtype: str) -> Tried | Non
         named = [dict(zip(("dp", "tp"), sizes))] if len(sizes) > 1 else []
         for one in named or [{"dp": sizes[0]}, {"tp": sizes[0]}]:
             try:
-                made = propose(job.facts, job.batch, one, job.loss, job.weight)
-                told = printer.to_text(made.file)
+                file = propose(job.facts, job.batch, one, job.loss, job.weight).file
                 if dtype:
-                    cast = f'step "precision" relax(dtype) {{\n  cast({dtype}, params=true)\n}}\n\n'
-                    told = told.replace('step "', f'{cast}step "', 1)
-                plan = expand(parse(Source("init", told)), job.facts).plan
+                    first, *steps = file.items
+                    file = replace(file, items=(first, precision(dtype), *steps))
+                plan = expand(file, job.facts).plan
                 assert plan is not None
                 found.append(replace(priced(job, plan, {}), given=one))
             except Refusal:  # `init` tells why there is none; here it is no answer
@@ -263,5 +259,5 @@ def _plain(job: Job, best: Laid | None, other: Tried | None) -> dict[str, object
         "seconds": None if best is None else _seconds(best),
         "peak": None if best is None else best.tried.peak,
         "init": None if other is None or other.time is None else other.time.seconds,
-        "schedule": None if best is None else best.text,
+        "schedule": None if best is None else best.file.text,
     }

@@ -134,7 +134,7 @@ def searched(
     last, written = made.found, made.written
     answers = [why(profiles, made.room, one, last, limits) for one in questions]
     if asked.out is not None and written is not None:
-        write_asked(asked.out, written.text)
+        write_asked(asked.out, written.file.text)
     if as_json:
         show_json(_plain(job, last, answers, written))
     else:
@@ -304,5 +304,5 @@ def _plain(
         "done": found.done,
         "seconds": None if written is None else written.seconds,
         "peak": None if written is None else written.peak,
-        "schedule": None if written is None else written.text,
+        "schedule": None if written is None else written.file.text,
     }

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import Source
-from schedlang.language.printer import fmt, to_text
+from schedlang.language import nodes as n
+from schedlang.language.printer import fmt, standing, to_text
 from schedlang.language.syntax import tree
 from tests.samples import SAMPLES
 from tests.strategies import commented, programs
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=2000)
+PLACED = (n.Header, n.Rule, n.Do, n.At, n.When, n.Step, n.Def, n.Knob, n.Mesh, n.Use, n.Block)
 
 
 def formatted(text: str) -> str:
@@ -28,9 +30,19 @@ def holds_its_form(text: str) -> None:
     assert tree(Source("x", once))[0] == tree(Source("x", text))[0]
     assert formatted(once) == once
     said = tree(Source("x", text))[0].comments
-    assert sorted(c.text for c in tree(Source("x", once))[0].comments) == sorted(
-        c.text for c in said
-    )
+    read = tree(Source("x", once))[0]
+    assert sorted(c.text for c in read.comments) == sorted(c.text for c in said)
+    stands_like(standing(tree(Source("x", text))[0], "x"), read)
+
+
+def stands_like(made: n.File, read: n.File) -> None:
+    """A tree that was not read again stands as if it had been: statements, blocks and comments."""
+    assert made == read and made.text == read.text
+    for one, other in zip(n.walk(made), n.walk(read), strict=True):
+        if isinstance(one, PLACED):
+            assert (one.span.line, one.span.end_line) == (other.span.line, other.span.end_line)
+    places = [[(c.text, c.span.line) for c in file.comments] for file in (made, read)]
+    assert places[0] == places[1]
 
 
 def from_grammar(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
+from schedlang.language import nodes as n
 from schedlang.language import printer
-from schedlang.passes.complete.proposal import Trial, rows_text
+from schedlang.language.syntax import parse
+from schedlang.passes.complete.proposal import Trial, statements
+from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked
 from schedlang.passes.planner.operators.given import given_of
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu, modes, names
 from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.rows import Chosen, chosen, layouts, text
+from schedlang.passes.planner.operators.rows import Chosen, alone, chosen, inserted, layouts
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.reduce_model.blocks import blocks_of
@@ -64,8 +69,13 @@ def calls(one: Chosen) -> dict[str, str]:
 def schedule(trial: Trial, one: Chosen) -> str:
     """The rows as text, as a file would have them."""
     named = [row for row in one.rows if row.names]
-    whole = [str(row) for row in one.rows if not row.names]
-    return "\n".join([rows_text(named, trial.all), *whole])
+    whole = (row.at() for row in one.rows if not row.names)
+    return rows_text((*statements(named, trial.all), *whole))
+
+
+def rows_text(rows: Sequence[n.Stmt]) -> str:
+    """Rows as text, without a header."""
+    return printer.to_text(n.File(n.Header("1", None), tuple(rows))).partition("\n")[2]
 
 
 def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
@@ -78,7 +88,7 @@ def test_megatrons_plan_of_a_gpt2(threads: Threads) -> None:
     assert rows["transformer.h.*.mlp.c_fc"] == "shard(col, over=tp)"
     assert rows["transformer.h.*.mlp.c_proj"] == "shard(row, over=tp)"
     assert rows["transformer.wte"] == rows["lm_head"] == "shard(vocab, over=tp)"
-    written = text("GPT2LMHeadModel", {"tp": 2}, [one], trial)
+    written = alone("GPT2LMHeadModel", {"tp": 2}, [one], trial).text
     assert "pad(vocab, multiple=2)" in written and "at transformer.h.* {" in written
     proven(threads, planned(model, schedule(trial, one), "tp=2"), [models.tokens(6)])
 
@@ -154,7 +164,7 @@ def test_half_of_a_plan_is_completed_to_the_whole() -> None:
     trial, one = found(model, models.tokens(8), costs=costs)
     for keeps in ("mlp", "nothing"):
         half = [row for row in one.rows if keeps not in row.names[0]]
-        given = given_of(planned(model, rows_text(half, trial.all), "tp=2"), trial.all)
+        given = given_of(planned(model, rows_text(statements(half, trial.all)), "tp=2"), trial.all)
         made = layouts(trial, {"tp": Asked(2, costs)}, given=given)
         assert made and set(made[0].rows) == set(one.rows) - set(half)
         assert made[0].seconds == one.seconds
@@ -183,6 +193,17 @@ def test_an_axis_that_would_be_idle_splits_what_costs_least() -> None:
             seconds[at] = np.where(whole, np.inf, seconds[at])
             tried.append(solve(replace(problem, seconds=tuple(seconds))))
     assert one.rows and one.seconds == min(each.seconds for each in tried if each)
+
+
+def test_rows_begin_the_first_step_though_it_is_empty() -> None:
+    """What is written is what is planned, and comments stay where they were."""
+    trial, one = found(Pair(), X, costs=Slow(fixed=1e9))
+    begun = 'schedule 1\nmesh(tp=2)  # two\nstep "a" {}\n# the end\n'
+    made = inserted(Source("x.sched", begun), [one], trial)
+    first = made.items[1]
+    assert isinstance(first, n.Step) and first.block.body == statements(one.rows, trial.all)
+    assert "mesh(tp=2)  # two\n" in made.text and made.text.endswith("}\n# the end\n")
+    assert expand(made, trial.facts).plan == expand(parse(made.span.source), trial.facts).plan
 
 
 def test_parameters_lie_in_slices_where_memory_binds() -> None:

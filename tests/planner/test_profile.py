@@ -10,12 +10,10 @@ import pytest
 from torch import nn
 
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.diagnostics.source import Source
 from schedlang.ir.limits import Limits
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.plan import Plan
-from schedlang.language.syntax import parse
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.elaborate.expand import expand
 from schedlang.passes.planner.affine import of_rows
@@ -52,8 +50,7 @@ def chain_of(profiles: Profiles, placement: Placement) -> Chain:
 
 def plan_of(profiles: Profiles, setting: Setting) -> Plan:
     """The plan of the text of a setting."""
-    text = written(profiles, setting)
-    plan = expand(parse(Source("written", text)), profiles.facts).plan
+    plan = expand(written(profiles, setting), profiles.facts).plan
     assert plan is not None and plan.mesh.world == setting.ranks
     return plan
 

@@ -23,7 +23,7 @@ from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.price import collective, price
 from schedlang.passes.planner.search import ANY, Found, search, why
-from schedlang.passes.planner.space import ORDERS, Job, groups, rows_of, ways
+from schedlang.passes.planner.space import ORDERS, Job, groups, joined, rows_of, ways
 from schedlang.passes.planner.values import Chain, Kind, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS, Cluster
 from tests.planner.decoders import decoder
@@ -75,6 +75,20 @@ def every(profiles: Profiles, job: Job, limits: Limits = ANY) -> list[tuple[Cloc
                 clock, (_, laid) = Clock(chain, job), some.laid(np.arange(len(some)))
                 found += [(clock, laid.setting(at)) for at in range(len(laid))]
     return found
+
+
+def test_chains_of_other_runs_are_bounded_each_by_itself() -> None:
+    """Units that are alike in many rows may differ in few: then a chain has more runs."""
+    job = Job(4, 8, A100, Recipe(), 2048)
+    one = decoder(4, 256, 8, 512, 512, 2048)(Placement(1))
+    runs = (part for run in one.runs for part in [replace(run, count=1)] * run.count)
+    chains = one, replace(one, runs=tuple(runs))
+    apart = [(ways(job, chain, ANY), Clock(chain, job)) for chain in chains]
+    some, clocks = zip(*apart)
+    for laid in (True, False):
+        each = [seconds_bounds(some, [clock], laid)[0] for some, clock in apart]
+        whole = seconds_bounds(joined(some), clocks, laid)[0]
+        assert np.allclose(whole, np.concatenate(each))
 
 
 def in_all_orders(ways: list[tuple[Clock, Setting]]) -> list[tuple[Clock, Setting]]:

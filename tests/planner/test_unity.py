@@ -22,7 +22,7 @@ from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import Graph, graph_of
 from schedlang.passes.planner.operators.named import menu
 from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.rows import layouts, text
+from schedlang.passes.planner.operators.rows import alone, layouts
 from schedlang.passes.planner.operators.solve import solve
 from schedlang.passes.planner.operators.unity import (
     Price,
@@ -211,6 +211,6 @@ def test_what_is_written_computes_the_same(threads: Threads) -> None:
     assert free is not None
     found = layouts(trial, asked, 0.8 * free[0].solution.bytes, substituted=True)
     assert found is not None and "checkpoint" in str(found[0].above[-1])
-    written = text("Small", {"tp": 2}, found, trial)
+    written = alone("Small", {"tp": 2}, found, trial).text
     plan = Schedule(trial.facts.model, parse(Source("u.sched", written)), Settings()).plan()
     proven(threads, plan, [X], loss=itself)

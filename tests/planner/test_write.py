@@ -13,6 +13,7 @@ from schedlang.diagnostics.source import Source
 from schedlang.ir.model import ModelFacts
 from schedlang.ir.modelfile import load_model_file
 from schedlang.ir.primitive import load_all
+from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.syntax import parse
 from schedlang.passes.elaborate.expand import expand
@@ -92,9 +93,11 @@ CASES = [
 def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: list[str]) -> None:
     """It is what the formatter makes of it, has the rows that were asked for, and is legal."""
     source = profiles(name)
-    text = written(source, setting, ["a remark that stays"])
+    made = written(source, setting, ["a remark that stays"])
+    text = made.text
     tree = parse(Source("written", text))
-    assert printer.to_text(tree) == text
+    assert tree == made and printer.to_text(tree) == printer.to_text(made) == text
+    assert [one.span.line for one in n.walk(tree)] == [one.span.line for one in n.walk(made)]
     told = [line.strip() for line in text.splitlines()]
     assert "# a remark that stays" in told
     assert [line for line in lines if line not in told] == []
@@ -104,7 +107,7 @@ def test_a_text_is_canonical_and_planned(name: str, setting: Setting, lines: lis
 
 def test_a_recipe_is_a_step() -> None:
     """A model that computes in 16 bits says so above all else."""
-    told = written(profiles("llama", "bf16"), Setting(P(1, tp=2))).splitlines()
+    told = written(profiles("llama", "bf16"), Setting(P(1, tp=2))).text.splitlines()
     assert told.index("  cast(bf16, params=true)") < told.index('step "tensor parallel" {')
 
 
@@ -147,7 +150,7 @@ PROVEN = [
 def test_a_text_is_proven(name: str, dtype: str, setting: Setting, tmp_path: Path) -> None:
     """Against the untouched original, with fewer layers too."""
     file = tmp_path / "written.sched"
-    file.write_text(written(profiles(name, dtype), setting), encoding="utf-8")
+    file.write_text(written(profiles(name, dtype), setting).text, encoding="utf-8")
     model = str(EXAMPLES / name / "model.py")
     more = [] if name == "t5" else ["--shrink"]  # that of the example has no smaller sizes
     ran = CliRunner().invoke(app, ["verify", str(file), "--model", model, *more])

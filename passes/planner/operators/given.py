@@ -43,7 +43,7 @@ class Given:
     def asked(self, axis: str, asked: Asked) -> list[Asked]:
         """The questions about an axis: all that its rows leave open."""
         rows = self.beside(axis)
-        stages = [row.argument("stage") for row in rows if row.verb == "zero"]
+        stages = [row.argument("stage") for row in rows if row.changes(Facet.STATE)]
         pins, told = self.pins.get(axis, {}), self.told.get(axis, {})
         every = menu(replace(asked, pins=pins, told=told))
         if stages:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedlang.diagnostics.source import Source
 from schedlang.ir.placement import R, S
+from schedlang.ir.primitive import Facet
+from schedlang.language import lift, printer
 from schedlang.language import nodes as n
-from schedlang.language import printer
 from schedlang.language.syntax import parse
-from schedlang.passes.autoshard.propose import pads_of
-from schedlang.passes.complete.proposal import Row, call, mesh_text, rows_text
+from schedlang.passes.autoshard.propose import FORWARD, pads_of
+from schedlang.passes.complete.proposal import Row, call, file_of, precision, statements, step
 from schedlang.passes.complete.tensor_rows import Finder
 from schedlang.passes.planner.operators.asked import ENTERED, SUM, WHOLE, Asked, Option
 from schedlang.passes.planner.operators.given import Given
@@ -31,10 +31,11 @@ from schedlang.passes.planner.operators.solve import Solution, solve
 from schedlang.passes.planner.operators.unity import Price, searched, substitutions
 
 if TYPE_CHECKING:
+    from schedlang.diagnostics.source import Source
     from schedlang.passes.complete.proposal import Trial
     from schedlang.passes.planner.operators.graph import Edge, Graph
 
-PROOF = "verify(forward, backward)"
+PROOF = call("verify", "train", steps=2)
 TRIES = 8  # options that are banned before it is given up
 
 
@@ -54,6 +55,11 @@ class Chosen:
     rows: tuple[Row, ...]
     refused: tuple[str, ...] = ()
     above: tuple[Row, ...] = ()
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether the axis splits the batch."""
+        return self.placed.asked.mode == "rows"
 
     @property
     def seconds(self) -> float:
@@ -233,11 +239,11 @@ def _tried(
         mine = replace(found.solution, choice=found.joint.alone(found.solution.choice, k))
         own = given.beside(axis)
         stand = {name for row in own for name in row.names}
-        zero = any(row.verb == "zero" for row in own)
+        zero = any(row.changes(Facet.STATE) for row in own)
         rows = [
             (at, row)
             for at, row in _rows(part, mine, axis)
-            if not stand & {*row.names} and not (zero and row.verb == "zero")
+            if not stand & {*row.names} and not (zero and row.changes(Facet.STATE))
         ]
         beside = {other: sizes[other] for other in (*made, axis)}
         finder = Finder(trial.on(beside), axis, sizes[axis], [*above, *own], [])
@@ -352,63 +358,61 @@ def _dim(graph: Graph, at: int, dim: int) -> S:
     return S("seq") if token and dim == 1 else S(dim)
 
 
-def _lines(one: Chosen, trial: Trial) -> list[str]:
+def _statements(one: Chosen, trial: Trial) -> tuple[n.Stmt, ...]:
     """The rows of an axis: those at modules, then those of the whole model."""
     named = [row for row in one.rows if row.names]
-    whole = [str(row) for row in one.rows if not row.names]
-    return [*filter(None, [rows_text(named, trial.all)]), *whole]
+    return *statements(named, trial.all), *(row.at() for row in one.rows if not row.names)
 
 
-def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = "") -> str:
+def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = "") -> list[n.Step]:
     """The rows of every axis, in a step of its own; those of rows are the last, and proven.
 
     What these give up is a word of `relax`.
     """
-    steps: list[list[str]] = []
+    steps: list[n.Step] = []
     if found[0].above:
-        steps.append(['step "operators" {', rows_text(found[0].above, trial.all), PROOF])
+        steps.append(step("operators", statements(found[0].above, trial.all), FORWARD))
     if dtype:
-        cast = str(Row((), call("cast", dtype, params=True)))
-        steps.append(['step "precision" relax(dtype) {', cast, PROOF])
-    for one in sorted(found, key=lambda one: one.placed.asked.mode == "rows"):
-        if one.rows:
-            word = f" relax({relax})" if relax and one.placed.asked.mode == "rows" else ""
-            steps.append([f'step "over {one.axis}"{word} {{', *_lines(one, trial)])
-    if not any(one.rows for one in found):
-        steps.append(['step "whole" {'])
-    steps[-1].append("verify(train, steps=2)")
-    return "\n".join("\n".join([*lines, "}\n"]) for lines in steps)
+        steps.append(precision(dtype, FORWARD))
+    axes = sorted((one for one in found if one.rows), key=lambda one: one.splits_rows)
+    named = [
+        (f"over {one.axis}", _statements(one, trial), relax * one.splits_rows) for one in axes
+    ] or [("whole", (), "")]
+    for name, rows, gives in named:
+        proof = PROOF if name == named[-1][0] else None
+        steps.append(step(name, rows, proof, gives))
+    return steps
 
 
-def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> str:
-    """The text of a schedule with more rows: all steps prove them, for they begin the first one.
+def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> n.File:
+    """A schedule with more rows: all steps prove them, for they begin the first one.
 
     Rows that split the batch are a step of their own, the last.
     """
-    whole = Source(source.name, printer.fmt(source))
-    steps = [one for one in parse(whole).items if isinstance(one, n.Step)]
-    split = [one for one in found if one.placed.asked.mode == "rows" and one.rows]
-    first = [line for one in found if one not in split for line in _lines(one, trial)]
-    if not steps:
-        return printer.fmt(Source(source.name, f"{whole.text}\n{_steps(found, trial)}"))
-    lines = whole.text.splitlines()
-    at = steps[0].span.line
-    last = [_steps(split, trial)] if split else []
-    return printer.fmt(Source(source.name, "\n".join([*lines[:at], *first, *lines[at:], *last])))
+    file = printer.standing(parse(source), source.name)
+    begun = next((one for one in file.items if isinstance(one, n.Step)), None)
+    if begun is None:
+        items = (*file.items, *_steps(found, trial))
+    else:
+        split = [one for one in found if one.splits_rows and one.rows]
+        first = [row for one in found if one not in split for row in _statements(one, trial)]
+        body = (*first, *begun.block.body)
+        more = replace(begun, block=replace(begun.block, body=body))
+        last = _steps(split, trial) if split else ()
+        items = (*(more if one is begun else one for one in file.items), *last)
+    return printer.standing(replace(file, items=items), source.name)
 
 
-def text(
+def alone(
     name: str,
     mesh: Mapping[str, int],
     found: Sequence[Chosen],
     trial: Trial,
     dtype: str = "",
     relax: str = "",
-) -> str:
-    """The text of a schedule of these rows alone, which computes in a dtype.
+) -> n.File:
+    """A schedule of these rows alone, which computes in a dtype.
 
     A step that splits rows gives up what `relax` says.
     """
-    steps = _steps(found, trial, dtype, relax)
-    made = f"schedule 1 for {name}\n\n{mesh_text(mesh)}\n\n{steps}"
-    return printer.fmt(Source("planned", made))
+    return file_of("layouts.sched", name, lift.mesh(mesh), _steps(found, trial, dtype, relax))

@@ -187,7 +187,7 @@ class Offload(Policy):
         return output
 
     def _stays(self, tensor: Tensor, own: Addresses) -> bool:
-        if not plain(tensor) or (tensor.is_meta and _watching is None):
+        if not plain(tensor) or (tensor.is_meta and self.store.ledger is None):
             return True
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.store.smallest or place(tensor) == 0:
