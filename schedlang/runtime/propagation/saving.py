@@ -87,7 +87,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.own = set(places(module))
         self.made: list[Tensor] = []  # kept: nothing else may come to lie in their places
 
