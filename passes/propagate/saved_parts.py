@@ -110,7 +110,7 @@ def counted(before: Iterable[Turn], site: str, split: bool) -> Turn:
 
 
 def _like(shape: Sequence[int]) -> _Like:
-    """What tells tensors of one module apart: a mask of one head may be as wide as its queries."""
+    """Tell tensors of one module apart: a mask of one head may be as wide as its queries."""
     return shape[-1], tuple(size == 1 for size in shape[1:-1])
 
 

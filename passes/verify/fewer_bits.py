@@ -233,7 +233,7 @@ class _Saved:
 
     @property
     def weights(self) -> SavedParts | None:
-        """How ranks that split weights split what is saved."""
+        """The split of what is saved over ranks that split weights, if there are such."""
         parts = self.parts.weights if isinstance(self.parts, WeightsAndTokens) else self.parts
         return parts if isinstance(parts, SavedParts) else None
 
