@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from schedlang.ir.annotations import Boundary
-from schedlang.ir.placement import Layout, R, Replicate, S
+from schedlang.ir.placement import Layout, R, Replicate, S, sizes_of
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet, Primitive, refuse
 from schedlang.language.kinds import Axes
@@ -146,9 +146,7 @@ class grid(Primitive):  # noqa: N801
 
     def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
         """The sizes of what lies side by side in the outer dim."""
-        if isinstance(self.blocks, int):
-            return (self._outer(site, plan) // self.blocks,) * self.blocks
-        return tuple(self.blocks)
+        return sizes_of(self.blocks, self._outer(site, plan))
 
     def _layouts(self, site: Site, plan: Plan) -> dict[str, Layout]:
         """Each parameter of the site as this row lays it out."""

@@ -21,6 +21,7 @@ from schedlang.ir.placement import (
     blocks_of,
     remedies,
     remedy,
+    sizes_of,
     some,
 )
 from schedlang.ir.plan import Plan
@@ -204,9 +205,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             yield name, fact, names.index(dim) if isinstance(dim, str) else dim % len(fact.shape)
 
     def _cut(self, size: int) -> Cut:
-        blocks = self.blocks
-        sizes = (size // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
-        return Cut(sizes, self.heads, self.uneven)
+        return Cut(sizes_of(self.blocks, size), self.heads, self.uneven)
 
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
         """The placements that the module wants and hands on."""

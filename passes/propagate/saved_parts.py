@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.propagate import Traced
     from schedlang.remat import Again
     from schedlang.runtime.context_parallel.token_layout import Layout
-    from schedlang.runtime.propagation.saving import Saved, Turn
+    from schedlang.runtime.propagation.saving import Saved
+    from schedlang.runtime.propagation.saving import Turn as Placed
 
 
 class Saving(NamedTuple):
@@ -35,30 +36,31 @@ class Saving(NamedTuple):
 
 
 _Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
-_At = tuple[str, str, int]  # coded module, the innermost module that saves, turn there
+_Like = tuple[int, tuple[bool, ...]]  # size of the last dim, and which of those amid are one
+Turn = tuple[str, bool, int]  # who saves, whether ranks split it, which of those that are alike
 
 
 @dataclass(frozen=True)
 class SavedParts:
     """The split of what coded modules save, over the ranks along the axis that splits weights.
 
-    splits  place -> for each size of the last dim of the whole, the dim that is split, or None
+    splits  place -> for whole tensors that look alike, the dim that is split, or None
     blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
             rank has a part each
-    same    turn -> the turn of the same call whose tensor it is on a rank (None: of none), where
-            that is another than in the model
+    same    (coded module, turn) -> the turn of the same call whose tensor it is on a rank (None:
+            of none), where that is another than in the model
     """
 
     ranks: int
-    splits: Mapping[_Place, Mapping[int, int | None]]
+    splits: Mapping[_Place, Mapping[_Like, int | None]]
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    same: Mapping[_At, Turn | None] = field(default_factory=dict)
+    same: Mapping[tuple[str, Turn], Turn | None] = field(default_factory=dict)
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """A whole tensor with each rank's part of it changed."""
         import torch
 
-        dim = self._dim(at.fqn, at.site, tensor)
+        dim = self.dim(at.fqn, at.site, tensor)
         if dim is None:
             return change(tensor)
         sizes = self.blocks.get(at.site, ())
@@ -85,17 +87,31 @@ class SavedParts:
         ]
         return torch.cat([torch.cat(parts, dim) for parts in zip(*made)], dim)
 
-    def _dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
+    def dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
+        """Return the dim of a whole tensor along which ranks split it; None: none."""
         for name in _upwards(site):  # a module whose inside is not followed stands for it
             known = self.splits.get((fqn, name, tensor.dim()))
             if known is not None:
                 dims = set(known.values())
-                return dims.pop() if len(dims) == 1 else known.get(tensor.shape[-1])
+                return dims.pop() if len(dims) == 1 else known.get(_like(tensor.shape))
         return None
 
     def _runs(self, size: int, samples: int) -> int:
         fits = size % samples == 0 and size // samples % self.ranks == 0
         return samples if fits else 1
+
+
+def counted(before: Iterable[Turn], site: str, split: bool) -> Turn:
+    """Return the turn of what a module saves next in a call.
+
+    Masks are not split: so they count apart, as a batch without padding has none.
+    """
+    return site, split, 1 + sum(turn[:2] == (site, split) for turn in before)
+
+
+def _like(shape: Sequence[int]) -> _Like:
+    """Tell tensors of one module apart: a mask of one head may be as wide as its queries."""
+    return shape[-1], tuple(size == 1 for size in shape[1:-1])
 
 
 def _upwards(site: str) -> Iterator[str]:
@@ -167,19 +183,22 @@ def saved_parts(
     if not whole or len(axes) != 1:  # of several axes it is said elsewhere
         return None
     ranks = plan.mesh.size(axes[0])
-    splits: dict[_Place, dict[int, int | None]] = {}
-    same: dict[_At, Turn | None] = {}
+    splits: dict[_Place, dict[_Like, int | None]] = {}
+    same: dict[tuple[str, Turn], Turn | None] = {}
     for fqn, saved in whole.items():
         mine = local[fqn]
         if len(saved) != len(mine):
             what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
             raise refusal(plan, fqn, axes[0], what)
+        turns: dict[Placed, Turn] = {}  # of the rank's tensors
         for one, part in zip(saved, mine):
             dim = _split(one, part, ranks)
+            turn = counted(turns.values(), one.site, dim is not None)
+            turns[part.site, part.turn] = turn
             if one.same != part.same:
-                same[fqn, one.site, one.turn] = part.same
+                same[fqn, turn] = turns.get(part.same) if part.same else None
             known = splits.setdefault((fqn, one.site, len(one.shape)), {})
-            if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
+            if isinstance(dim, str) or known.setdefault(_like(one.shape), dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
                 raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
     return SavedParts(ranks, splits, _blocks(plan, axes[0]), same)

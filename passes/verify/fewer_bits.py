@@ -20,14 +20,23 @@ from schedlang.ir.plan import Plan
 from schedlang.ir.pytree import tree_leaves
 from schedlang.passes.analyze.fewer_bits import numbers
 from schedlang.passes.analyze.prepare import Prepared
-from schedlang.passes.propagate.saved_parts import Parts, Saving, experts_of, recomputed, summed
+from schedlang.passes.propagate.saved_parts import (
+    Parts,
+    SavedParts,
+    Saving,
+    Turn,
+    WeightsAndTokens,
+    counted,
+    experts_of,
+    recomputed,
+    summed,
+)
 from schedlang.remat import Again
 from schedlang.runtime.activation_memory.quantized import Found, margin
 from schedlang.runtime.activation_memory.second_run import Results, through
 from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.inside import modules_in
 from schedlang.runtime.pipeline.arguments import put, take
-from schedlang.runtime.propagation.saving import Turn
 from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
@@ -206,7 +215,7 @@ class _Saved:
     numbers: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
-    turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
+    turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far
     made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
     seen: _Values = field(default_factory=lambda: _Values(_alike))
 
@@ -217,25 +226,28 @@ class _Saved:
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
         self.place, self.numbers, self.rows = place, 0, []
-        self.turns, self.made = {}, {}
+        self.turns, self.made = [], {}
         self.seen = _Values(_alike)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
-    def count(self) -> None:
+    @property
+    def weights(self) -> SavedParts | None:
+        """The split of what is saved over ranks that split weights, if there are such."""
+        parts = self.parts.weights if isinstance(self.parts, WeightsAndTokens) else self.parts
+        return parts if isinstance(parts, SavedParts) else None
+
+    def count(self, tensor: Tensor) -> None:
         """One tensor more: of this call, and of those of the module that saves it."""
         self.numbers += 1
-        self.turns[site()] = self.turns.get(site(), 0) + 1
-
-    @property
-    def at(self) -> Turn:
-        """The place in the call of the tensor that is saved now."""
-        return site(), self.turns.get(site(), 0)
+        parts, here = self.weights, site()
+        split = parts is not None and parts.dim(self.row.fqn, here, tensor) is not None
+        self.turns.append(counted(self.turns, here, split))
 
     def elsewhere(self) -> tuple[bool, Turn | None]:
         """Return whether ranks take other tensors for one than the model, and for which this."""
-        same: Mapping[Any, Turn | None] = getattr(self.parts, "same", {})
-        key = self.row.fqn, *self.at
+        same: Mapping[Any, Turn | None] = self.weights.same if self.weights is not None else {}
+        key = self.row.fqn, self.turns[-1]
         return key in same, same.get(key)
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -247,13 +259,14 @@ class _Saved:
         rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
         if self.parts is None:
             return rounded(tensor)
-        at = Saving(self.row.fqn, *self.at, len(self.place[1]))
+        here = sum(turn[0] == site() for turn in self.turns)
+        at = Saving(self.row.fqn, site(), here, len(self.place[1]))
         return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
         """Round a part as its rank does; one that it has saved before as it did then."""
         apart, first = self.elsewhere()
-        made = self.made.setdefault(self.at, [])
+        made = self.made.setdefault(self.turns[-1], [])
         theirs = self.made.get(first, [])[len(made) : len(made) + 1] if first else []
         before = None if apart else self.seen.of(part)
         if theirs and theirs[0] is not None and theirs[0].numel() == part.numel():
@@ -310,7 +323,7 @@ def _saving(saved: _Saved) -> Iterator[None]:
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
             return tensor
-        saved.count()
+        saved.count(tensor)
         apart, _ = saved.elsewhere()
         if not apart and (before := seen.of(tensor)) is not None:
             return before.reshape(tensor.shape)

@@ -305,6 +305,16 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
     return found
 
 
+def sizes_of(blocks: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """Sizes of the blocks that lie side by side in a dim: as given, or of a number of equal ones.
+
+    Of more than there are elements one too many stands for all: these do not add up either.
+    """
+    if isinstance(blocks, int):
+        return (size // blocks,) * min(blocks, size + 1)
+    return tuple(blocks)
+
+
 def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
     """Return helps that say which `blocks` are legal for a dim of this size."""
     if isinstance(blocks, int):

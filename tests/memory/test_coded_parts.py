@@ -52,6 +52,13 @@ def test_ranks_round_their_parts(
     assert report.equivalence == "relaxed (lossy)"
 
 
+def test_masks_and_heads_are_told_apart(threads: Threads) -> None:
+    """A mask of one head, as wide as queries, is whole where these are split; the second batch has
+    none, and what a rank of one head takes for its results is the same tensor in both."""
+    plan = planned(models.gpt2(2), GPT2 + ROW.format("int4"), "tp=2", "lossy")
+    proven(threads, plan, [models.tokens(rows=4), models.tokens(rows=5, mask=False)])
+
+
 # -- cast ----------------------------------------------------------------------------------------
 
 

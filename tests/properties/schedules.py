@@ -75,7 +75,7 @@ def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found = []
     late = [f"late {_at(place)}" for place in range(len(config.blocks))]
     for place, wait in enumerate(late):  # no gradient of its weights waits
-        if config.frozen != _at(place):
+        if config.frozen != ("blocks.0" if config.use == "same" else _at(place)):
             for names in ("", '"*bias", "norm.*"'):
                 row = f"{_at(place)}  freeze({names if config.blocks[place].kind == 'mlp' else ''})"
                 found += [step("freeze", [row], ["freeze", wait])]

@@ -330,6 +330,7 @@ MESH = "r=2, c=2, x=1, y=1"
             "`r` and `c` may each be 2 or 3 or 4 or 6 or 12",
         ),
         ("up  grid(summa, blocks=[5, 4], over=(r, c))", MESH, "[S406]"),
+        (f"up  grid(summa, blocks={10**15}, over=(r, c))", MESH, "[S406]"),
         ("up  grid(summa, output=S(seq), over=(r, c))", MESH, "[S307]"),
         ("grid(summa, over=(r, c))", MESH, "[S401]"),
         ("up  shard(col, over=c)\nup  grid(summa, over=(r, c))", MESH, "[S504]"),

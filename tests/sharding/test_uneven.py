@@ -105,6 +105,11 @@ def test_heads_that_do_not_fit_name_both_remedies() -> None:
             "tp=2",
             "cannot split 1 heads evenly 2 ways",
         ),
+        (
+            f"mlp.up_proj shard(col, blocks={10**15}, over=tp)",
+            "tp=2",
+            "blocks [0, 0, 0,",
+        ),
     ],
 )
 def test_what_is_refused(row: str, mesh: str, said: str) -> None:

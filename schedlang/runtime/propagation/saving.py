@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.runtime.storage.saved import (
     elements,
     given_whole,
     is_candidate,
+    place,
     places,
     policies,
     slot,
@@ -48,7 +50,8 @@ SavedBy = dict[str, list[Saved]]  # by module, in order
 def watch_saved(model: nn.Module, modules: Iterable[str], stack: Stack) -> SavedBy:
     """Wrap the forwards of some modules of a throwaway copy, so that what they save is noted.
 
-    Only what may be coded counts: floats that are neither weights nor given without a gradient.
+    Only what may be coded counts: floats that are neither weights, nor casts of these, nor given
+    without a gradient.
     """
     found: SavedBy = {}
     for fqn in modules:
@@ -62,19 +65,40 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            whole = given_whole((args, kwargs)) | set(places(module))
+            casts, given = _Casts(module), given_whole((args, kwargs))
         call = _Call(found)
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if not policies.uncoded and is_candidate(tensor, whole):
+                if not policies.uncoded and is_candidate(tensor, given | casts.own):
                     call.note(stack.frames[-1][0], tensor)
             return tensor
 
-        with within(code=pack), slot(pack):
+        with within(code=pack), slot(pack), casts:
             return inner(*args, **kwargs)
 
     return forward
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The places of a module's own tensors, and of what they are cast to while it runs.
+
+    Programs know a cast by its values, which are not there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own = set(places(module))
+        self.made: list[Tensor] = []  # kept: nothing else may come to lie in their places
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and place(args[0]) in self.own:
+            self.own.add(place(made))
+            self.made.append(made)
+        return made
 
 
 class _Call:
