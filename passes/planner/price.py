@@ -553,9 +553,11 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     whole = until[:, -1]  # of one microbatch
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + back, -np.inf)
-    rests = (made @ waiting) * (again.sum(1) == 0)  # what is computed again is so for both at once
+    halved = again.sum(1) == 0  # what is computed again is so for both halves at once
+    rests = (made @ waiting) * halved
     mine = grown.sum(1)
-    halves, slices = tuple(apart(setting).tolist()), setting.placement.slices
+    halves = tuple((halved & (not _gathered(setting))).tolist())
+    slices = setting.placement.slices
     flying, waits, there = in_flight(*sizes, whole, rests, slices, halves, mine)
     alone = (made @ (coming > 0) < 2) / 2  # no next one's
     most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
