@@ -6,6 +6,7 @@ What a stage writes, another one does not see; code between units runs in severa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from schedlang.runtime.kept_inside import Kept, as_before
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline.stage import Stage, Stub
-from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.scope import Placed, Scope, entered, named_sites
 from schedlang.runtime.tracing.graph import Token
 from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.units import Switch
@@ -44,7 +45,7 @@ def check_across_stages(case: Case) -> None:
         module = _training(twin(case))
         before = {name: b.detach().clone() for name, b in _state(module).items()}
         kept = Kept(module)
-        whole = _losses(loss, part, lambda: called(module, part))
+        whole = _losses(loss, part, partial(_whole, module, part))
         now = _state(module)
         left = [name for name, value in before.items() if not near(now[name], value, 0.0)]
         left = left or [*kept.changed()]
@@ -66,9 +67,23 @@ def _state(module: nn.Module) -> Mapping[str, Tensor]:
 
 def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
     """The losses of some forwards in turn, of which the loss itself keeps nothing."""
-    with as_before(loss), entered(Scope(0, 0, tuple(range(rows(part))))):
-        made = [loss_of(output(), part, loss) for _ in range(TIMES)]
+    with as_before(loss):
+        made = []
+        for _ in range(TIMES):
+            found = output()
+            with _entered(part):
+                made.append(loss_of(found, part, loss))
     return [torch.as_tensor(value).detach() for value in made]
+
+
+def _entered(part: Mapping[str, Any]) -> Placed:
+    """One operation of a step; where a stage has ended a forward, draws would be counted on."""
+    return entered(Scope(0, 0, tuple(range(rows(part)))))
+
+
+def _whole(module: nn.Module, part: Mapping[str, Any]) -> Any:
+    with _entered(part):
+        return called(module, part)
 
 
 def _pipeline(
@@ -90,7 +105,8 @@ def _pipeline(
         for stage in stages:
             wanted = (token for tokens in stage.incoming.values() for token in tokens)
             given = {t: made[t].clone() if stage.mutated(t) else made[t] for t in wanted}
-            found = stage.forward(part, given, train=False)
+            with _entered(part):
+                found = stage.forward(part, given, train=False)
             made.update(found.made)
             output = found.output
         return output

@@ -158,6 +158,17 @@ class Counting(Layered):
         return {"loss": self.logits(x).square().mean()}
 
 
+class Dropping(Counting):
+    """Counts its calls, and drops what comes out of its blocks."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Through all of it, and through dropouts of its own."""
+        for block in self.blocks:
+            x = x + F.dropout(torch.tanh(block(x)), 0.5, self.training)
+        found: Tensor = self.head(x)
+        return found
+
+
 class Normed(Layered):
     """Normalises by the rows of the batch."""
 
@@ -407,6 +418,7 @@ WALKS = {
     "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
     "calls counted, dp": Walk(Counting, _points, DP),
     "calls counted, one microbatch in stages": Walk(Counting, _points, ONE),
+    "calls counted beside dropout, in stages": Walk(Dropping, _points, ONE),
     "an echo, one microbatch in stages": Walk(
         partial(Echoing, False), _points, ONE, "S708", late=True
     ),
