@@ -265,10 +265,11 @@ def _step(
     )
 
 
-def apart(setting: Setting) -> NDArray[np.bool_]:
+def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
     """Stages whose backward is run in halves, where an order has halves: not those whose weights
-    are slices that are gathered, nor where units are computed again."""
-    again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
+    are slices that are gathered, nor where units are computed `again`, by default as it is set."""
+    if again is None:
+        again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
     found: NDArray[np.bool_] = (again == 0) & (not _gathered(setting))
     return found
 
@@ -553,10 +554,10 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     whole = until[:, -1]  # of one microbatch
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + back, -np.inf)
-    halved = again.sum(1) == 0  # what is computed again is so for both halves at once
-    rests = (made @ waiting) * halved
+    often = again.sum(1)
+    rests = (made @ waiting) * (often == 0)  # what is computed again is so for both at once
     mine = grown.sum(1)
-    halves = tuple((halved & (not _gathered(setting))).tolist())
+    halves = tuple(apart(setting, often).tolist())
     slices = setting.placement.slices
     flying, waits, there = in_flight(*sizes, whole, rests, slices, halves, mine)
     alone = (made @ (coming > 0) < 2) / 2  # no next one's

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from schedlang.remat import Again
     from schedlang.runtime.context_parallel.token_layout import Layout
     from schedlang.runtime.propagation.saving import Saved
-    from schedlang.runtime.propagation.saving import Turn as Placed
 
 
 class Saving(NamedTuple):
@@ -190,13 +189,13 @@ def saved_parts(
         if len(saved) != len(mine):
             what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
             raise refusal(plan, fqn, axes[0], what)
-        turns: dict[Placed, Turn] = {}  # of the rank's tensors
+        turns: dict[tuple[str, int] | None, Turn] = {}  # by who saves on a rank, and which there
         for one, part in zip(saved, mine):
             dim = _split(one, part, ranks)
             turn = counted(turns.values(), one.site, dim is not None)
             turns[part.site, part.turn] = turn
             if one.same != part.same:
-                same[fqn, turn] = turns.get(part.same) if part.same else None
+                same[fqn, turn] = turns.get(part.same)
             known = splits.setdefault((fqn, one.site, len(one.shape)), {})
             if isinstance(dim, str) or known.setdefault(_like(one.shape), dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
