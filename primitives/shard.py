@@ -158,7 +158,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         for _, fact, dim in self._splits(site):
             layout = plan.layout(fact.name)
             if axis not in layout.axes:  # a tied name may have split it already
-                cut = self._cut(layout.shape[dim])
+                sizes = sizes_of(self.blocks, layout.shape[dim])
+                cut = Cut(sizes, self.heads, self.uneven)
                 uneven = cut.uneven(plan.mesh.size(axis)) if layout.padded == layout.shape else None
                 split = layout.split(axis, dim, cut.blocks, uneven or EVEN)
                 plan = plan.with_layout(fact.name, split)
@@ -203,9 +204,6 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             if not there:
                 refuse("S307", f"`{site}.{name}` has no dim {said}", helps=(legal,))
             yield name, fact, names.index(dim) if isinstance(dim, str) else dim % len(fact.shape)
-
-    def _cut(self, size: int) -> Cut:
-        return Cut(sizes_of(self.blocks, size), self.heads, self.uneven)
 
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
         """The placements that the module wants and hands on."""
@@ -313,7 +311,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int
     ) -> None:
         layout, ranks = plan.layout(fact.name), plan.mesh.size(self.over)
-        size, cut = layout.shape[dim], self._cut(layout.shape[dim])
+        size = layout.shape[dim]
+        cut = Cut(sizes_of(self.blocks, size), self.heads, self.uneven)
         if sum(cut.blocks) != size:
             refuse(
                 "S406",
