@@ -3,15 +3,16 @@
 * Planners that search: limits of the search, or a walk over all that it would look at.
 * All of them.
 * A setting's stages cut as one of them would.
-* What each of them says to one job, by our price; one of them, asked.
+* One of them, asked.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.diagnostics.tables import seconds, size
@@ -39,8 +40,7 @@ from schedlang.passes.planner.space import Job, divisors, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.unlike import judged, laid, ordered, orders
-from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
-from schedlang.passes.planner.walk import walk
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -152,6 +152,51 @@ SEARCHED = {
         steps=400,
     ),
 }
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True)
+class Walked(Generic[Plan]):
+    """The best plan of a walk, and its cost."""
+
+    plan: Plan
+    cost: float
+
+
+def walk(
+    start: Plan,
+    propose: Callable[[Plan, random.Random], Plan],
+    cost: Callable[[Plan], float],
+    steps: int,
+    heat: float = 0.05,
+    seed: int = 0,
+) -> Walked[Plan]:
+    """The best plan that a walk of Metropolis and Hastings meets.
+
+    propose  a neighbour; as likely to come from one of two plans to the other as back
+    cost     seconds; infinite for a plan that does not fit
+    heat     share of the cost by which a worse plan is taken once in e times
+    FlexFlow (Jia et al., MLSys 2019) walks so over strategies of operators.
+    """
+    chance = random.Random(seed)
+    here, now = start, cost(start)
+    best, least = here, now
+    for _ in range(steps):
+        there = propose(here, chance)
+        then = cost(there)
+        if _accepted(now, then, heat, chance):
+            here, now = there, then
+            if now < least:
+                best, least = here, now
+    return Walked(best, least)
+
+
+def _accepted(now: float, then: float, heat: float, chance: random.Random) -> bool:
+    if then <= now:
+        return True
+    return chance.random() < math.exp((now - then) / (heat * now))
+
 
 # -- all of them -----------------------------------------------------------------------------------
 
@@ -319,42 +364,6 @@ def case_of(profiles: Profiles, job: Job) -> Case:
         cluster.network >= cluster.link,
         times,
     )
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Setting that a planner says to a job, and what that costs by our price."""
-
-    name: str
-    setting: Setting
-    priced: Priced
-
-
-def advised(
-    profiles: Profiles, job: Job, base: Setting, names: Iterable[str] = tuple(PLANNERS)
-) -> Iterator[Advice]:
-    """Settings that planners say to a job; of those alone that say one which the model can have.
-
-    Planners that cut stages cut those of `base`, which another one has found.  A rule may say what
-    does not fit: its price tells the bytes.
-    """
-    for name in names:
-        setting = _said(name, PLANNERS[name], profiles, job, base)
-        chain = setting and profiles(setting.placement)
-        if setting is not None and isinstance(chain, Chain):
-            yield Advice(name, setting, price(chain, setting, job.cluster, job.recipe))
-
-
-def _said(
-    name: str, planner: Planner, profiles: Profiles, job: Job, base: Setting
-) -> Setting | None:
-    if not isinstance(planner, Staged):
-        said = (_searched if isinstance(planner, Searched) else _ruled)(name, profiles, job, ANY)
-        return said and said[0]
-    chain = profiles(base.placement)
-    if base.chunks > 1 or not isinstance(chain, Chain):
-        return None
-    return cut_as(name, chain, base, job.cluster, job.recipe)
 
 
 # -- one planner, asked ----------------------------------------------------------------------------

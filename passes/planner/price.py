@@ -40,15 +40,9 @@ COMPUTING, HOST = "computing", "host"
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and what computing it again takes besides."""
     ahead, back, _, fore, hind = (
-        sum(one.values()) for one in _of_unit(unit, axes_of(setting), cluster)
+        sum(one.values()) for one in unit_causes(unit, axes_of(setting), cluster)
     )
     return ahead, back, fore + hind
-
-
-def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
-    """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
-    ahead, back, half, *_ = _of_unit(unit, axes_of(setting), cluster)
-    return ahead, back, half
 
 
 def axes_of(setting: Setting) -> Where:
@@ -60,7 +54,7 @@ def axes_of(setting: Setting) -> Where:
 
 
 @lru_cache(4096)
-def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
+def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
     """Seconds of a unit's forward, of its backward, of its backward's gradients of weights, and
     what its forward and its backward take besides where it is computed again.
 
@@ -300,7 +294,7 @@ def by_run(
 ) -> tuple[tuple[str, ...], tuple[Array, ...]]:
     """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights,
     and what forward and backward take besides where it is computed again."""
-    each = [_of_unit(run.unit, where, cluster) for run in chain.runs]
+    each = [unit_causes(run.unit, where, cluster) for run in chain.runs]
     names = tuple(sorted({cause for five in each for one in five for cause in one}))
     tables = [[[one.get(name, 0.0) for name in names] for one in five] for five in each]
     found = np.array(tables).reshape(len(each), 5, len(names)).transpose(1, 0, 2)
