@@ -20,7 +20,7 @@ from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.calls import At, Run, Seen
 from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
-from schedlang.runtime.isolated import Frame
+from schedlang.runtime.isolated import Frame, in_words
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
@@ -269,13 +269,13 @@ class Followed:
             elif said := self._output(at, found, anchors):
                 because = _apart(words)
                 return Found(
-                    _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
+                    in_words(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
                 )
             for part in found:
                 if (some := _words(part, self.right.of(at).shape)) and frame[0]:
-                    words.setdefault(part.rank, {})[_named(frame)] = some
+                    words.setdefault(part.rank, {})[in_words(frame)] = some
             if found:
-                before, anchors = _named(frame), (*found, *anchors)
+                before, anchors = in_words(frame), (*found, *anchors)
         return self._backward()
 
     def right_after(self, at: At) -> Iterator[At]:
@@ -377,22 +377,22 @@ class Followed:
             pairs = self.factored(at, factors)
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
-                return Found(_named(frame), what, none, before, (*pending,))
+                return Found(in_words(frame), what, none, before, (*pending,))
             wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
             if wrong and self._pending(at, wrong, factors):
-                pending[_named(frame)] = None
+                pending[in_words(frame)] = None
             elif wrong:
                 got = [part for part, _ in pairs]
                 found = self._of_calls(at, pairs)
                 found = found or self._of_ranks(at, True, wrong, got, factors)
                 if not before:
-                    text = f"the gradient that it sends back to `{_named(frame)}` is not right: "
+                    text = f"the gradient that it sends back to `{in_words(frame)}` is not right: "
                     found = replace(found, text=text + found.text)
                 own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
-                name = _named(frame) if before else OF_LOSS
+                name = in_words(frame) if before else OF_LOSS
                 return Found(name, what, found, before, (*pending,), at, own)
             else:
-                before = _named(frame)
+                before = in_words(frame)
         return None
 
     def _right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
@@ -534,8 +534,3 @@ def _same_place(a: Part, b: Part) -> bool:
 
 def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(ranks)))
-
-
-def _named(frame: Frame) -> str:
-    name, turn = frame
-    return (name or "the model") + (f" (call {turn + 1})" if turn else "")

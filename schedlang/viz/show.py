@@ -232,16 +232,12 @@ def _said(plan: Plan, action: Action, site: str) -> str:
             return _type(plan, changed[0].name, padding=shapes)
         edges = plan.boundaries.get(site, ())
         if edges:
-            return ", ".join(f"{_edge(e.input)} -> {_edge(e.output)} over {e.axis}" for e in edges)
+            return ", ".join(f"{e.show()} over {e.axis}" for e in edges)
     return arguments_text(action.primitive)
 
 
 def _whole(fact: ParameterFact) -> Layout:
     return Layout.whole(fact.shape)
-
-
-def _edge(placement: Any) -> str:
-    return "as it comes" if placement is None else str(placement)
 
 
 def _type(plan: Plan, name: str, padding: bool = False) -> str:
