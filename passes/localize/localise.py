@@ -237,10 +237,10 @@ def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], 
     found: dict[Frame, int] = {}
     outside, now = set(), 0
     for frame in order:
-        inside = next((s for u, s in units.items() if inside(frame[0], u)), None)
-        now = now if inside is None else inside
+        within = next((s for u, s in units.items() if inside(frame[0], u)), None)
+        now = now if within is None else within
         found[frame] = now
-        if inside is None:
+        if within is None:
             outside.add(frame)
     for name in {name for name, turn in found if turn}:  # turns are not counted across stages
         frames = [frame for frame in found if frame[0] == name]

@@ -21,7 +21,6 @@ from schedlang.passes.partition.programme import PEAK, SLOWEST, Way
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.lying import stride
 from schedlang.passes.planner.menus import (
     Devices,
     Layer,
@@ -252,7 +251,7 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
     return Devices(
         setting.pp,
         max(rooms),
-        max(1, min(one.node for one in every) // stride(setting, "pp")),
+        max(1, min(one.node for one in every) // setting.stride("pp")),
         min(one.link for one in every),
         min(one.network for one in every),
         speeds=tuple(speeds),
@@ -313,7 +312,7 @@ def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
     """Replicas of a stage as a setting has them, whose gradients meet in this cluster."""
 
     def over(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
-        took = collective(cluster, "all_reduce", weights, setting.dp, stride(setting, "dp"))
+        took = collective(cluster, "all_reduce", weights, setting.dp, setting.stride("dp"))
         ring = 2 * (setting.dp - 1) / setting.dp * weights
         return replicas(way, weights, setting.dp, ring / took, micro) if took else way
 

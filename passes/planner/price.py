@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.even import even
-from schedlang.passes.planner.lying import replicas_apart, stride
 from schedlang.passes.planner.span import FLYING, Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
@@ -49,8 +48,19 @@ def axes_of(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
-    found = tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
+    found = tuple((axis, size, setting.stride(axis)) for axis, size in sizes.items())
     return (*found, (HOST, 1, 0)) if at.parked else found
+
+
+def replicas_apart(setting: Setting, cluster: Cluster) -> int:
+    """Ranks from one replica to the next; along two axes as if they were one, of whose ranks as
+    many share a node."""
+    sizes = {"dp": setting.dp, "cp": setting.placement.cp}
+    lie = [(setting.stride(axis), size) for axis, size in sizes.items() if size > 1]
+    if len(lie) < 2 or isinstance(cluster, Nodes):
+        return max(lie, default=(1, 1))[0]
+    shared = math.prod(min(size, max(1, cluster.node // far)) for far, size in lie)
+    return max(1, cluster.node // shared)
 
 
 @lru_cache(4096)
@@ -312,7 +322,7 @@ def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str
     if setting.pp < 2:
         return ()
     size = max(run.unit.handed for run in chain.runs)
-    return _sending(cluster, "pp", "send", size, setting.pp, stride(setting, "pp"))
+    return _sending(cluster, "pp", "send", size, setting.pp, setting.stride("pp"))
 
 
 def _total(found: Causes, weights: Causes) -> float:
@@ -456,7 +466,7 @@ def shared_send(
         one, other = (_has(made, rank, run) for run in (first, second))
         if one and other and not one & other:
             size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
-            far = stride(setting, "pp") * abs(min(one) - min(other))
+            far = setting.stride("pp") * abs(min(one) - min(other))
             yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
