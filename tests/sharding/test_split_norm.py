@@ -10,13 +10,7 @@ from torch.nn import functional as F
 from schedlang.passes.static_checks.static import static
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, refused, sequential, trained
-
-
-def points(seed: int, rows: int) -> dict[str, Tensor]:
-    """Points with labels."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(3, (rows,), generator=generator)}
+from tests.sharding.test_grid import points
 
 
 class Gemma(nn.Module):
