@@ -194,7 +194,7 @@ def test_fused_blocks_in_halves(pool: Pool) -> None:
     """What the first half of a backward needs of a compiled block is there for the second, also
     where a graph is compiled for another length."""
     for found in pool.run(_in_halves, 2):
-        for length, gradients in zip(LENGTHS, found):
+        for length, gradients in zip(LENGTHS, found, strict=True):
             model = _two()
             model(**_points(length)).backward()
             for name, parameter in model.named_parameters():
