@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.culprit import OURS, at_frame, file_of
+from schedlang.diagnostics.culprit import at_frame, file_of, raised_at
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
@@ -260,9 +260,7 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
         own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
-    deepest = frames[-1]
-    if deepest not in own[-1:] and not os.path.realpath(deepest.filename).startswith(OURS):
-        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    notes += raised_at(frames, own)
     if (root := _root(error)) is not error:
         notes.append(f"it comes from {_words(root)}")
     if _GPU.search(str(error).lower()):

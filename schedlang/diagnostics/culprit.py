@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,24 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
     said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
-    deepest = frames[-1] if frames else None
-    notes = []
-    if (
-        deepest is not None
-        and deepest not in own[-1:]
-        and not os.path.realpath(deepest.filename).startswith(OURS)
-    ):
-        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    notes = raised_at(frames, own)
     label = Label(at_frame(own[-1]), "here") if own else Label()
     title = f"`{name}` of the model file raises {said}"
     return Refusal.of(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],))
+
+
+def raised_at(
+    frames: Sequence[traceback.FrameSummary], own: Sequence[traceback.FrameSummary]
+) -> list[str]:
+    """Say where an error arose, if not at the last of a user's own frames; never where we raise.
+
+    Functions of torch run beneath modes of ours, so that the last frame may be one of these.
+    """
+    theirs = (f for f in reversed(frames) if not os.path.realpath(f.filename).startswith(OURS))
+    deepest = next(theirs, None)
+    if deepest is None or deepest in own[-1:]:
+        return []
+    return [f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}"]
 
 
 def file_of(function: Callable[..., Any]) -> str:
