@@ -374,12 +374,16 @@ class Followed:
             frame, want = at[0], self.right.of(at, True)
             if not bool(want.any()) or all(p.places is None for p in self.parts[at]):
                 continue
+            known = bool(factors)
             pairs = self.factored(at, factors)
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
                 return Found(in_words(frame), what, none, before, (*pending,))
             wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
             if wrong and self._pending(at, wrong, factors):
+                pending[in_words(frame)] = None
+            elif wrong and not known and self._pending(at, [p for p, _ in pairs]):
+                factors.clear()  # of terms of a sum there is none
                 pending[in_words(frame)] = None
             elif wrong:
                 got = [part for part, _ in pairs]
@@ -418,8 +422,14 @@ class Followed:
                 )
         return Pattern("")
 
-    def _pending(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
-        """Whether ranks have terms of a sum that is right, and still to be made."""
+    def _pending(
+        self, at: At, wrong: Sequence[Part], factors: Mapping[int, float] | None = None
+    ) -> bool:
+        """Whether ranks have terms of a sum that is right, and still to be made.
+
+        Without the ranks' factors: that is right but for some factor.
+        """
+        want = self.right.of(at, True).reshape(-1)
         groups: dict[tuple[int, ...], list[Part]] = {}
         for part in wrong:
             assert part.places is not None
@@ -432,8 +442,11 @@ class Followed:
             first = group[0]
             if len(group) < 2 or len({part.value.shape for part in group}) > 1:
                 return False
-            mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
             assert first.places is not None
+            if factors is None:
+                mean = self.looks.factor(_sum(group), want[first.places])
+            else:
+                mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
             if not self.looks.total(at, True, _sum(group), first.places, mean):
                 return False
         return True

@@ -41,14 +41,18 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
 def frames_in(
     file: str, error: BaseException
 ) -> tuple[list[traceback.FrameSummary], tuple[str, ...]]:
-    """The frames of an error in a file, and a note that says where it arose if that was deeper."""
+    """The frames of an error in a file, and a note that says where it arose if that was deeper.
+
+    Functions of torch run beneath modes of ours, so that the last frame of all may be one of these:
+    no note names them.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
-    deepest = frames[-1:] if frames[-1:] != own[-1:] else []
+    theirs = [f for f in frames if not os.path.realpath(f.filename).startswith(OURS)][-1:]
     return own, tuple(
         f"raised at {Path(one.filename).name}:{one.lineno}: {one.line}"
-        for one in deepest
-        if not os.path.realpath(one.filename).startswith(OURS)
+        for one in theirs
+        if one not in own[-1:]
     )
 
 
