@@ -147,7 +147,7 @@ SEARCHED = {
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
-        "operators one by one: its walk goes over settings of the whole model here",
+        "operators one by one, but with `--layouts`: else its walk goes over settings of the model",
         Limits(pinned={"offload": ("none",)}),
         steps=400,
     ),
