@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.diagnostics.tables import seconds, size
@@ -40,6 +39,7 @@ from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
 from schedlang.passes.planner.unlike import judged, laid, ordered, orders
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
+from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Nodes
 
@@ -146,56 +146,11 @@ SEARCHED = {
     ),
     "flexflow": Searched(
         "FlexFlow (Jia et al., MLSys 2019)",
-        "operators one by one: its walk goes over settings of the whole model here",
+        "operators one by one, but with `--layouts`: else its walk goes over settings of the model",
         Limits(pinned={"offload": ("none",)}),
         steps=400,
     ),
 }
-
-Plan = TypeVar("Plan")
-
-
-@dataclass(frozen=True)
-class Walked(Generic[Plan]):
-    """The best plan of a walk, and its cost."""
-
-    plan: Plan
-    cost: float
-
-
-def walk(
-    start: Plan,
-    propose: Callable[[Plan, random.Random], Plan],
-    cost: Callable[[Plan], float],
-    steps: int,
-    heat: float = 0.05,
-    seed: int = 0,
-) -> Walked[Plan]:
-    """The best plan that a walk of Metropolis and Hastings meets.
-
-    propose  a neighbour; as likely to come from one of two plans to the other as back
-    cost     seconds; infinite for a plan that does not fit
-    heat     share of the cost by which a worse plan is taken once in e times
-    FlexFlow (Jia et al., MLSys 2019) walks so over strategies of operators.
-    """
-    chance = random.Random(seed)
-    here, now = start, cost(start)
-    best, least = here, now
-    for _ in range(steps):
-        there = propose(here, chance)
-        then = cost(there)
-        if _accepted(now, then, heat, chance):
-            here, now = there, then
-            if now < least:
-                best, least = here, now
-    return Walked(best, least)
-
-
-def _accepted(now: float, then: float, heat: float, chance: random.Random) -> bool:
-    if then <= now:
-        return True
-    return chance.random() < math.exp((now - then) / (heat * now))
-
 
 # -- all of them -----------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
 
 UNITY = "unity"  # the planner whose substitutions are chosen beside the layouts
+FLEXFLOW = "flexflow"  # the planner whose walk chooses layouts in place of the solver
 TRIES = 4  # searches, each with the memory that the last one's step has shown to be there
 
 
@@ -42,7 +43,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Question:
-    """A job, and what is asked about it: rows that stand, a dtype, whether as Unity does."""
+    """A job, and what is asked about it: rows that stand, a dtype, and whose planner."""
 
     job: Job
     trial: Trial
@@ -50,7 +51,7 @@ class Question:
     begun: Begun | None
     graph: Graph
     dtype: str
-    substituted: bool
+    planner: str | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def layouts(
     dtype = _dtype(facts, asked.dtype, begun)
     said: list[str] = []
     graph = graph_of(trial, dtype)
-    question = Question(job, trial, given, begun, graph, dtype, asked.planner == UNITY)
+    question = Question(job, trial, given, begun, graph, dtype, asked.planner)
     # the played step chooses between rows and tensors: operators alone tell it too nearly
     kinds = (None,) if begun else (False, True)
     made = [_laid(question, mesh, kind, said) for mesh in meshes for kind in kinds]
@@ -150,10 +151,13 @@ def _laid(
     from schedlang.passes.elaborate.expand import expand
     from schedlang.passes.planner.operators.asked import Asked
     from schedlang.passes.planner.operators.rows import alone, inserted, layouts
+    from schedlang.passes.planner.operators.solve import solve
+    from schedlang.passes.planner.operators.walked import walked
     from schedlang.passes.planner.profile import Profiles, recipe_of
     from schedlang.passes.planner.values import Recipe
 
     job, trial, begun = asked.job, asked.trial, asked.begun
+    solver = walked if asked.planner == FLEXFLOW else solve
     recipe = Recipe() if asked.dtype else recipe_of(job.facts)
     limit, names = float(job.cluster.memory), list(mesh)
     strides = {one: math.prod(mesh[o] for o in names[k + 1 :]) for k, one in enumerate(names)}
@@ -163,7 +167,8 @@ def _laid(
         if size > 1
     }
     for _ in range(TRIES):
-        found = layouts(trial, axes, limit, asked.given, said, asked.graph, asked.substituted, rows)
+        unity = asked.planner == UNITY
+        found = layouts(trial, axes, limit, asked.given, said, asked.graph, unity, rows, solver)
         if found is None:
             return None
         if begun is None:

@@ -13,7 +13,7 @@ import typer
 
 from schedlang.verbs.aimed import Aims
 from schedlang.verbs.ending import FAILS, bad_option, check_positive, show_json
-from schedlang.verbs.laid import UNITY
+from schedlang.verbs.laid import FLEXFLOW, UNITY
 from schedlang.verbs.options import AsJson, Knobs, Model, verb
 from schedlang.verbs.searched import Search, batch_of
 
@@ -150,8 +150,8 @@ def _lay(
     from schedlang.verbs import laid
 
     own = Search(out=search.out, planner=search.planner, dtype=search.dtype)
-    if own != search or search.planner not in (None, UNITY):
-        helps = "`--gpus`, `--on`, `--dtype`, `-o`"
+    if own != search or search.planner not in (None, UNITY, FLEXFLOW):
+        helps = f"`--gpus`, `--on`, `--dtype`, `-o`, `--planner {UNITY}` or `{FLEXFLOW}`"
         bad_option("`--layouts` takes none of the options of a search but `--dtype`", helps)
     if file.suffix == PYTHON:
         begun, tree, model = None, None, str(file)

@@ -27,6 +27,7 @@ from schedlang.passes.planner.operators.named import PLANNERS, best, laid, menu,
 from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.rows import Chosen, alone, chosen, inserted, layouts
 from schedlang.passes.planner.operators.solve import solve
+from schedlang.passes.planner.operators.walked import Repriced, walked
 from schedlang.passes.planner.values import Kind
 from schedlang.passes.reduce_model.blocks import blocks_of
 from tests import models, small_models
@@ -383,6 +384,9 @@ def test_equals_every_choice_on_recorded_graphs(
         limit = free.bytes * 0.8
         tight, known = solve(placed.problem, limit), cheapest(placed, limit)
         assert math.isclose(tight.seconds if tight else math.inf, known)
+        for most, best_ in ((math.inf, free), (limit, tight)):
+            walk = walked(placed.problem, most)
+            assert (walk and walk.seconds) == (best_ and best_.seconds)
 
 
 def test_an_axis_sends_what_the_others_leave_of_a_value() -> None:
@@ -426,6 +430,11 @@ def test_planners_of_the_literature_are_settings() -> None:
     assert named.seconds == min(one.seconds for one in tried if one)
     two = PLANNERS["Tofu"].search(graph, [asked, asked], math.inf)
     assert two and two.joint.parts[0].options == mine.only()[0].options
+    walk = PLANNERS["FlexFlow"].search(graph, [asked], math.inf)
+    assert walk and walk.seconds == mine.seconds  # rows are split
+    solved, walk = (laid(graph, [asked], solver=one) for one in (solve, walked))
+    begun = Repriced(solved.problem, [0] * len(solved.problem.seconds)) if solved else None
+    assert walk and solved and begun and walk.seconds == solved.seconds < 0.6 * begun.seconds
 
 
 @pytest.mark.parametrize("sent, fixed", [(1e-3, 0.0), (1.0, 5.0)])

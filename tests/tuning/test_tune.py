@@ -395,6 +395,8 @@ def test_every_operator_is_laid_out_and_rows_of_a_schedule_stay(tmp_path: Path) 
     told = json.loads(CliRunner().invoke(app, alone).stdout)
     assert told["seconds"] > 0 and told["init"] > 0 and told["mesh"] == {"inner": 2}
     assert "cast(bf16, params=true)" in told["schedule"]
+    walk = json.loads(CliRunner().invoke(app, [*alone, "--planner", "flexflow"]).stdout)
+    assert (walk["schedule"], walk["solved"]) == (told["schedule"], told["solved"])
     united = ["tune", str(model), "--planner", "unity", *alone[3:], "--dtype", "none"]
     other = json.loads(CliRunner().invoke(app, united).stdout)
     assert "cast" not in other["schedule"] and other["seconds"] > 0

@@ -9,13 +9,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from schedlang.passes.planner.operators.asked import Asked
 from schedlang.passes.planner.operators.graph import Dim, Graph
 from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.solve import Problem, Solution, solve
+from schedlang.passes.planner.operators.solve import Problem, Solution, Solver, solve
+from schedlang.passes.planner.operators.walked import walked
 
 STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first
 
@@ -27,6 +29,7 @@ class Laid:
     joint: Joint
     solution: Solution
     problem: Problem  # of the joint, less what has been refused since
+    solver: Solver = solve  # by which it was found
 
     @property
     def seconds(self) -> float:
@@ -62,7 +65,11 @@ def modes(menus: Sequence[Sequence[Asked]]) -> Iterator[tuple[Asked, ...]]:
 
 
 def best(
-    graph: Graph, axes: Sequence[Asked], limit: float = math.inf, done: tuple[Placed, ...] = ()
+    graph: Graph,
+    axes: Sequence[Asked],
+    limit: float = math.inf,
+    done: tuple[Placed, ...] = (),
+    solver: Solver = solve,
 ) -> Laid | None:
     """The best layout over axes at once, beside those that are done.
 
@@ -71,17 +78,21 @@ def best(
     """
     rows = any(part.asked.mode == "rows" for part in done)
     every = modes([menu(asked)[: 1 if rows else None] for asked in axes])
-    found = (laid(graph, one, limit, done) for one in every)
+    found = (laid(graph, one, limit, done, solver) for one in every)
     return min((one for one in found if one), key=lambda one: one.seconds, default=None)
 
 
 def laid(
-    graph: Graph, axes: Sequence[Asked], limit: float = math.inf, done: tuple[Placed, ...] = ()
+    graph: Graph,
+    axes: Sequence[Asked],
+    limit: float = math.inf,
+    done: tuple[Placed, ...] = (),
+    solver: Solver = solve,
 ) -> Laid | None:
     """The best layout of what is asked, beside axes that are done."""
     joint = Joint((*done, *(Placed(graph, asked) for asked in axes)))
-    solution = solve(joint.problem, limit)
-    return None if solution is None else Laid(joint, solution, joint.problem)
+    solution = solver(joint.problem, limit)
+    return None if solution is None else Laid(joint, solution, joint.problem, solver)
 
 
 def tofu(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid | None:
@@ -119,5 +130,8 @@ PLANNERS: Mapping[str, Named] = MappingProxyType(
         "Alpa": Named("Zheng et al. 2022, intra-operator parallelism on a mesh of axes", best),
         "Tofu": Named("Wang, Huang & Li 2019, recursive two-way partition", tofu),
         "Mesh-TensorFlow": Named("Shazeer et al. 2018, dims of one name", mesh_tensorflow),
+        "FlexFlow": Named(
+            "Jia, Zaharia & Aiken 2019, a walk over operators", partial(best, solver=walked)
+        ),
     }
 )

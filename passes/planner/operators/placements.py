@@ -501,7 +501,7 @@ class Joint:
         for at in range(len(self.graph.nodes)):
             own, sizes[at] = self._own(at)
             seconds[at] = seconds[at] + own
-        return Problem(tuple(seconds), tuple(sizes), costs)
+        return Problem(tuple(seconds), tuple(sizes), costs, len(self.graph.nodes))
 
     def _own(self, at: int) -> tuple[Costs, Costs]:
         """Seconds and bytes of a node by itself, of each of its options."""

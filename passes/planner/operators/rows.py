@@ -27,7 +27,7 @@ from schedlang.passes.planner.operators.given import Given
 from schedlang.passes.planner.operators.graph import graph_of
 from schedlang.passes.planner.operators.named import Laid, modes
 from schedlang.passes.planner.operators.placements import Joint, Placed
-from schedlang.passes.planner.operators.solve import Solution, solve
+from schedlang.passes.planner.operators.solve import Solution, Solver, solve
 from schedlang.passes.planner.operators.unity import Price, searched, substitutions
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def layouts(
     graph: Graph | None = None,
     substituted: bool = False,
     rows: bool | None = None,
+    solver: Solver = solve,
 ) -> tuple[Chosen, ...] | None:
     """A legal layout over all axes at once, beside the rows that are given.
 
@@ -95,7 +96,8 @@ def layouts(
 
     Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
     that fits; rows are split over one axis at most, and stand last.  With what is `substituted`
-    operators are chosen as well, as Unity does.  None where nothing fits in `limit` bytes.
+    operators are chosen as well, as Unity does; another `solver` chooses layouts alone.  None where
+    nothing fits in `limit` bytes.
     """
     given, graph = given or Given(), graph or graph_of(trial)
     menu = modes([given.asked(axis, asked) for axis, asked in axes.items()])
@@ -104,7 +106,7 @@ def layouts(
     if not joints:
         return None
     if not substituted:
-        return _quickest(trial, joints, tuple(axes), limit, given, said)
+        return _quickest(trial, joints, tuple(axes), limit, given, said, solver)
     rules = substitutions(trial, graph)
     price = Price(joints, rules, limit)
     for _, state in searched(rules, price)[:TRIES]:
@@ -132,10 +134,11 @@ def _quickest(
     limit: float,
     given: Given,
     said: list[str] | None = None,
+    solver: Solver = solve,
 ) -> tuple[Chosen, ...] | None:
     """The quickest of a menu that is legal: the most promising are tried first."""
-    solved = ((joint, solve(joint.problem, limit)) for joint in joints)
-    bounds = [Laid(joint, one, joint.problem) for joint, one in solved if one]
+    solved = ((joint, solver(joint.problem, limit)) for joint in joints)
+    bounds = [Laid(joint, one, joint.problem, solver) for joint, one in solved if one]
     best: tuple[Chosen, ...] | None = None
     for bound in sorted(bounds, key=lambda one: one.seconds):
         if best is not None and bound.seconds >= best[0].seconds:
@@ -205,8 +208,8 @@ def _masked(found: Laid, limit: float, banned: Mapping[int, Sequence[bool]]) -> 
     for at, gone in banned.items():
         seconds[at] = np.where(gone, np.inf, seconds[at])
     problem = replace(found.problem, seconds=tuple(seconds))
-    solution = solve(problem, limit)
-    return None if solution is None else Laid(found.joint, solution, problem)
+    solution = found.solver(problem, limit)
+    return None if solution is None else Laid(found.joint, solution, problem, found.solver)
 
 
 def _busy(found: Laid, axis: int, limit: float) -> Laid | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,17 +34,19 @@ class Problem:
     seconds  of every variable, a vector over its options
     bytes    the same; they are finite
     pairs    (i, j) with i < j -> seconds, options of i by options of j
+    operators  so many stand first; the others are tied to these alone
     """
 
     seconds: tuple[Costs, ...]
     bytes: tuple[Costs, ...]
     pairs: Mapping[tuple[int, int], Costs]
+    operators: int = 0
 
     def cost(self, choice: Sequence[int]) -> tuple[float, float]:
         """Return seconds and bytes of one choice."""
-        seconds = sum(float(one[k]) for one, k in zip(self.seconds, choice))
-        seconds += sum(float(m[choice[i], choice[j]]) for (i, j), m in self.pairs.items())
-        return seconds, sum(float(one[k]) for one, k in zip(self.bytes, choice))
+        seconds = [float(one[k]) for one, k in zip(self.seconds, choice)]
+        seconds += [float(m[choice[i], choice[j]]) for (i, j), m in self.pairs.items()]
+        return math.fsum(seconds), sum(float(one[k]) for one, k in zip(self.bytes, choice))
 
     def fixed(self, variable: int, option: int) -> Problem:
         """The problem with one variable decided."""
@@ -72,6 +74,9 @@ class Solution:
     def proven(self) -> bool:
         """Whether it is the best."""
         return self.seconds - self.bound <= CLOSE * max(1.0, abs(self.seconds))
+
+
+Solver = Callable[[Problem, float], Solution | None]
 
 
 def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -> Solution | None:
@@ -104,10 +109,11 @@ def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
             allowed = np.isfinite(costs) & here[i][:, None] & here[j]
             here[i], here[j] = allowed.any(axis=1), allowed.any(axis=0)
     kept = [np.flatnonzero(one) for one in here]
-    small = Problem(
-        tuple(one[k] for one, k in zip(problem.seconds, kept)),
-        tuple(one[k] for one, k in zip(problem.bytes, kept)),
-        {(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in problem.pairs.items()},
+    small = replace(
+        problem,
+        seconds=tuple(one[k] for one, k in zip(problem.seconds, kept)),
+        bytes=tuple(one[k] for one, k in zip(problem.bytes, kept)),
+        pairs={(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in problem.pairs.items()},
     )
     return small, kept
 
@@ -243,8 +249,8 @@ def _bounded(problem: Problem, limit: float) -> _Bounded | None:
         return None
     if over.bytes <= limit:
         return _Bounded(over.seconds, over, None)
-    small = _smallest(problem)
-    if small.bytes > limit:
+    small = smallest(problem)
+    if small is None or small.bytes > limit:
         return None
     fits, bound = small, over.seconds
     while True:
@@ -260,8 +266,8 @@ def _bounded(problem: Problem, limit: float) -> _Bounded | None:
         fits, over = (middle, over) if middle.bytes <= limit else (fits, middle)
 
 
-def _smallest(problem: Problem) -> Solution:
-    """The choice of the fewest bytes, of those that nothing forbids."""
+def smallest(problem: Problem) -> Solution | None:
+    """The choice of the fewest bytes; None where all are forbidden."""
 
     def allowed(costs: Costs) -> Costs:
         return np.where(np.isinf(costs), np.inf, 0.0)
@@ -274,7 +280,8 @@ def _smallest(problem: Problem) -> Solution:
         ),
         0.0,
     )
-    assert least is not None
+    if least is None:
+        return None
     seconds, size = problem.cost(least.choice)
     return Solution(least.choice, seconds, size, seconds)
 

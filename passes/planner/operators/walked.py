@@ -1,0 +1,128 @@
+"""A walk over layouts of operators, and a price of what each step of it changes.
+
+FlexFlow (Jia, Zaharia & Aiken, MLSys 2019) goes so from strategy to strategy, by the layout of one
+operator at a time, and simulates again what that reaches.  What the solver proves it comes near to.
+
+* The cost of a choice, of which only the operators that change and their edges are priced again.
+* The walk.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from schedlang.passes.planner.operators.solve import Costs, Problem, Solution, smallest
+from schedlang.passes.planner.walk import walk
+
+STEPS = 100  # for each operator that has a choice
+HEAT = 0.3  # of the mean cost of an operator
+
+
+class Repriced:
+    """A choice and what it costs; values between operators follow these, each by its best."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
+        self.problem, self.choice = problem, [*choice]
+        self.near: list[list[tuple[int, int]]] = [[] for _ in choice]
+        for pair in problem.pairs:
+            for one in pair:
+                self.near[one].append(pair)
+        self.terms: dict[tuple[int, ...], float] = {}
+        self.priced = 0  # costs that were looked up, in all
+        self._price(range(problem.operators), range(problem.operators, len(choice)))
+
+    @property
+    def seconds(self) -> float:
+        """The sum of all costs: exactly the problem's own, whatever has changed before."""
+        return math.fsum(self.terms.values())
+
+    def change(self, choice: Sequence[int]) -> None:
+        """Take another choice of operators; what lies at those that differ is priced again."""
+        own = self.problem.operators
+        moved = [at for at in range(own) if choice[at] != self.choice[at]]
+        for at in moved:
+            self.choice[at] = choice[at]
+        ends = {one for at in moved for pair in self.near[at] for one in pair}
+        self._price(moved, [one for one in ends if one >= own])
+
+    def _price(self, moved: Iterable[int], follow: Iterable[int]) -> None:
+        """Let values follow, then look up the costs of both and of their pairs."""
+        seconds, pairs, choice = self.problem.seconds, self.problem.pairs, self.choice
+        for one in follow:
+            lines = (line for _, line in self._lines(one, choice))
+            choice[one] = int(sum(lines, start=seconds[one]).argmin())
+        for at in (*moved, *follow):
+            self.terms[at,] = float(seconds[at][choice[at]])
+            for i, j in self.near[at]:
+                self.terms[i, j] = float(pairs[i, j][choice[i], choice[j]])
+            self.priced += 1 + len(self.near[at])
+
+    def _lines(self, at: int, choice: Sequence[int]) -> Iterator[tuple[int, Costs]]:
+        """The neighbours of a variable, and what each of its options costs beside their choice."""
+        for i, j in self.near[at]:
+            costs = self.problem.pairs[i, j]
+            yield (j, costs[:, choice[j]]) if i == at else (i, costs[choice[i]])
+
+    def moved(self, at: int, option: int) -> tuple[int, ...]:
+        """Give one operator another layout; those follow that the language cannot say beside it.
+
+        The same choice where they cannot.
+        """
+        choice, done, waiting = [*self.choice], {at}, [at]
+        choice[at] = option
+        for one in waiting:  # grows while it is read
+            for i, j in self.near[one]:
+                if math.isfinite(self.problem.pairs[i, j][choice[i], choice[j]]):
+                    continue
+                other = i + j - one
+                if other in done or not self._follows(other, choice, done):
+                    return tuple(self.choice)
+                done.add(other)
+                waiting.append(other)
+        return tuple(choice)
+
+    def _follows(self, at: int, choice: list[int], done: set[int]) -> bool:
+        """Choose for an operator what those that are done allow, and the fewest others forbid."""
+        hard, wrong = self.problem.seconds[at], np.zeros(len(self.problem.seconds[at]))
+        for other, line in self._lines(at, choice):
+            if other in done:
+                hard = hard + line
+            else:
+                wrong += np.isinf(line)
+                hard = hard + np.where(np.isinf(line), 0.0, line)
+        choice[at] = min(range(len(hard)), key=lambda k: (math.isinf(hard[k]), wrong[k], hard[k]))
+        return math.isfinite(hard[choice[at]])
+
+
+def walked(problem: Problem, limit: float = math.inf, seed: int = 0) -> Solution | None:
+    """The quickest choice of at most `limit` bytes that a walk meets; None where there is none.
+
+    It begins with the first option of each operator, which splits no tensors; where that is no
+    choice, or too large, with what takes the fewest bytes.
+    """
+    free = [k for k, one in enumerate(problem.seconds[: problem.operators]) if len(one) > 1]
+    priced = Repriced(problem, [0] * len(problem.seconds))
+
+    def cost(choice: Sequence[int]) -> float:
+        priced.change(choice)
+        fits = math.isinf(limit) or problem.cost(priced.choice)[1] <= limit
+        return priced.seconds if fits else math.inf
+
+    if math.isinf(cost(priced.choice)):
+        fewest = smallest(problem)
+        if fewest is None or math.isinf(cost(fewest.choice)):
+            return None
+
+    def propose(choice: tuple[int, ...], chance: random.Random) -> tuple[int, ...]:
+        priced.change(choice)
+        at = chance.choice(free)
+        return priced.moved(at, chance.randrange(len(problem.seconds[at])))
+
+    steps, heat = STEPS * len(free), HEAT / max(1, len(free))
+    found = walk(tuple(priced.choice), propose, cost, steps, heat, seed)
+    priced.change(found.plan)
+    return Solution(tuple(priced.choice), *problem.cost(priced.choice), bound=-math.inf)
