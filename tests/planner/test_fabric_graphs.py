@@ -122,9 +122,9 @@ MESSAGES = st.dictionaries(
 EVERY = {(a, b): 1.0 for a in ALL for b in ALL if a != b}
 STAGES = {(k, k + step): 1.0 for step in (1, -1) for k in ALL if k + step in ALL}
 NEXT = {(k, (k + 3) % HOSTS): 1.0 for k in ALL}
-HALVES = {(0, 2, 4): 4.0, (1, 3, 5): 4.0}
+HALVES: dict[tuple[int, ...], float] = {(0, 2, 4): 4.0, (1, 3, 5): 4.0}
 FEW = {(1, 5): 1.0, (5, 0): 1.0, (0, 2): 1.0, (1, 3): 1.0}
-PAIRS = {(0, 3): 4.0, (1, 4): 4.0, (2, 5): 4.0}
+PAIRS: dict[tuple[int, ...], float] = {(0, 3): 4.0, (1, 4): 4.0, (2, 5): 4.0}
 
 
 @given(messages=MESSAGES, reduced=st.integers(0, 50))
