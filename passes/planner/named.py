@@ -12,13 +12,18 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise, product
+from operator import mul
+
+import numpy as np
 
 from schedlang.diagnostics.diagnostic import Refusal, guess, unknown
 from schedlang.diagnostics.tables import seconds, size
 from schedlang.ir.limits import Limits, Value
 from schedlang.passes.partition.programme import PEAK, SLOWEST, Way
 from schedlang.passes.planner.bounds import Clock
-from schedlang.passes.planner.fill import Filled, Filler
+from schedlang.passes.planner.fill import Filled, Filler, cuts_near
 from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import (
     Devices,
@@ -34,10 +39,18 @@ from schedlang.passes.planner.price import RECIPE, alike, collective, price, uni
 from schedlang.passes.planner.reasons import Rejected, against
 from schedlang.passes.planner.rules import RULED, Case, Ruled
 from schedlang.passes.planner.search import ANY, Found, Profiles, search
-from schedlang.passes.planner.space import Job, divisors, groups, rows_of, ways
+from schedlang.passes.planner.space import Floats, Job, divisors, groups, rows_of, ways
 from schedlang.passes.planner.span import in_flight
 from schedlang.passes.planner.staged import STAGED, Staged, one
-from schedlang.passes.planner.unlike import judged, laid, ordered, orders
+from schedlang.passes.planner.unlike import (
+    AXES,
+    bottleneck,
+    dealt,
+    judged,
+    laid,
+    ordered,
+    orders,
+)
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
@@ -163,8 +176,11 @@ PLANNERS: dict[str, Planner] = {**STAGED, **RULED, **SEARCHED}
 def layers_of(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
 ) -> tuple[Layer, ...]:
-    """The units of a chain as layers, on the ranks that share a stage under this setting."""
-    split = setting.dp
+    """The units of a chain as layers, on the ranks that share a stage under this setting.
+
+    Of replicas with unlike rows, bytes of activations are those of the most rows.
+    """
+    split, most = setting.dp, max(_parts(setting))
     sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
     each = sum(size / split if setting.zero > at else size for at, size in enumerate(sizes))
     found: list[Layer] = []
@@ -176,9 +192,9 @@ def layers_of(
             backward,
             unit.numbers * recipe.gradient,
             unit.numbers * each,
-            unit.kept,
-            unit.input,
-            unit.handed,
+            most * unit.kept,
+            most * unit.input,
+            most * unit.handed,
         )
         found += [layer] * run.count
     return tuple(found)
@@ -191,13 +207,12 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
     Of unlike replicas the slowest at each place, with the rows that it is dealt, and the smallest;
     links are the slowest of all.
     """
-    aside = max(run.unit.most + run.unit.kept for run in chain.runs)
+    parts = _parts(setting)
+    aside = max(parts) * max(run.unit.most + run.unit.kept for run in chain.runs)
     machines = _machines(setting, cluster)
-    parts = [rows / setting.placement.rows for rows in setting.rows] or [1.0] * setting.dp
 
     def took(one: Cluster) -> float:
-        times = ((unit_times(run.unit, setting, one), run.count) for run in chain.runs)
-        return sum((time[0] + time[1]) * count for time, count in times)
+        return float(_before(chain, setting, one)[-1])
 
     first, places = took(machines[0][0]), list(zip(*machines))
     speeds = [first / max(took(m) * part for m, part in zip(at, parts)) for at in places]
@@ -212,6 +227,17 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
         speeds=tuple(speeds),
         rooms=tuple(rooms) if len(set(rooms)) > 1 else (),
     )
+
+
+def _parts(setting: Setting) -> list[float]:
+    """Rows of each replica, by those of a microbatch."""
+    return [rows / setting.placement.rows for rows in setting.rows] or [1.0] * setting.dp
+
+
+def _before(chain: Chain, setting: Setting, cluster: Cluster) -> Floats:
+    """Seconds of a microbatch in the units before each, and in all."""
+    took = [sum(unit_times(run.unit, setting, cluster)[:2]) for run in chain.runs]
+    return np.append(0.0, np.repeat(took, [run.count for run in chain.runs]).cumsum())
 
 
 def _machines(setting: Setting, cluster: Cluster) -> Sequence[Sequence[Cluster]]:
@@ -416,8 +442,9 @@ def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
         *_, last = search(profiles, job, own, moves=0)
         if last.best is None or last.best.setting.chunks > 1:
             continue
-        for setting in _standing(planner, last.best.setting, job.cluster):
-            cut = _cut(name, _chain(profiles, setting), setting, job.cluster, job.recipe)
+        chain = _chain(profiles, last.best.setting)
+        for setting in _standing(name, chain, last.best.setting, job):
+            cut = _cut(name, chain, setting, job.cluster, job.recipe)
             if cut is None or not kept(limits, cut[0]):
                 continue
             value = cut[1] * (setting.micro if planner.objective is SLOWEST else 1)
@@ -426,12 +453,34 @@ def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
     return found
 
 
-def _standing(planner: Staged, setting: Setting, cluster: Cluster) -> Sequence[Setting]:
-    """A setting in all orders of unlike nodes, for a planner that arranges them: with as many rows
-    for each replica."""
-    if not planner.arranged or not isinstance(cluster, Nodes):
-        return [setting]
-    return [replace(setting, nodes=order, rows=()) for order in orders(cluster.nodes)]
+def _standing(name: str, chain: Chain, setting: Setting, job: Job) -> Iterator[Setting]:
+    """A setting in all orders of unlike nodes and of axes, for a planner that arranges them.
+
+    Each with as many rows for every replica, then with rows by how quick each is with the stages
+    that suit it best, and with one row more or less.
+    """
+    cluster = job.cluster
+    if not STAGED[name].arranged or not isinstance(cluster, Nodes):
+        yield setting
+        return
+    for axes, order in product(AXES, orders(cluster.nodes)):
+        way = replace(setting, axes=axes, nodes=order, rows=())
+        yield way
+        paces = [
+            _pace([_before(chain, way, one) for one in some]) for some in _machines(way, cluster)
+        ]
+        rows = dealt(way.dp * way.placement.rows, [partial(mul, pace) for pace in paces])
+        if way.placement.ep == 1:
+            near = (rows, *cuts_near(rows))
+            yield from (replace(way, rows=one) for one in near if len(set(one)) > 1)
+
+
+def _pace(before: Sequence[Floats]) -> float:
+    """Seconds of a replica's slowest stage, by those of the units before each at each place."""
+    cuts = bottleneck([before])
+    assert cuts is not None
+    ends = list(pairwise([0, *accumulate(cuts)]))
+    return max(float(one[end] - one[start]) for one, (start, end) in zip(before, ends))
 
 
 def _valued(planner: Staged, value: float) -> str:

@@ -238,7 +238,8 @@ STAGED = {
     ),
     "hetpipe": Staged(
         "HetPipe (Park et al., USENIX ATC 2020), stages of a virtual worker",
-        "waves of several workers, and the server that they share; links depend on places alone",
+        "waves of several workers, and the server that they share: all sum once a step, and are cut"
+        " alike; links depend on places alone",
         SLOWEST,
         arranged=True,
         unlike=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, combinations, permutations
+from itertools import accumulate, combinations, permutations, product
 
 import pytest
 
@@ -16,7 +16,7 @@ from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.staged import STAGED
-from schedlang.passes.planner.unlike import judged, laid, ordered
+from schedlang.passes.planner.unlike import AXES, judged, laid, ordered, orders
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
@@ -152,6 +152,9 @@ def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
     )
     whole = layers_of(chain, replace(WAY, zero=0), A100, Recipe())
     assert whole[1].state == unit.numbers * 16
+    most = layers_of(chain, replace(WAY, rows=(2, 1, 1, 1)), A100, Recipe())[1]
+    twice = {name: 2 * getattr(unit, name) for name in ("kept", "input", "handed")}
+    assert most == replace(layers[1], **twice)  # who has the most rows, keeps the most
 
 
 def test_no_planner_beats_the_search() -> None:
@@ -199,9 +202,11 @@ def slowest(setting: Setting, nodes: Nodes) -> float:
     units = [run.unit for run in chain.runs for _ in range(run.count)]
     ends = [0, *accumulate(setting.cuts)]
     machines = laid(setting, ordered(nodes, setting.nodes))
+    rows = setting.rows or (setting.placement.rows,) * setting.dp
     return max(
         sum(sum(unit_times(unit, setting, machine)[:2]) for unit in units[first:last])
-        for some in machines
+        * (some_rows / setting.placement.rows)
+        for some, some_rows in zip(machines, rows)
         for machine, first, last in zip(some, ends, ends[1:])
     )
 
@@ -226,6 +231,32 @@ def test_hetpipe_arranges_unlike_devices_as_all_orders_and_cuts_tell() -> None:
     assert slowest(setting, nodes) <= 1.01 * best  # it knows one speed of each device
     assert max(slowest(way, nodes) for way in ways) > 1.5 * best
     assert found.best.least >= every.best.least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "gain"), [("v100 v100 v100 a100", 1.3), ("v100 v100 v100 h100", 2.3)]
+)
+def test_hetpipe_deals_rows_to_unlike_virtual_workers_as_all_deals_tell(
+    kinds: str, gain: float
+) -> None:
+    """Two of them, of two devices each: no order, cut and deal has a quicker slowest stage; even
+    rows are slower."""
+    nodes = unlike(*kinds.split())
+    job = Job(4, 32, nodes, orders=("1F1B",))
+    limits = Limits(pinned={"pp": (2,), "dp": (2,), "rows": (4,), "zero": (0,)})
+    *_, every = search(SMALL, job, limits)
+    found = found_by("hetpipe", SMALL, job, every, limits)
+    assert found.best is not None
+    setting = found.best.setting
+    count = SMALL(setting.placement).length
+    ways = [
+        replace(setting, axes=axes, cuts=(cut, count - cut), nodes=order, rows=(rows, 8 - rows))
+        for axes, cut, rows in product(AXES, range(1, count), range(1, 8))
+        for order in orders(nodes.nodes)
+    ]
+    took = {way: slowest(way, nodes) for way in ways}
+    best, even = min(took.values()), min(one for way, one in took.items() if way.rows == (4, 4))
+    assert slowest(setting, nodes) <= 1.01 * best < 1.01 * even / gain
 
 
 def test_whale_gives_the_quicker_replica_more_rows_and_amp_stages_by_speed() -> None:

@@ -33,6 +33,7 @@ from schedlang.passes.planner.operators.unity import (
 )
 from schedlang.passes.planner.values import Kind
 from schedlang.schedule import Schedule
+from tests import models
 from tests.engine import Threads
 from tests.models import Stack
 from tests.planner.test_operators import Slow, cheapest, trial_of
@@ -121,6 +122,25 @@ def test_the_language_has_kernels_and_recomputation_as_substitutions() -> None:
         "blocks.*.mlp  replace_kernel(gated)",
         "blocks.*  checkpoint()",
     ]
+
+
+def test_rotations_and_sums_before_norms_are_one_kernel_each() -> None:
+    """Of a Llama's layer: what turns queries and keys, and the sum that the second norm reads."""
+    trial = trial_of(models.llama(layers=2), models.tokens(8))
+    graph = graph_of(trial)
+    found = {str(one.row): one for one in substitutions(trial, graph)}
+    for row, names, inside in (
+        ("model.layers.*.self_attn  replace_kernel(rope)", "mul cat mul add " * 2, 6),
+        ("model.layers.*  replace_kernel(add_norm)", "add LlamaRMSNorm", 1),
+    ):
+        nodes = sorted(found[row].nodes)
+        assert [graph.nodes[at].step.name for at in nodes] == names.split()
+        made = [applied(graph, [found[row]]).nodes[at] for at in nodes]
+        assert [one.kernels for one in made] == [1] + [0] * (len(nodes) - 1)
+        results = {graph.result(at, 0) for at in nodes}  # of which some are not read from memory
+        assert len(results & {name for one in made for name in one.within}) == inside
+    both = [found[row] for row in found if "_layernorm" in row or "add_norm" in row]
+    assert sum(one.clashes(other) for one in both for other in both if one != other) == 2
 
 
 def test_products_of_one_input_are_merged_where_the_verb_is_known() -> None:

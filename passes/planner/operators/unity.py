@@ -59,7 +59,8 @@ class Substitution:
 def substitutions(trial: Trial, graph: Graph) -> list[Substitution]:
     """The substitutions of a graph that the language takes; of equal ones the first."""
     found: dict[tuple[frozenset[int], bool], Substitution] = {}
-    for one in (*_kernels(trial, graph), *_merged(graph), *_again(graph)):
+    every = _kernels(trial, graph), _rotated(graph), _added(graph), _merged(graph), _again(graph)
+    for one in itertools.chain(*every):
         known = (one.nodes, one.again) in found
         if one.nodes and not known and trial.refusal([one.row], "dp", 1) is None:
             found[one.nodes, one.again] = one
@@ -89,6 +90,38 @@ NORMS = (
 )
 LOSS = call("replace_kernel", "linear_cross_entropy")
 POINTWISE = call("replace_kernel", "gated"), call("fuse", backend="rowwise")
+
+
+def _rotated(graph: Graph) -> Iterator[Substitution]:
+    """Rotary embeddings: from the first product of an attention to its last sum before it attends.
+
+    Where that is no rotation, the language refuses the row.
+    """
+    for end, node in enumerate(graph.nodes):
+        own = [k for k in range(end) if graph.nodes[k].site == node.site]
+        named = {name: [k for k in own if graph.nodes[k].step.name == name] for name in TURNING}
+        if node.step.kind == "attention" and all(named.values()):
+            span = range(named["mul"][0], named["add"][-1] + 1)
+            works = frozenset(k for k in own if k in span and graph.nodes[k].step.kept)
+            yield Substitution(Row((node.site,), call("replace_kernel", "rope")), works)
+
+
+TURNING = "mul", "add"
+
+
+def _added(graph: Graph) -> Iterator[Substitution]:
+    """A sum in a module and the norm after it in the same, where there are one of each."""
+    found: dict[str, list[frozenset[int]]] = defaultdict(list)
+    for edge in graph.edges:
+        (maker, _), norm = edge.source, graph.nodes[edge.target]
+        parent = norm.site.rpartition(".")[0]
+        if maker >= 0 and norm.step.module == "norm" and edge.place == 0:
+            before = graph.nodes[maker]
+            if before.step.name == "add" and before.site == parent and maker < edge.target:
+                found[parent].append(frozenset((maker, edge.target)))
+    for parent, pairs in found.items():
+        if len(pairs) == 1:  # each of several would be a kernel of its own
+            yield Substitution(Row((parent,), call("replace_kernel", "add_norm")), pairs[0])
 
 
 def _merged(graph: Graph) -> Iterator[Substitution]:
