@@ -220,7 +220,8 @@ class Penalised(Causal):
     """Adds a mean over all tokens to that over the labels that count."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits, labels) + logits.logsumexp(-1).square().mean()
+        loss: Tensor = super().loss(logits, labels)
+        return loss + logits.logsumexp(-1).pow(2).mean()
 
 
 class Numbered(Causal):
