@@ -61,7 +61,7 @@ def _guard_sums(held: LocalParameters, sums: Iterable[Sum]) -> None:
             parameter = held[name]
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # else it takes no hook; it may be trained later
-            parameter.register_hook(_only_within(held, name))
+            parameter.register_hook(_only_within(held, name))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
 
 

@@ -214,6 +214,14 @@ class Pooled(Causal):
         return super().loss(logits + logits.mean(1, keepdim=True), labels)
 
 
+class Penalised(Causal):
+    """Adds a mean over all tokens to that over the labels that count."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = super().loss(logits, labels)
+        return loss + logits.logsumexp(-1).pow(2).mean()
+
+
 class Numbered(Causal):
     """Counts positions by a list."""
 
@@ -245,6 +253,7 @@ REFUSED = {
     "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` computes a token"),
     "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
     "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
+    "a mean beside labels": (lambda: Penalised(shift=False, layers=2), "S659", "the loss is"),
 }
 
 
@@ -256,6 +265,33 @@ def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
         tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
     said = error.value.render()
     assert code in said and wanted in said and "rows.sched" in said, said
+
+
+class Plain(Causal):
+    """Gives logits; its loss is a function."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = block(x, None)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _next(logits: Tensor, batch: Any) -> Tensor:
+    """Cross-entropy of the next token of the input."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def test_labels_that_are_the_input() -> None:
+    """They would move in the input, too: it is said which key the batch lacks."""
+    batch = {"input_ids": models.tokens(3, 9, False)["input_ids"]}
+    with pytest.raises(Refusal) as error:
+        tokens_of(Plain(layers=2), OWN.format("gather, over=cp"), batch, loss=_next)
+    assert error.value.diagnostic.code == "S659"
+    assert error.value.diagnostic.helps == (
+        'let the batch have both: `{"input_ids": ids, "labels": ids}`',
+    )
 
 
 @pytest.mark.parametrize("rowed", [(0, 1, 2), (1, 2, 3), (0, 1, 3), (1,), (3,)], ids=str)

@@ -29,7 +29,8 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x + self.down(torch.tanh(self.up(x)))).square().mean()
+        loss: Tensor = (x + self.down(torch.tanh(self.up(x)))).square().mean()
+        return loss
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -86,7 +87,7 @@ def by_clipping(program: Any) -> None:
 
 def by_tensors(program: Any) -> None:
     """The same, by an optimizer that looks at whole tensors."""
-    steps = torch.optim.Adafactor(program.module.parameters())
+    steps: Any = torch.optim.Adafactor(program.module.parameters())
     program.train_step(batch(0))
     steps.step()  # here
 

@@ -33,7 +33,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "The model returns none: define `loss(output, batch)` in its file, or give `loss=`.",
     ),
     "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
-    "S617": ("a pipeline has no module", "Each rank holds a stage: use `train_step`, `eval_step`."),
+    "S617": (
+        "no module for a loop of one's own",
+        "Each rank of a pipeline holds a stage, and only a step sums gradients over ranks: use\n"
+        "`train_step`, `eval_step`. Without `optimizer=` a step leaves gradients for your loop.",
+    ),
     "S618": (
         "an argument of `build` has a wrong type",
         "`sch.build(batch=, loss=, optimizer=, clip=, ...)`.",
@@ -45,7 +49,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S621": ("the weight of a part of the batch is not known", "Define `weight(batch)`."),
     "S622": (
         "an optimizer that needs all tensors at once",
-        "A step gathers one full parameter at a time, and calls no closure.",
+        "A step gathers one full parameter at a time, and calls no closure. In a loop of your own\n"
+        "nothing is gathered: give `optimizer=` and `clip=` to `build`.",
     ),
     "S623": (
         "a model without values",

@@ -54,6 +54,7 @@ from schedlang.runtime.sequence_pipelining.trial import (
     Trial,
     forward,
     gradients_of,
+    labels_are_input,
     noted,
     running,
     watched,
@@ -365,10 +366,24 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
     assert first is not None, "there is always a candidate"
+    _check_labels(trial, first[0])
     found = fault(trial, *first, sites)
     if found.diagnostic.code == "S659":
         _of_the_model(trial, found, first[1], sites)
     raise found
+
+
+def _check_labels(trial: Trial, tokens: Tokens) -> None:
+    """Refuse (S659) a loss whose moved labels are an input of the model: a part has one of both."""
+    rule = trial.rule
+    if rule and tokens.shift != "none" and labels_are_input(trial.model, rule, trial.loss):
+        name = rule.source
+        raise Refusal.of(
+            "S659",
+            f"`{name}` is what the model takes, and one token later its labels",
+            notes=("a rank's tokens and their labels are not the same part of it",),
+            helps=(f'let the batch have both: `{{"{name}": ids, "labels": ids}}`',),
+        )
 
 
 def _of_the_model(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:

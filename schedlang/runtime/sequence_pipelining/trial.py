@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from schedlang.ir import pytree
 from schedlang.ir.model import inside
-from schedlang.runtime.batch import called, loss_of, rows_of, shares
+from schedlang.runtime.batch import called, loss_of, named_arguments, rows_of, shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.inside import hooked
 from schedlang.runtime.modes import ambient
@@ -181,7 +181,8 @@ def trial_of(
     """A trial from a microbatch: its first rows and tokens, on a short model (`small_copy`)."""
     total = length_of(sample)
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
-    batch = _small(model, sample, sum(lengths), rule)
+    ignoring = rule is not None and not labels_are_input(model, rule, loss)
+    batch = _small(model, sample, sum(lengths), rule, ignoring)
     small = small_copy(model, short=short, sites=sites)
     return Trial(
         small.model,
@@ -197,14 +198,26 @@ def trial_of(
     )
 
 
+def labels_are_input(model: nn.Module, rule: LabelRule, loss: Loss | None) -> bool:
+    """Return whether a loss function takes as labels what the model itself takes."""
+    return loss is not None and rule.source in (named_arguments(model) or ())
+
+
 def _lengths(total: int, count: int) -> tuple[int, ...]:
     return tuple(len(run) for run in shares(total, min(count, total)))
 
 
 def _small(
-    model: nn.Module, sample: Mapping[str, Any], total: int, rule: LabelRule | None
+    model: nn.Module,
+    sample: Mapping[str, Any],
+    total: int,
+    rule: LabelRule | None,
+    ignoring: bool,
 ) -> dict[str, Any]:
-    """Two rows of `total` tokens; what is constant there is drawn, masks pad the last row."""
+    """Two rows of `total` tokens; what is constant there is drawn, masks pad the last row.
+
+    `ignoring`: one label does not count.
+    """
     rows, length = rows_of(sample), length_of(sample)
     keep, masks, labels = min(rows, 2), masks_of(sample), rule.source if rule else None
     generator = torch.Generator().manual_seed(0)
@@ -229,6 +242,8 @@ def _small(
             if name != labels:
                 high = max(high, min((s for s in sizes if s >= high), default=high))
             cut = torch.randint(0, high, cut.shape, generator=generator).to(cut.dtype)
+        if rule and ignoring and name == labels and cut.dim() == 2 and cut.shape[1] > 2:
+            cut[0, 1] = rule.ignore_index  # so no layout has parts with as many labels as tokens
         return cut
 
     def each(name: str, value: Any) -> Any:
