@@ -6,7 +6,8 @@ is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, but 
 and its imports, two seconds of a processor, are there already.  Where the variables of the
 environment could change what an import does, and off Linux, it is a new interpreter.  Tests whose
 subject is the process, its hash seed or its imports start one themselves.  Ranks that a forked
-torchrun starts are forked alike.
+torchrun starts are forked alike; checks of kernels are, from a second process in which Triton
+interprets.
 """
 
 from __future__ import annotations
