@@ -233,17 +233,9 @@ def _placements(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _activations(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for fqn, edges in plan.boundaries.items():
-        said = [
-            f"{edge.axis}: {_edge(edge.input)} -> {_edge(edge.output)}"
-            for edge in edges
-            if plan.mesh.size(edge.axis) > 1
-        ]
+        said = [f"{edge.axis}: {edge.show()}" for edge in edges if plan.mesh.size(edge.axis) > 1]
         if said:
             yield fqn or WHOLE, tuple(said)
-
-
-def _edge(placement: object) -> str:
-    return "as it comes" if placement is None else str(placement)
 
 
 def _collectives(plan: Plan, account: Account) -> Section:

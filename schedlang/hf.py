@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import schedlang
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import python_span
 from schedlang.trainer import Trainer as Loop
+from schedlang.trainer import refused
 
 # settings that a schedule has rows for, or that this loop does not follow
 _OTHERS = ("fp16", "bf16", "fsdp", "deepspeed", "label_smoothing_factor", "torch_compile")
@@ -60,12 +59,12 @@ class _Scheduled:
         args, owner = self.args, _Loss(self)
         odd = [name for name in _OTHERS if getattr(args, name, None)]
         if odd:
-            raise _refused(
+            raise refused(
                 f"`{odd[0]}` is not followed under a schedule", "leave it out: rows say it"
             )
         folder = Path(args.output_dir, "schedlang") if args.save_strategy == "steps" else None
         if folder is not None and not resume and schedlang.last_checkpoint(folder) is not None:
-            raise _refused(
+            raise refused(
                 f"`{folder}` has checkpoints of an earlier run",
                 "go on: `train(resume_from_checkpoint=True)`; or give another `output_dir`",
             )
@@ -102,7 +101,7 @@ class _Scheduled:
         if isinstance(rows, dict) or self.compute_metrics is not None:  # type: ignore[attr-defined]
             what = "several sets" if isinstance(rows, dict) else "`compute_metrics`"
             help_ = '`eval_strategy="no"`, and `evaluate()` after `train`'
-            raise _refused(f"{what} cannot be evaluated while a schedule trains", help_)
+            raise refused(f"{what} cannot be evaluated while a schedule trains", help_)
         size = self.args.per_device_eval_batch_size * shares
         return DataLoader(rows, size, collate_fn=self.data_collator)  # type: ignore[attr-defined]
 
@@ -154,10 +153,6 @@ class _Loss:
         owner.state.global_step = int(figures["step"])
         owner.log(dict(told))
         owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, told)
-
-
-def _refused(title: str, help_: str) -> Refusal:
-    return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))
 
 
 @cache

@@ -28,13 +28,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal
-from schedlang.diagnostics.source import python_span
 from schedlang.ir.copied import deeply_copied
 from schedlang.language.syntax import given, parse
 from schedlang.passes.elaborate.state import Settings
 from schedlang.runtime.checkpointing.position import generators, put_back
 from schedlang.schedule import Schedule
+from schedlang.trainer import refused
 
 # Lightning is published under two names, with classes of their own
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -92,7 +91,7 @@ class _Scheduled:
     def __init__(self, schedule: Any, **options: Any) -> None:
         super().__init__()
         for name in sorted(_GIVEN.keys() & options.keys()):
-            raise _refused(f"`{name}` is Lightning's to give", f"leave it out: {_GIVEN[name]}")
+            raise refused(f"`{name}` is Lightning's to give", f"leave it out: {_GIVEN[name]}")
         self.schedule, self.options = schedule, options
         self.program: Any = None
         self._step: Any = None  # the module with its `training_step` as the forward
@@ -122,7 +121,7 @@ class _Scheduled:
             module.to(self.root_device)
             return
         if found := _not_followed(trainer, module):
-            raise _refused(*found)
+            raise refused(*found)
         self._step = _with_step_as_forward(module, self._logs)
         settings = Settings(world=self.world_size)
         self.program = Schedule(self._step, parse(given(self.schedule)), settings).build(
@@ -186,7 +185,7 @@ class _Scheduled:
         for name, was in self._known.items():
             now = vars(module).get(name)
             if now is not was and not (type(now) in _PLAIN and now == was):
-                raise _refused(
+                raise refused(
                     f"a hook has changed `{name}`, which the program has as it was",
                     "compute it in `training_step`, from `self.global_step` for example",
                 )
@@ -235,7 +234,7 @@ class _Scheduled:
         now = _signs(self.lightning_module)
         written = [name for name, sign in self._seen.items() if now.get(name) != sign]
         if written:
-            raise _refused(
+            raise refused(
                 f"a hook has written into `{written[0]}` between two steps, where it has no values",
                 "write at the end of an epoch or of an evaluation: that is taken over",
             )
@@ -292,7 +291,7 @@ class _Scheduled:
         """
         folder = Path(f"{self._from}{BESIDE}")
         if not folder.is_dir():
-            raise _refused(
+            raise refused(
                 f"there is no `{folder}`: this checkpoint has no state of a schedule's program",
                 'begin with its weights: `module.load_state_dict(torch.load(path)["state_dict"])`',
             )
@@ -472,10 +471,6 @@ def _not_followed(trainer: Any, module: Any) -> tuple[str, str] | None:
     if not list(module.parameters()):
         return f"`{type(module).__name__}` has no parameters", "make them before `fit`"
     return None
-
-
-def _refused(title: str, help_: str) -> Refusal:
-    return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))
 
 
 @cache

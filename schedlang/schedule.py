@@ -64,7 +64,7 @@ def _made(
     from schedlang.passes.simulate.played_step import repeated
     from schedlang.passes.static_checks.static import check_sums
     from schedlang.passes.verify.probe import cheaply
-    from schedlang.runtime.kept_inside import as_before
+    from schedlang.runtime.kept_outside import as_before
     from schedlang.runtime.left import telling
 
     loss, weight = options["loss"], options["weight"]

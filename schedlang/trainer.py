@@ -110,7 +110,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         if found := self._wrong():
-            raise _problem(*found)
+            raise refused(*found)
         self.schedule = self._scheduled()
         if self.callbacks is None:
             self.callbacks = (Console(),)
@@ -235,7 +235,7 @@ class Trainer:
         if self.on_spike == "skip":
             a = self.program.assembly
             if a.pipeline.timeline.stale or a.compressor is not None:
-                raise _problem(
+                raise refused(
                     "updates cannot be skipped: rows change what is kept from step to step before",
                     'without `compress(gradients)` and stale weights, or `on_spike="stop"`',
                 )
@@ -396,5 +396,6 @@ class Trainer:
         return None
 
 
-def _problem(title: str, help_: str) -> Refusal:
+def refused(title: str, help_: str) -> Refusal:
+    """Refuse (S691) what a loop of training cannot do, at the line of the user's that asked."""
     return Refusal(Diagnostic("S691", title, Label(python_span()), helps=(help_,)))

@@ -51,6 +51,8 @@ IMPORTED = (
     *("schedlang.runtime.propagation.dry", "schedlang.runtime.propagation.feeds"),
     *("schedlang.runtime.sequence_pipelining.trial", "schedlang.runtime.context_parallel.probe"),
 )
+# what the check of kernels imports, in Triton's interpreter
+KERNELS = ("check", "cross_entropy", "gated", "linear_cross_entropy", "norm", "rope")
 # variables that no import reads, or that are set anew in the fork
 FREE = {
     *("PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
@@ -99,9 +101,14 @@ class Fork:
 
 
 class Forks:
-    """The process that the others are forked from, started by the first of them."""
+    """The process that the others are forked from, started by the first of them.
 
-    def __init__(self) -> None:
+    imported  the modules that it imports
+    more      variables of its environment besides this process's
+    """
+
+    def __init__(self, imported: Sequence[str], **more: str) -> None:
+        self._imported, self._more = tuple(imported), more
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._environ: dict[str, str] = {}
@@ -112,7 +119,7 @@ class Forks:
         """Whether a process with these variables may be forked."""
         if sys.platform != "linux":
             return False
-        known = self._environ or dict(os.environ)
+        known = self._environ or {**os.environ, **self._more}
         odd = {name for name, _ in set(known.items()) ^ set(environ.items())}
         return all(name in FREE or name.startswith(FREE_PREFIXES) for name in odd)
 
@@ -137,11 +144,12 @@ class Forks:
     def _begin(self) -> None:
         if self._owner == os.getpid():
             return
-        self._owner, self._environ = os.getpid(), dict(os.environ)
+        self._owner, self._environ = os.getpid(), {**os.environ, **self._more}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
             "import sys; plain = sys.path[1:]; "
-            f"sys.path[:] = {sys.path!r}; from tests import forks; forks.serve(plain)"
+            f"sys.path[:] = {sys.path!r}; from tests import forks; "
+            f"forks.serve(plain, {self._imported!r})"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -149,7 +157,7 @@ class Forks:
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, **dict.fromkeys(THREADS, "1")},
+                env={**self._environ, **dict.fromkeys(THREADS, "1")},
                 start_new_session=True,
             )
 
@@ -157,7 +165,9 @@ class Forks:
 # libraries start threads as they are imported, which a fork would not have
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-FORKS = Forks()
+FORKS = Forks(IMPORTED)
+# Triton interprets or compiles for a whole process, as it was imported
+INTERPRETED = Forks([f"schedlang.kernels.{one}" for one in KERNELS], TRITON_INTERPRET="1")
 
 
 def server(
@@ -183,11 +193,20 @@ def anew(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
 class Begun:
     """A forked process whose output is kept in files, asked as a `Popen` with pipes is."""
 
-    def __init__(self, words: list[str], cwd: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        cwd: str,
+        environ: Mapping[str, str],
+        given: str = "",
+        forks: Forks = FORKS,
+    ) -> None:
         self._said = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
-        with open(os.devnull) as nothing:
-            fds = [nothing.fileno(), *(file.fileno() for file in self._said)]
-            self._process = FORKS.fork(("command", cwd, words), environ, fds)
+        with tempfile.TemporaryFile() as read:
+            read.write(given.encode())
+            read.seek(0)
+            fds = [read.fileno(), *(file.fileno() for file in self._said)]
+            self._process = forks.fork(("command", cwd, words), environ, fds)
         self.pid, self.kill = self._process.pid, self._process.kill
 
     @property
@@ -221,7 +240,12 @@ def run(
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words, and take what it prints."""
-    one = begin(*words, cwd=cwd, env=env)
+    return _ended(begin(*words, cwd=cwd, env=env), words, timeout)
+
+
+def _ended(
+    one: Begun | subprocess.Popen[str], words: Sequence[object], timeout: float | None
+) -> subprocess.CompletedProcess[str]:
     try:
         said = one.communicate(timeout)
     except BaseException:
@@ -233,10 +257,20 @@ def run(
     return subprocess.CompletedProcess([sys.executable, *map(str, words)], one.returncode, *said)
 
 
+def checked(
+    command: Sequence[str], *, input: str, env: Mapping[str, str], timeout: float, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the check of kernels as `subprocess.run` does; Triton's interpreter is there already."""
+    if not INTERPRETED.can(env):
+        return subprocess.run(command, input=input, env=env, timeout=timeout, **how)
+    words = list(command[1:])
+    return _ended(Begun(words, os.getcwd(), env, input, INTERPRETED), words, timeout)
+
+
 # ---- in the process that is forked ---------------------------------------------------------------
 
 
-def serve(plain: Sequence[str]) -> None:
+def serve(plain: Sequence[str], imported: Sequence[str]) -> None:
     """Import, then fork a process for each message until the tests have ended.
 
     `plain` is the path of modules as this interpreter found it.
@@ -247,7 +281,7 @@ def serve(plain: Sequence[str]) -> None:
     os.close(nothing)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
-    for name in IMPORTED:
+    for name in imported:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,6 +119,24 @@ def bart() -> nn.Module:
     return hf(
         "BartForConditionalGeneration", **HALVES, max_position_embeddings=16, dropout=0.0, **ends
     )
+
+
+class Stack(nn.Module):
+    """Layers one after the other, as a list of a name, and the mean square of what the last gives.
+
+    What is drawn while they are taken comes from seed 0.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], name: str = "blocks") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.add_module(name, nn.ModuleList(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in getattr(self, self.name):
+            x = layer(x)
+        return x.square().mean()
 
 
 class Block(nn.Module):

@@ -67,6 +67,15 @@ def proven(
     return report
 
 
+def static_holds(plan: Plan, batch: Batch) -> None:
+    """Assert that the proofs that need no ranks were made, and that each of them holds."""
+    from schedlang.passes.static_checks.static import static
+
+    found = static(plan, batch)
+    bad = [(claim.name, claim.said, claim.problems) for claim in found.claims if not claim.holds]
+    assert found.claims and not bad and not found.problems, (bad, found.problems)
+
+
 def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """SGD with momentum, and weight decay on matrices only."""
     held = list(named)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.ir.annotations import Cast
-from schedlang.ir.model import inside
+from schedlang.ir.model import inside, titled
 from schedlang.ir.plan import Plan
 from schedlang.passes.elaborate.rows import pattern, shape_of
 from schedlang.passes.propagate.casts import cast_loss, cast_modules
@@ -53,7 +53,7 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
     cast = _around(tuple(plan.casts), site or "")
     row = plan.origin(cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
-    what = "the loss" if site is None else f"`{site}`" if site else "the model"
+    what = "the loss" if site is None else titled(site)
     label = Label(row.span) if row is not None else Label()
     return Refusal.of(
         "S895",

@@ -565,6 +565,15 @@ FORWARD, TRAIN = call("verify", "forward", "backward"), call("verify", "train", 
 STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
 
 
+def steps_of(rows: Mapping[str, Sequence[Row]], blocks: Blocks) -> Iterator[n.Step]:
+    """A step for the rows of each role that has some, with its proof."""
+    for role, name in STEPS.items():
+        if rows.get(role):
+            # experts are legal only beside the row that splits the batch, which stands below
+            proof = None if role == "experts" else FORWARD
+            yield step(name, statements(rows[role], blocks), proof)
+
+
 def _file(
     asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
 ) -> n.File:
@@ -572,11 +581,7 @@ def _file(
     steps: list[n.Step] = []
     if asked.adapters:
         steps.append(step("adapters", statements(asked.adapters, blocks), relax="model"))
-    for role, name in STEPS.items():
-        if rows.get(role):
-            # experts are legal only beside the row that splits the batch, which stands below
-            proof = None if role == "experts" else FORWARD
-            steps.append(step(name, statements(rows[role], blocks), proof))
+    steps += steps_of(rows, blocks)
     if rest:
         last = [row.statement for row in sorted(rest, key=lambda row: not row.names)]
         name = "pipeline" if rest[0].names else "data"

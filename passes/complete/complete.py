@@ -88,7 +88,7 @@ def _continued(
     own = (*begun.rows.values(), *_shapes(plan, blocks))
     added = [one for one in finder.rows if one not in own]
     for action in _actions(plan, axis, blocks, added):
-        places = ((fqn, _block(blocks.common(fqn), fqn)) for fqn in action.sites)
+        places = ((fqn, blocks.around(fqn)) for fqn in action.sites)
         sites = [fqn for fqn, place in places if not place or place in begun.places]
         sites = [fqn for fqn in sites if fqn not in done]
         plan = _added(plan, action, sites, row) if sites else plan
@@ -110,7 +110,7 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
         for fqn in action.sites:
             name = blocks.common(fqn)
             one = Row((name,), lift.call_of(action.primitive))
-            found.setdefault(_block(name, fqn), {}).setdefault(name, one)
+            found.setdefault(blocks.around(fqn), {}).setdefault(name, one)
     if not found:
         raise Refusal.of(
             "S425",
@@ -145,12 +145,6 @@ def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
         for fqn in action.sites
     ]
     return list(dict.fromkeys(rows))
-
-
-def _block(common: str, fqn: str) -> str:
-    """The block that a module stands in; "" outside of all."""
-    depth = common.rpartition("*")[0].count(".")
-    return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
 
 
 def _complete(finder: Finder, flow: Flow, begun: _Begun) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostics.diagnostic import Label, Refusal
 from schedlang.diagnostics.source import Span
 from schedlang.ir.features import Injected, Renewing
+from schedlang.ir.model import titled
 from schedlang.ir.primitive import Facet, Primitive, both_change, conflicts, overturned
 from schedlang.ir.sharing import above, holders
 
@@ -68,7 +69,7 @@ def _once_each(sites: tuple[str, ...], span: Span) -> None:
     for site in sites:
         outer = next((h for h in holders(site) if h in here), None)
         if outer is not None:
-            label = Label(span, f"selects {_name(site)}, and {_name(outer)} around it")
+            label = Label(span, f"selects {titled(site)}, and {titled(outer)} around it")
             helps = ("select only one of the two: `*` in a path stands for one level",)
             title = "nested checkpoints recompute the inner module twice"
             raise Refusal.of("S502", title, label, helps=helps)
@@ -100,10 +101,6 @@ def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
         owners = {name.rpartition(".")[0] for name in names}
         if any(holder in here for owner in owners for holder in (owner, *holders(owner))):
             yield from owners
-
-
-def _name(site: str) -> str:
-    return f"`{site}`" if site else "the model"
 
 
 def _more(meetings: Sequence[Meeting]) -> tuple[str, ...]:
@@ -140,8 +137,8 @@ def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Sp
     _refuse(
         "S503",
         f"`{name}` must stand above `{first.name}`",
-        f"changes the {what} of {_name(other)}",
-        f"uses the {what} of {_name(one)}",
+        f"changes the {what} of {titled(other)}",
+        f"uses the {what} of {titled(one)}",
         first,
         span,
         _more(meetings),
@@ -159,18 +156,18 @@ def _recompute(
     one, other = meetings[0]
     more = _more(meetings)
     if one == other:
-        title = f"{_name(one)} is already checkpointed"
+        title = f"{titled(one)} is already checkpointed"
         before, now = "first checkpointed here", "would recompute it twice"
         _refuse("S501", title, now, before, first, span, more, ["drop one of the two"])
     inner, outer = (one, other) if one.startswith(f"{other}." if other else "") else (other, one)
     _refuse(
         "S502",
         "nested checkpoints recompute the inner module twice",
-        f"covers {_name(other)}",
-        f"covers {_name(one)}",
+        f"covers {titled(other)}",
+        f"covers {titled(one)}",
         first,
         span,
-        (f"{_name(inner)} lies inside {_name(outer)}", *more),
+        (f"{titled(inner)} lies inside {titled(outer)}", *more),
         ["keep the outer `checkpoint`, and list what it saves: `checkpoint(save=[...])`"],
     )
 
@@ -190,7 +187,7 @@ def _placement(
     same = [pair for pair in meetings if pair[0] == pair[1]]
     if not same:
         return
-    site = _name(same[0][0])
+    site = titled(same[0][0])
     _refuse(
         "S504",
         f"{site} is already sharded over `{shared[0]}`",
@@ -215,7 +212,7 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Sp
         parts = {_part(first.primitive), _part(then)}
         apart = len(parts) == 2 and "" not in parts
         if same and not apart:
-            title = f"{_name(same[0][0])} {done} twice"
+            title = f"{titled(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]
             _refuse("S501", title, now, before, first, span, _more(same), helps)
@@ -233,8 +230,8 @@ def _residence(
     """A tensor class lives in one place; two rows may move two classes."""
     if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
         one, other = meetings[0]
-        title = f"{_name(other)} is offloaded already"
-        now, before = f"offloads {_name(other)}", f"offloads {_name(one)}"
+        title = f"{titled(other)} is offloaded already"
+        now, before = f"offloads {titled(other)}", f"offloads {titled(one)}"
         helps = ["drop one of the two"]
         _refuse("S501", title, now, before, first, span, _more(meetings), helps)
 

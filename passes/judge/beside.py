@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.passes.judge.kinds import DROPOUT, INITIAL, SAVED
+from schedlang.passes.judge.layouts import Table
 from schedlang.passes.judge.masks import Drops
 from schedlang.passes.judge.program import check_optimizer
 from schedlang.passes.judge.subject import Kept
@@ -175,6 +176,7 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
         and k.kind in ("parameters", "other state")
     }
     original = case.plan.model.model.state_dict()
+    by = Table(case.plan.model.model).aliases
     for name in {**original, **kept.saved}:
         if name in kept.lost:
             continue
@@ -183,7 +185,11 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
             # ranks' parts are put together in float64; buffers are as the first rank has them
             wide = torch.promote_types(want.dtype, original[name].dtype)
             want = want.to(kept.holdings.dtypes.get(name, wide))
-        note = _unlike(want, kept.saved.get(name))
+        value = kept.saved.get(name)
+        if value is None and kept.loaded is not None:  # what it loads may name a tied weight once
+            tied = (n for n in kept.saved if name in by and by.get(n) == by[name])
+            value = kept.saved.get(next(tied, name))
+        note = _unlike(want, value)
         error = math.inf if note else 0.0
         yield Row(condition.name, SAVED, name, error, 0.0, not note, last, note)
 

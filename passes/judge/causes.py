@@ -33,6 +33,7 @@ from schedlang.report import Row
 
 _KINDS = ("gradients", "loss", "gradient norm")
 NEAR = 0.02  # how near a factor must be to a number to be tried as that
+NEAREST = 0.05  # how near to 1 it is said of nothing
 _COPIES = "gradient of "  # replicas of it
 Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
@@ -134,23 +135,31 @@ def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended
 
 
 def _of_copies(kept: Kept, mean: bool) -> Mended:
-    """The mean, or the sum, of what ranks have whole, where they differ."""
+    """The mean, or the sum, of what ranks have of the same elements, where they differ."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
         copies = [c for c in kept.of(key.condition, key.name) if c.held is not None]
         if key.kind != "gradients" or len(copies) < 2:
             return None
-        whole = []
+        groups: dict[bytes, tuple[Tensor, list[Tensor]]] = {}  # places, and what ranks have there
         for one in copies:
-            if one.values is None or len(one.places) != value.numel():
-                return None
-            whole.append(one.values.double()[one.places.argsort()].reshape(value.shape))
-        if all(torch.equal(one, whole[0]) for one in whole):
+            assert one.values is not None
+            places, order = one.places.sort()
+            group = groups.setdefault(places.numpy().tobytes(), (places, []))
+            group[1].append(one.values.double()[order])
+        if sum(len(places) for places, _ in groups.values()) != value.numel():
             return None
-        total = torch.stack(whole)
+        if all(torch.equal(one, each[0]) for _, each in groups.values() for one in each):
+            return None
+        made = torch.zeros(value.numel(), dtype=torch.float64)
+        for places, each in groups.values():
+            total = torch.stack(each)
+            made[places] = total.mean(0) if mean else total.sum(0)
         if mean:
-            return "ranks differ and their mean is right: they are not averaged", total.mean(0)
-        return "ranks differ and their sum is right: a sum over ranks is missing", total.sum(0)
+            said = "ranks differ and their mean is right: they are not averaged"
+        else:
+            said = "ranks differ and their sum is right: a sum over ranks is missing"
+        return said, made.reshape(value.shape)
 
     return mended
 
@@ -160,8 +169,8 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
         found = factors.get(key, 0.0)
-        if not found or not math.isfinite(found):
-            return None
+        if not found or not math.isfinite(found) or abs(found - 1.0) <= NEAREST:
+            return None  # so near to the right value no factor makes it wrong
         near = (one for one in numbers(sizes) if math.isclose(found, one[1], rel_tol=NEAR))
         words, number = next(near, (f"{found:.2g}", found))
         return f"{words} times the right value everywhere", value.double() / number

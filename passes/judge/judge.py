@@ -298,7 +298,8 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
     norm = _norm(case, given[0])
     assert norm is not None
     names = [n for n, v in integers(given[0]).items() if "label" in n or "target" in n]
-    labels = [Labels(name, IGNORED) for name in names if _leaves_out(case, given[0], name)]
+    found = {name: _left_out(case, given, name) for name in names}
+    labels = [Labels(name, value) for name, value in found.items() if value is not None]
     seen = Batches(given, cut, labels)
     made, derived = list(given), []
     if task.vary:
@@ -329,8 +330,13 @@ def _norm(case: Case, batch: Batch) -> float | None:
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 
-def _leaves_out(case: Case, batch: Batch, name: str) -> bool:
-    """Whether labels of -100 do not count: the original takes them."""
-    changed = batch[name].clone().reshape(-1)
-    changed[-1:] = IGNORED
-    return _norm(case, {**batch, name: changed.reshape(batch[name].shape)}) is not None
+def _left_out(case: Case, given: Sequence[Batch], name: str) -> int | None:
+    """The label that does not count: -100 if the original takes it, or one below 0 in batches."""
+    least = min(int(batch[name].min()) for batch in given if batch[name].numel())
+    for value in (IGNORED, least):
+        changed = given[0][name].clone().reshape(-1)
+        changed[-1:] = value
+        batch = {**given[0], name: changed.reshape(given[0][name].shape)}
+        if value < 0 and _norm(case, batch) is not None:
+            return value
+    return None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from schedlang.passes.judge.places import Whole, placed
-from schedlang.passes.judge.waits import CASTS, WORK, Heard
+from schedlang.passes.judge.waits import HEARD, WORK, Heard
 from schedlang.passes.verify.observe import Condition
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
@@ -299,7 +299,7 @@ class Placed(Dropping):
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """See Ambient."""
-        if kwargs or func in CASTS:
+        if kwargs or func in HEARD:
             self.calls.of(func, args, kwargs)
         out = super().run(func, types, args, kwargs)
         return self.calls.watched(func, out) if type(out) is WORK else out

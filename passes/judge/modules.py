@@ -20,7 +20,7 @@ from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.calls import At, Run, Seen
 from schedlang.passes.judge.places import Whole, placed
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
-from schedlang.runtime.isolated import Frame
+from schedlang.runtime.isolated import Frame, in_words
 
 OF_LOSS = "the loss"
 _OUTPUT = "the output"
@@ -269,13 +269,13 @@ class Followed:
             elif said := self._output(at, found, anchors):
                 because = _apart(words)
                 return Found(
-                    _named(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
+                    in_words(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
                 )
             for part in found:
                 if (some := _words(part, self.right.of(at).shape)) and frame[0]:
-                    words.setdefault(part.rank, {})[_named(frame)] = some
+                    words.setdefault(part.rank, {})[in_words(frame)] = some
             if found:
-                before, anchors = _named(frame), (*found, *anchors)
+                before, anchors = in_words(frame), (*found, *anchors)
         return self._backward()
 
     def right_after(self, at: At) -> Iterator[At]:
@@ -374,25 +374,29 @@ class Followed:
             frame, want = at[0], self.right.of(at, True)
             if not bool(want.any()) or all(p.places is None for p in self.parts[at]):
                 continue
+            known = bool(factors)
             pairs = self.factored(at, factors)
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
-                return Found(_named(frame), what, none, before, (*pending,))
+                return Found(in_words(frame), what, none, before, (*pending,))
             wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
             if wrong and self._pending(at, wrong, factors):
-                pending[_named(frame)] = None
+                pending[in_words(frame)] = None
+            elif wrong and not known and self._pending(at, [p for p, _ in pairs]):
+                factors.clear()  # of terms of a sum there is none
+                pending[in_words(frame)] = None
             elif wrong:
                 got = [part for part, _ in pairs]
                 found = self._of_calls(at, pairs)
                 found = found or self._of_ranks(at, True, wrong, got, factors)
                 if not before:
-                    text = f"the gradient that it sends back to `{_named(frame)}` is not right: "
+                    text = f"the gradient that it sends back to `{in_words(frame)}` is not right: "
                     found = replace(found, text=text + found.text)
                 own = tuple(replace(p, value=p.value / factors.get(p.rank, 1.0)) for p in got)
-                name = _named(frame) if before else OF_LOSS
+                name = in_words(frame) if before else OF_LOSS
                 return Found(name, what, found, before, (*pending,), at, own)
             else:
-                before = _named(frame)
+                before = in_words(frame)
         return None
 
     def _right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
@@ -418,8 +422,14 @@ class Followed:
                 )
         return Pattern("")
 
-    def _pending(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
-        """Whether ranks have terms of a sum that is right, and still to be made."""
+    def _pending(
+        self, at: At, wrong: Sequence[Part], factors: Mapping[int, float] | None = None
+    ) -> bool:
+        """Whether ranks have terms of a sum that is right, and still to be made.
+
+        Without the ranks' factors: that is right but for some factor.
+        """
+        want = self.right.of(at, True).reshape(-1)
         groups: dict[tuple[int, ...], list[Part]] = {}
         for part in wrong:
             assert part.places is not None
@@ -432,8 +442,11 @@ class Followed:
             first = group[0]
             if len(group) < 2 or len({part.value.shape for part in group}) > 1:
                 return False
-            mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
             assert first.places is not None
+            if factors is None:
+                mean = self.looks.factor(_sum(group), want[first.places])
+            else:
+                mean = sum(factors.get(part.rank, 1.0) for part in group) / len(group)
             if not self.looks.total(at, True, _sum(group), first.places, mean):
                 return False
         return True
@@ -534,8 +547,3 @@ def _same_place(a: Part, b: Part) -> bool:
 
 def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(ranks)))
-
-
-def _named(frame: Frame) -> str:
-    name, turn = frame
-    return (name or "the model") + (f" (call {turn + 1})" if turn else "")

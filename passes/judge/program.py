@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import traceback
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostics.culprit import OURS, at_frame, file_of
+from schedlang.diagnostics.culprit import at_frame, file_of, frames_in
 from schedlang.diagnostics.diagnostic import (
     Diagnostic,
     Label,
@@ -252,17 +251,14 @@ def telling(make: Make, what: str, rank: int) -> Iterator[None]:
 
 def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     file = file_of(make)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    own, deeper = frames_in(file, error)
     said = _words(error)
     code = getattr(make, "__code__", None)
     if not own and file and code is not None:  # its call fails: the place where it is written
         own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
-    deepest = frames[-1]
-    if deepest not in own[-1:] and not os.path.realpath(deepest.filename).startswith(OURS):
-        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
+    notes += deeper
     if (root := _root(error)) is not error:
         notes.append(f"it comes from {_words(root)}")
     if _GPU.search(str(error).lower()):

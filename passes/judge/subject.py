@@ -70,6 +70,7 @@ class Kept:
     stray: set[str] = field(default_factory=set)  # modules whose draws differ by step
     masks: dict[str, str] = field(default_factory=dict)  # modules whose own are others, and how
     low: set[str] = field(default_factory=set)  # formats that float64 stands in for
+    strided: set[tuple[str, str]] = field(default_factory=set)  # see waits
     unwaited: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # see waits
     stepped: set[str] = field(default_factory=set)  # parameters that the step itself changes
     replaced: set[str] = field(default_factory=set)  # for which it puts others

@@ -20,6 +20,7 @@ from schedlang.passes.judge.kinds import SPARE
 from schedlang.passes.localize.diagnose import fits
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE
+from schedlang.runtime.tracing.meta import tensors_in
 
 MOST_TERMS, MOST_STEPS = 6, 8
 NEAR = 1e-6
@@ -67,12 +68,12 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if type(func) is ATTRIBUTE or func is torch.Tensor.backward:
             return func(*args, **kwargs)
-        versions = tuple((t, t._version) for t in _tensors((args, kwargs)))
+        versions = tuple((t, t._version) for t in tensors_in((args, kwargs)))
         given = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
         for tensor in given:
             self.watch(tensor)  # before it may be written into
         made = func(*args, **kwargs)
-        outputs = tuple(t for t in _tensors(made) if t.requires_grad and t.is_floating_point())
+        outputs = tuple(t for t in tensors_in(made) if t.requires_grad and t.is_floating_point())
         if given and outputs:
             self.calls.append(Call(func, args, kwargs, versions, outputs, scope.site()))
             for tensor in outputs:
@@ -120,10 +121,6 @@ class Tape(TorchFunctionMode):
         return None if back is None else Term(call, back, sent[0] if alike else None)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
 def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor | None:
     """Derive a call once more by itself: what it sends back to a tensor for what it is sent."""
     leaf = tensor.detach().clone().requires_grad_()
@@ -135,7 +132,7 @@ def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor 
 
     args, kwargs = pytree.tree_map(anew, (call.args, call.kwargs))
     with torch.enable_grad():
-        made = [t for t in _tensors(call.function(*args, **kwargs)) if t.requires_grad]
+        made = [t for t in tensors_in(call.function(*args, **kwargs)) if t.requires_grad]
     if len(made) != len(sent):
         return None
     pairs = [(one, grad) for one, grad in zip(made, sent) if grad is not None]

@@ -230,14 +230,16 @@ def _train(given: Given) -> tuple[Observation, Kept] | None:
         kept.chosen = choosing.everyone()
         kept.loaded = reloaded(made[0], step=given.wide)
     again = {made[0].original_module(site) or site for site in dropping.again}
-    asked = dropping.calls.low, sorted({*dropping.calls.left.values()})
+    calls = dropping.calls
+    asked = calls.low, sorted({*calls.left.values()}), calls.strided
     everyone = comm.all_gather_object((dropping.stray, again, dropping.drawn, *asked))
-    for rank, (stray, again, _, low, left) in enumerate(everyone):
+    for rank, (stray, again, _, low, left, strided) in enumerate(everyone):
         kept.stray |= stray
         kept.masks |= dict.fromkeys(again, AGAIN)
         kept.low |= low if given.wide else set()
+        kept.strided |= strided
         for work in left:
             kept.unwaited.setdefault(work, []).append(rank)
-    kept.masks |= _apart([drawn for _, _, drawn, _, _ in everyone])
+    kept.masks |= _apart([drawn for _, _, drawn, *_ in everyone])
     sys.stdout.flush()
     return (seen, kept) if comm.rank() == 0 else None

@@ -3,6 +3,9 @@
 Where a collective is asynchronous, what it gives is there when its work was waited for; before, a
 step on a CPU may read it or not. So no value tells it: the works of ranks are watched. Functions of
 torch.distributed come to function modes as others do.
+
+Some of gloo's collectives take tensors of other strides as if these were contiguous, which is right
+only where all ranks lay them so. It is told where something differs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
@@ -26,6 +30,13 @@ _THEIRS = os.path.dirname(torch.__file__)
 _LOW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
 _NAMED = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 CASTS = {Tensor.to, Tensor.type, *_NAMED}
+_BY_MEMORY = {dist.scatter, dist.broadcast, dist.reduce}  # what gloo does so, pytorch#192920
+HEARD = CASTS | _BY_MEMORY
+STRIDES = (
+    "gloo takes a tensor that is not contiguous in the order of memory, and NCCL does not: make it "
+    "`.contiguous()`. Functions of torch.distributed.nn do so in their backward under gloo alone "
+    "(pytorch#192920): gathers of torch.distributed._functional_collectives do not"
+)
 
 
 class Watched:
@@ -51,6 +62,7 @@ class Heard:
         self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line
         self._numbers = itertools.count()
         self.low: set[str] = set()
+        self.strided: set[tuple[str, str]] = set()  # a function, and the line that calls it
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Hear of a call."""
@@ -59,6 +71,11 @@ class Heard:
             dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
         if dtype in _LOW:
             self.low.add(str(dtype).removeprefix("torch."))
+        if func in _BY_MEMORY:
+            several = [*args, *kwargs.values()]
+            given = [t for one in several for t in (one if isinstance(one, list) else [one])]
+            if any(isinstance(t, Tensor) and not t.is_contiguous() for t in given):
+                self.strided.add((func.__name__, _line()))
 
     def watched(self, func: Any, work: Any) -> Any:
         """A work of a function; what is sent is whole before."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Action
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.holdings import is_lossy
@@ -265,8 +266,7 @@ def _acts(row: Action, fqn: str) -> bool:
 
 
 def _touches(site: str, fqn: str) -> bool:
-    inside = site == fqn or site.startswith(f"{fqn}.")
-    return bool(site) and bool(fqn) and (inside or fqn.startswith(f"{site}."))
+    return bool(site) and bool(fqn) and (inside(site, fqn) or inside(fqn, site))
 
 
 def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> tuple[Action, ...]:

@@ -73,7 +73,7 @@ def diagnose(
     found = (
         _ratio(x, r, sizes)
         or _again_and_again(x, r, others or {})
-        or _taken(x, r, others or {})
+        or _taken(x, r, others or {}, sizes)
         or _blocks(x, r, sizes)
         or _permuted(x, r)
         or _few(x, r)
@@ -99,6 +99,9 @@ def explain(
     }
     found = diagnose(actual.tensors.get(key), expected.tensors[key], sizes, others)
     order = expected.order
+    kept = f"{row.name} after step {row.step - 1} has been added" if row.step else "\n"
+    if row.kind == "gradients" and kept in found.text:
+        found = replace(found, text=f"{found.text}: it was not set to zero")
     if row.kind == "gradients" and row.name in order[1:]:
         before = f"; equal just before it in backward: {order[order.index(row.name) - 1]}"
         found = replace(found, text=found.text + before)
@@ -207,8 +210,10 @@ def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
     return ""
 
 
-def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
-    """Another tensor stands in its place."""
+def _taken(
+    x: Tensor, r: Tensor, others: Mapping[str, Tensor | None], sizes: Mapping[str, int]
+) -> str:
+    """Another tensor stands in its place, or has been added, by ranks or axes times."""
     for name, other in others.items():
         if other is None or other.shape != x.shape or not other.any():
             continue
@@ -217,6 +222,12 @@ def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
             return f"it is the value of {name}"
         if fits(x - r, other):
             return f"the value of {name} has been added"
+        if x.numel() < 3:
+            continue  # a factor for so few numbers is a chance
+        times = float(((x - r) * other).sum() / (other * other).sum())
+        for words, value in numbers(sizes) if fits(x - r, times * other) else ():
+            if math.isclose(times, value, rel_tol=_FITS):
+                return f"{words} times the value of {name} has been added"
     return ""
 
 

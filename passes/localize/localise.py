@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from schedlang.ir.features import Slicing
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 from schedlang.passes.analyze.prepare import Prepared
@@ -27,7 +28,17 @@ from schedlang.report import Row
 from schedlang.runtime.batch import Part, called
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.grad_reduction.gradient import local_gradient
-from schedlang.runtime.isolated import Calls, Finding, Frame, Judge, Recorder, View, Watch, worst_of
+from schedlang.runtime.isolated import (
+    Calls,
+    Finding,
+    Frame,
+    Judge,
+    Recorder,
+    View,
+    Watch,
+    in_words,
+    worst_of,
+)
 from schedlang.runtime.launch.pool import Pool, temporary
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
@@ -226,20 +237,16 @@ def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], 
     found: dict[Frame, int] = {}
     outside, now = set(), 0
     for frame in order:
-        inside = next((s for u, s in units.items() if _within(frame[0], u)), None)
-        now = now if inside is None else inside
+        within = next((s for u, s in units.items() if inside(frame[0], u)), None)
+        now = now if within is None else within
         found[frame] = now
-        if inside is None:
+        if within is None:
             outside.add(frame)
     for name in {name for name, turn in found if turn}:  # turns are not counted across stages
         frames = [frame for frame in found if frame[0] == name]
         if len({found[frame] for frame in frames}) > 1:
             found |= dict.fromkeys(frames, -1)
     return found, frozenset(outside)
-
-
-def _within(fqn: str, unit: str) -> bool:
-    return fqn == unit or fqn.startswith(f"{unit}.")
 
 
 # -- what is said of it ------------------------------------------------------------------------
@@ -258,8 +265,8 @@ def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
         ((f.got, f.want) for f in found if f.got is not None and f.want is not None), None
     )
     return Location(
-        "" if first is None else _named(first),
-        _named(good[-1]) if good else "",
+        "" if first is None else in_words(first),
+        in_words(good[-1]) if good else "",
         0.0 if first is None else worst[first][0],
         _guilty(found),
         values,
@@ -283,8 +290,3 @@ def _guilty(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
         size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"
         told.setdefault(one.frame[0], f"{one.what}{size}")
     return tuple(told.items())
-
-
-def _named(frame: Frame) -> str:
-    name, turn = frame
-    return (name or "the model") + (f" (call {turn + 1})" if turn else "")

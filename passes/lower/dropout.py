@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from schedlang.ir.model import inside
 from schedlang.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
             weights = len(shape) == 4 and shape[-2] == shape[-1] and dims[-2] == "rows"
             if "rows" not in dims or weights:  # ranks of a sequence have it whole, or agree on it
                 axes = {a: None for a in axes if a not in plan.context_axes}
-        if stage and not any(_inside(site, unit) for unit in units):  # several stages compute it
-            if any(_inside(unit, site) for unit in units):
+        if stage and not any(inside(site, unit) for unit in units):  # several stages compute it
+            if any(inside(unit, site) for unit in units):
                 said = f"`{site or 'the model'}` draws between stages"
                 return Draws(why=f"{said}, which all of them run")
             axes = {a: None for a in axes if a not in stage}
@@ -100,10 +101,6 @@ def _recurrent(plan: Plan, site: str) -> bool:
     import torch
 
     return isinstance(plan.model.model.get_submodule(site), torch.nn.RNNBase)
-
-
-def _inside(site: str, unit: str) -> bool:
-    return not unit or site == unit or site.startswith(f"{unit}.")
 
 
 def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
@@ -215,13 +212,13 @@ def _forks(
     framed: list[str] = []
     left = dict(sites)
     for name, kind in _compiled(module).items():
-        inside = {site: left.pop(site) for site in list(left) if _inside(site, name)}
-        found = {one for draws in inside.values() for one in draws}
+        within = {site: left.pop(site) for site in list(left) if inside(site, name)}
+        found = {one for draws in within.values() for one in draws}
         if len(found) > 1:
             if kind == "pattern":
                 return {}, [], f"the fused `{name}` draws some masks alike and some apart"
             _eager(module, name)
-            left |= inside
+            left |= within
         elif found and None not in found:
             forks[name] = Forked(name, tuple(found), True)
         elif found:
@@ -229,7 +226,7 @@ def _forks(
     for name, draws in left.items():
         if all(one is None for one in draws):
             continue
-        below = {one for site, found in left.items() if _inside(site, name) for one in found}
+        below = {one for site, found in left.items() if inside(site, name) for one in found}
         if len(below) == 1 and name:
             forks[name] = Forked(name, (draws[0],), True)
             continue
@@ -240,7 +237,7 @@ def _forks(
         forks[name] = Forked(name, tuple(draws[:each]) or (draws[0],), False)
         framed.append(name)
     inside_one = [
-        name for name in left if name not in forks and any(_inside(name, outer) for outer in framed)
+        name for name in left if name not in forks and any(inside(name, outer) for outer in framed)
     ]
     return forks, inside_one, ""
 
@@ -253,7 +250,7 @@ def _compiled(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, one in module.named_modules():
         layer = layer_of(one, "fuse")
-        if layer is not None and not any(_inside(name, outer) for outer in found):
+        if layer is not None and not any(inside(name, outer) for outer in found):
             found[name] = "whole" if isinstance(layer, Fuse) else "pattern"
     return found
 

@@ -15,8 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.even import even
-from schedlang.passes.planner.lying import replicas_apart
-from schedlang.passes.planner.price import axes_of, by_run, collective, composition, updating
+from schedlang.passes.planner.price import (
+    axes_of,
+    by_run,
+    collective,
+    composition,
+    replicas_apart,
+    updating,
+)
 from schedlang.passes.planner.space import LAYS, Floats, Ints, Job, Ways
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting, Unit

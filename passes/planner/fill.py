@@ -11,7 +11,6 @@ from schedlang.ir.limits import Limits
 from schedlang.passes.partition.programme import ROUNDS, Problem, Way, cut
 from schedlang.passes.planner.bounds import Clock, span_floor
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.lying import stride
 from schedlang.passes.planner.price import collective, composition, peaks, price
 from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes, in_flight
@@ -132,7 +131,7 @@ class Filler:
                 more = again[many] - again[first]
                 yield Way(ahead[last] - ahead[first], back[last] - back[first] + more)
 
-        link, ends = stride(setting, "pp"), np.repeat([one.handed for one in units], counts)
+        link, ends = setting.stride("pp"), np.repeat([one.handed for one in units], counts)
         sends = [collective(cluster, "send", float(size), setting.pp, link) for size in ends]
         return Problem(
             len(ends),

@@ -3,14 +3,14 @@
 * Planners that search: limits of the search, or a walk over all that it would look at.
 * All of them.
 * A setting's stages cut as one of them would.
-* What each of them says to one job, by our price; one of them, asked.
+* One of them, asked.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise, product
@@ -25,7 +25,6 @@ from schedlang.passes.partition.programme import PEAK, SLOWEST, Way
 from schedlang.passes.planner.bounds import Clock
 from schedlang.passes.planner.fill import Filled, Filler, cuts_near
 from schedlang.passes.planner.limits import kept
-from schedlang.passes.planner.lying import stride
 from schedlang.passes.planner.menus import (
     Devices,
     Layer,
@@ -52,7 +51,7 @@ from schedlang.passes.planner.unlike import (
     ordered,
     orders,
 )
-from schedlang.passes.planner.values import Chain, Placement, Priced, Recipe, Setting
+from schedlang.passes.planner.values import Chain, Placement, Recipe, Setting
 from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Nodes
@@ -222,7 +221,7 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
     return Devices(
         setting.pp,
         max(rooms),
-        max(1, min(one.node for one in every) // stride(setting, "pp")),
+        max(1, min(one.node for one in every) // setting.stride("pp")),
         min(one.link for one in every),
         min(one.network for one in every),
         speeds=tuple(speeds),
@@ -294,7 +293,7 @@ def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
     """Replicas of a stage as a setting has them, whose gradients meet in this cluster."""
 
     def over(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
-        took = collective(cluster, "all_reduce", weights, setting.dp, stride(setting, "dp"))
+        took = collective(cluster, "all_reduce", weights, setting.dp, setting.stride("dp"))
         ring = 2 * (setting.dp - 1) / setting.dp * weights
         return replicas(way, weights, setting.dp, ring / took, micro) if took else way
 
@@ -345,42 +344,6 @@ def case_of(profiles: Profiles, job: Job) -> Case:
         cluster.network >= cluster.link,
         times,
     )
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Setting that a planner says to a job, and what that costs by our price."""
-
-    name: str
-    setting: Setting
-    priced: Priced
-
-
-def advised(
-    profiles: Profiles, job: Job, base: Setting, names: Iterable[str] = tuple(PLANNERS)
-) -> Iterator[Advice]:
-    """Settings that planners say to a job; of those alone that say one which the model can have.
-
-    Planners that cut stages cut those of `base`, which another one has found.  A rule may say what
-    does not fit: its price tells the bytes.
-    """
-    for name in names:
-        setting = _said(name, PLANNERS[name], profiles, job, base)
-        chain = setting and profiles(setting.placement)
-        if setting is not None and isinstance(chain, Chain):
-            yield Advice(name, setting, price(chain, setting, job.cluster, job.recipe))
-
-
-def _said(
-    name: str, planner: Planner, profiles: Profiles, job: Job, base: Setting
-) -> Setting | None:
-    if not isinstance(planner, Staged):
-        said = (_searched if isinstance(planner, Searched) else _ruled)(name, profiles, job, ANY)
-        return said and said[0]
-    chain = profiles(base.placement)
-    if base.chunks > 1 or not isinstance(chain, Chain):
-        return None
-    return cut_as(name, chain, base, job.cluster, job.recipe)
 
 
 # -- one planner, asked ----------------------------------------------------------------------------

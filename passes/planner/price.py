@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.passes.planner.even import even
-from schedlang.passes.planner.lying import replicas_apart, stride
 from schedlang.passes.planner.span import FLYING, Way, homes, in_flight, longest
 from schedlang.passes.planner.values import Chain, Priced, Recipe, Setting, Unit, Work
 from schedlang.passes.simulate.nodes import Nodes
@@ -40,27 +39,32 @@ COMPUTING, HOST = "computing", "host"
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one microbatch: forward, backward, and what computing it again takes besides."""
     ahead, back, _, fore, hind = (
-        sum(one.values()) for one in _of_unit(unit, axes_of(setting), cluster)
+        sum(one.values()) for one in unit_causes(unit, axes_of(setting), cluster)
     )
     return ahead, back, fore + hind
-
-
-def times_by_cause(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[Causes, Causes, Causes]:
-    """Seconds of one microbatch by what takes them: forward, backward, and of that of weights."""
-    ahead, back, half, *_ = _of_unit(unit, axes_of(setting), cluster)
-    return ahead, back, half
 
 
 def axes_of(setting: Setting) -> Where:
     """The axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
-    found = tuple((axis, size, stride(setting, axis)) for axis, size in sizes.items())
+    found = tuple((axis, size, setting.stride(axis)) for axis, size in sizes.items())
     return (*found, (HOST, 1, 0)) if at.parked else found
 
 
+def replicas_apart(setting: Setting, cluster: Cluster) -> int:
+    """Ranks from one replica to the next; along two axes as if they were one, of whose ranks as
+    many share a node."""
+    sizes = {"dp": setting.dp, "cp": setting.placement.cp}
+    lie = [(setting.stride(axis), size) for axis, size in sizes.items() if size > 1]
+    if len(lie) < 2 or isinstance(cluster, Nodes):
+        return max(lie, default=(1, 1))[0]
+    shared = math.prod(min(size, max(1, cluster.node // far)) for far, size in lie)
+    return max(1, cluster.node // shared)
+
+
 @lru_cache(4096)
-def _of_unit(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
+def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
     """Seconds of a unit's forward, of its backward, of its backward's gradients of weights, and
     what its forward and its backward take besides where it is computed again.
 
@@ -300,7 +304,7 @@ def by_run(
 ) -> tuple[tuple[str, ...], tuple[Array, ...]]:
     """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights,
     and what forward and backward take besides where it is computed again."""
-    each = [_of_unit(run.unit, where, cluster) for run in chain.runs]
+    each = [unit_causes(run.unit, where, cluster) for run in chain.runs]
     names = tuple(sorted({cause for five in each for one in five for cause in one}))
     tables = [[[one.get(name, 0.0) for name in names] for one in five] for five in each]
     found = np.array(tables).reshape(len(each), 5, len(names)).transpose(1, 0, 2)
@@ -318,7 +322,7 @@ def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str
     if setting.pp < 2:
         return ()
     size = max(run.unit.handed for run in chain.runs)
-    return _sending(cluster, "pp", "send", size, setting.pp, stride(setting, "pp"))
+    return _sending(cluster, "pp", "send", size, setting.pp, setting.stride("pp"))
 
 
 def _total(found: Causes, weights: Causes) -> float:
@@ -462,7 +466,7 @@ def shared_send(
         one, other = (_has(made, rank, run) for run in (first, second))
         if one and other and not one & other:
             size = min(chain.runs[at].unit.numbers for at in (first, second)) * recipe.gradient
-            far = stride(setting, "pp") * abs(min(one) - min(other))
+            far = setting.stride("pp") * abs(min(one) - min(other))
             yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from schedlang.diagnostics.tables import size
-from schedlang.ir.limits import Value
+from schedlang.ir.limits import Value, written
 from schedlang.passes.planner.fill import Filled
 from schedlang.passes.planner.limits import told
 from schedlang.passes.planner.values import Placement, Priced, Setting
@@ -84,7 +84,7 @@ def _kinds(
         if name not in names and one.setting not in settings:
             names.add(name)
             settings.add(one.setting)
-            yield against(best, one, memory, f"{name} = {_shown(value)}")
+            yield against(best, one, memory, f"{name} = {written(value)}")
 
 
 def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -> Rejected:
@@ -104,7 +104,7 @@ def nearest(one: Filled, memory: float) -> Rejected:
     """The way that needs least, where none fits and none was cut: what tells it from one rank's."""
     plain = told(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
     other = {name: value for name, value in told(one.setting).items() if value != plain[name]}
-    way = ", ".join(f"{name} = {_shown(value)}" for name, value in other.items())
+    way = ", ".join(f"{name} = {written(value)}" for name, value in other.items())
     found = against(None, one, memory, "what needs least")
     return replace(found, reason=f"{found.reason}: {way or 'one rank'}")
 
@@ -126,7 +126,3 @@ def slower(best: Priced, one: Priced) -> str:
         return said
     does = DOES.get(cause, f"{cause} sends")
     return f"{said}: {does} {more[cause]:.3g} s {'more' if share > 0 else 'less'}"
-
-
-def _shown(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -185,6 +186,13 @@ class Setting:
     def ranks(self) -> int:
         """Ranks of the mesh; experts lie on ranks that are replicas for all else."""
         return self.dp * self.pp * self.placement.tp * self.placement.cp
+
+    def stride(self, axis: str) -> int:
+        """Ranks from one to its neighbour along an axis; ep is folded into dp."""
+        at = self.placement
+        sizes = {"dp": self.dp, "pp": self.pp, "cp": at.cp, "tp": at.tp}
+        place = self.axes.index("dp" if axis == "ep" else axis)
+        return math.prod(sizes[inner] for inner in self.axes[place + 1 :])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import NOWHERE
 from schedlang.language import lift
 from schedlang.language import nodes as n
-from schedlang.passes.autoshard.propose import FORWARD, STEPS, TRAIN, headline
-from schedlang.passes.complete.proposal import call, file_of, precision, statements, step, wrapped
+from schedlang.passes.autoshard.propose import FORWARD, TRAIN, headline, steps_of
+from schedlang.passes.complete.proposal import call, file_of, precision, step, wrapped
 from schedlang.passes.elaborate.rows import selector
 from schedlang.passes.planner.even import even
 
@@ -34,11 +34,7 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
     rows = profiles.rows(setting.placement)
     if profiles.dtype:
         steps.append(precision(profiles.dtype, FORWARD))
-    for role, name in STEPS.items():
-        if rows.get(role):
-            # experts are legal only beside the row that splits the batch, which stands below
-            proof = None if role == "experts" else FORWARD
-            steps.append(step(name, statements(rows[role], blocks), proof))
+    steps += steps_of(rows, blocks)
     cuts = cuts_of(chain, setting)
     again = list(_again(profiles.names, cuts, setting))
     if again:

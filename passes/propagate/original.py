@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.diagnostics.culprit import told
 from schedlang.diagnostics.diagnostic import Diagnostic, Label, Refusal, quoted
 from schedlang.diagnostics.source import NOWHERE
-from schedlang.ir.model import inside
+from schedlang.ir.model import inside, titled
 from schedlang.ir.plan import Plan
 from schedlang.ir.primitive import Facet
 
@@ -272,7 +272,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
     """Record such a forward once for a batch of these shapes; None: the model takes no other."""
     from schedlang.runtime.batch import forward
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
-    from schedlang.runtime.kept_inside import as_before
+    from schedlang.runtime.kept_outside import as_before
     from schedlang.runtime.pipeline.stage import signature
     from schedlang.runtime.propagation.trace import Recorded, Trace, at_many_rows
 
@@ -486,14 +486,13 @@ def check_microbatches(
 
 def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
     micro = plan.micro
-    where = f"`{first.fqn}`" if first.fqn else "the model"
     row = plan.origin(plan.order) if plan.order is not None else None
     return Refusal.of(
         "S668",
         f"the loss needs statistics of the full batch, not of {micro} microbatches",
         Label((row and row.span) or NOWHERE),
         notes=(
-            f"the forward of {where} takes a {first.name} over all rows"
+            f"the forward of {titled(first.fqn)} takes a {first.name} over all rows"
             + (f", {first.line}" if first.line else ""),
             "the backward of a microbatch starts before later microbatches are computed",
         ),

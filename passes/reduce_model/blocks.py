@@ -184,6 +184,12 @@ class Blocks:
         """Tell whether the module is a block itself."""
         return bool(fqn) and self.common(fqn).endswith(".*")
 
+    def around(self, fqn: str) -> str:
+        """The innermost block in which a module stands; "" outside of all."""
+        common = self.common(fqn)
+        depth = common.rpartition("*")[0].count(".")
+        return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
+
     @cached_property
     def named(self) -> Mapping[str, tuple[str, ...]]:
         """The modules of each common name, in model order."""

@@ -104,21 +104,13 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     import torch
 
     from schedlang.runtime.batch import called
+    from schedlang.runtime.inside import first_calls
     from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta
 
-    model, calls = meta_model(plan.model.model, {}), dict[str, Any]()
-
-    def noting(fqn: str) -> Any:
-        def note(module: Any, args: Any, kwargs: Any) -> None:
-            calls.setdefault(fqn, (args, kwargs))
-
-        return note
-
-    for fqn in sorted(wanted):
-        model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
-    inputs = meta_batch(dict(batch))
-    kept = kept_outside(plan.model.model)
-    with kept, torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
+    model, inputs = meta_model(plan.model.model, {}), meta_batch(dict(batch))
+    kept, noted = kept_outside(plan.model.model), first_calls(model, wanted)
+    meta = torch.device("meta")
+    with kept, torch.no_grad(), meta, on_meta(dict(batch), inputs), noted as calls:
         called(model, inputs)
     return calls

@@ -18,7 +18,7 @@ from schedlang.passes.simulate.played_step import Step, alone
 
 if TYPE_CHECKING:
     from schedlang.passes.propagate.dryrun import Loss
-    from schedlang.runtime.initial.reads import Slice
+    from schedlang.runtime.initial.weights import Slice
     from schedlang.runtime.program import Program
 
 
@@ -171,7 +171,6 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
 
     import torch
 
-    from schedlang.runtime.initial.reads import reads
     from schedlang.runtime.initial.weights import Room, files_of
 
     model, mesh, rank = plan.model.base.model, plan.mesh, program.assembly.ranks.rank
@@ -185,7 +184,7 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
         original = plan.model.unique[name]
         whole = torch.empty(tuple(original.shape), dtype=parameter.dtype, device="meta")
         rooms.append(Room(original.names, whole, part, holding.part(mesh, rank)))
-    return reads(files_of(weights, model), rooms)
+    return files_of(weights, model).reads(rooms)
 
 
 # -- as text ---------------------------------------------------------------------------------------

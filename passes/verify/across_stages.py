@@ -19,8 +19,8 @@ from schedlang.passes.verify.compare import RTOL
 from schedlang.passes.verify.original import rows
 from schedlang.passes.verify.sides import Case, modes_of, twin
 from schedlang.runtime.batch import called, loss_of, split
-from schedlang.runtime.kept_inside import Kept, as_before
-from schedlang.runtime.kept_outside import kept_outside
+from schedlang.runtime.kept_inside import Kept
+from schedlang.runtime.kept_outside import as_before, kept_outside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline.stage import Stage, Stub
 from schedlang.runtime.scope import Placed, Scope, entered, named_sites

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
-from schedlang.ir.pytree import tree_leaves
+from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, quoted
 from schedlang.passes.verify.observe import Batch, Condition, Observation
 from schedlang.passes.verify.original import rows
 from schedlang.passes.verify.sides import Case, alone
 from schedlang.runtime.batch import named_tensors
+from schedlang.runtime.tracing.meta import tensors_in
 
 _SHOWN = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
@@ -77,7 +77,8 @@ def check_batch(case: Case, place: int) -> None:
         return
     if math.isfinite(look.loss):
         title = "the original's gradients are not finite"
-        cause = f"the loss is {look.loss:.4g}, and the gradient of {_names(lost)} is not finite"
+        some = quoted(lost, _SHOWN)
+        cause = f"the loss is {look.loss:.4g}, and the gradient of {some} is not finite"
         helps = [_UNBOUND]
     else:
         title = f"the original's loss is {look.loss}"
@@ -113,7 +114,7 @@ def _noting(look: _Look, name: str) -> Any:
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
         for words, value in (("what goes into", given), ("the output of", out)):
-            for tensor in _tensors(value) if look.first is None else ():
+            for tensor in tensors_in(value) if look.first is None else ():
                 if wrong := int((tensor.isnan() | (tensor == math.inf)).sum()):
                     look.first = f"{words} `{name}`: {wrong} of {tensor.numel()} elements"
 
@@ -127,7 +128,8 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
     if wrong:
         value = given[wrong[0]]
         count = int((~value.isfinite()).sum())
-        yield f"{_names(wrong)} of the batch: {count} of {value.numel()} elements are not finite"
+        some = quoted(wrong, _SHOWN)
+        yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
         yield "mend what makes the batch, or leave such rows out"
         return
     rules = case.prepared.traced.labels if case.prepared is not None else ()
@@ -149,14 +151,5 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
     yield "mend the loss, or give it a batch on which it is finite"
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _finite(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex()) or bool(value.isfinite().all())
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"`{name}`" for name in names[:_SHOWN]) + more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from schedlang.ir.copied import copied
 from schedlang.passes.verify.observe import Batch, Loss, MakeOptimizer
 from schedlang.passes.verify.randomness import draws_in_words, generators, repeated
 from schedlang.runtime.batch import called, followed, named_tensors, no_loss
+from schedlang.runtime.device import seeded
 from schedlang.runtime.inside import hooked
 from schedlang.runtime.rng.logical_dropout import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
@@ -238,9 +238,7 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
         for name, p in twin.named_parameters():
             if not p.is_floating_point() or not p.numel():
                 continue
-            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(p.shape, generator=seeded(seed, name), dtype=torch.float64)
             size = p.double().square().mean().sqrt().item()
             if p.dim() > 1:
                 size = max(size, 0.5 / math.sqrt(max(p.shape[0], p.numel() // p.shape[0])))

@@ -18,9 +18,8 @@ from schedlang.passes.verify.runs import TEXT
 from schedlang.passes.verify.sides import Case
 from schedlang.report import Row
 from schedlang.runtime.batch import called
-from schedlang.runtime.inside import hooked
+from schedlang.runtime.inside import Call, first_calls
 
-Call = tuple[Any, Any]  # arguments, and those by name
 AGAIN, OTHER = "again, with other values", "in another shape"
 
 
@@ -96,16 +95,7 @@ def _calls(
 
 def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
     """The arguments of the first call of each module in a forward."""
-    calls: dict[str, Call] = {}
-
-    def noting(fqn: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(fqn, (args, kwargs))
-
-        return note
-
-    each = [(model.get_submodule(fqn), noting(fqn)) for fqn in sorted(wanted)]
-    with torch.no_grad(), hooked(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in each):
+    with torch.no_grad(), first_calls(model, wanted) as calls:
         called(model, batch)
     return calls
 

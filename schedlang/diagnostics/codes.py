@@ -33,11 +33,6 @@ class Example:
         return self.command.split()[1:]
 
     @property
-    def is_python(self) -> bool:
-        """Whether the example runs a script of Python, and no verb of the command line."""
-        return self.command.startswith("python ")
-
-    @property
     def ranks(self) -> int:
         """The number of ranks that `torchrun` starts; 0 where the command is no `torchrun`."""
         return int(self.words[1]) if self.command.startswith("torchrun ") else 0

@@ -31,20 +31,29 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
     Where the error arose deeper, in a library that the function calls, a note says where.
     """
     file = file_of(function)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    own, notes = frames_in(file, error)
     said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
-    deepest = frames[-1] if frames else None
-    notes = []
-    if (
-        deepest is not None
-        and deepest not in own[-1:]
-        and not os.path.realpath(deepest.filename).startswith(OURS)
-    ):
-        notes.append(f"raised at {Path(deepest.filename).name}:{deepest.lineno}: {deepest.line}")
     label = Label(at_frame(own[-1]), "here") if own else Label()
     title = f"`{name}` of the model file raises {said}"
-    return Refusal.of(CODES[name], title, label, notes=tuple(notes), helps=(HELPS[name],))
+    return Refusal.of(CODES[name], title, label, notes=notes, helps=(HELPS[name],))
+
+
+def frames_in(
+    file: str, error: BaseException
+) -> tuple[list[traceback.FrameSummary], tuple[str, ...]]:
+    """The frames of an error in a file, and a note that says where it arose if that was deeper.
+
+    Functions of torch run beneath modes of ours, so that the last frame of all may be one of these:
+    no note names them.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and os.path.abspath(frame.filename) == file]
+    theirs = [f for f in frames if not os.path.realpath(f.filename).startswith(OURS)][-1:]
+    return own, tuple(
+        f"raised at {Path(one.filename).name}:{one.lineno}: {one.line}"
+        for one in theirs
+        if one not in own[-1:]
+    )
 
 
 def file_of(function: Callable[..., Any]) -> str:

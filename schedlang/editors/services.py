@@ -296,14 +296,11 @@ def offers(text: str, offset: int, outline: Outline | None = None) -> list[Offer
     elif here.path is not None:
         found = [*_modules(here, outline)]
         if here.path == here.statement and "." not in here.path:
-            found += [*_verbs(names), *(Offer(w, "keyword") for w in _keywords(here))]
+            keywords = STATEMENTS if here.scopes else TOP
+            found += [*_verbs(names), *(Offer(word, "keyword") for word in keywords)]
     else:
         found = [*_names(names, ("knob", "axis", "view"))]
     return list({offer.text: offer for offer in found}.values())
-
-
-def _keywords(here: Place) -> tuple[str, ...]:
-    return STATEMENTS if here.scopes else TOP
 
 
 def _verbs(names: list[Declared]) -> Iterator[Offer]:

@@ -45,6 +45,11 @@ class Boundary(Annotation):
     output: Placement | None = R
     differ: bool = False
 
+    def show(self) -> str:
+        """The placements as a schedule's reader sees them: `S(1) -> as it comes`."""
+        sides = ("as it comes" if one is None else str(one) for one in (self.input, self.output))
+        return " -> ".join(sides)
+
 
 @dataclass(frozen=True)
 class StageCut(Annotation):

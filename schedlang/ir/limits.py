@@ -152,8 +152,13 @@ def _refuse(title: str, legal: str) -> NoReturn:
     raise Refusal.of("S109", title, helps=(legal,))
 
 
+def written(value: object) -> str:
+    """A value as the command line takes it: `true`, `4`, `1F1B`."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _any(name: str, values: Iterable[Value]) -> str:
-    shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+    shown = [*map(written, values)]
     if name == "axes":  # as shortly as they may be said
         some = (one for count in (2, 3) for one in permutations(AXES, count))
         shown = next(([s] for s in map("-".join, some) if list(laid(s)) == shown), shown)

@@ -377,6 +377,11 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def titled(fqn: str) -> str:
+    """The name of a module in a message; the model itself has none."""
+    return f"`{fqn}`" if fqn else "the model"
+
+
 def inside(name: str, fqn: str) -> bool:
     """Return whether a name is the module `fqn`, or stands inside of it."""
     return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -227,8 +227,11 @@ def _chain(error: BaseException | None) -> Iterator[str]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield f"{link}{type(error).__name__}: {error}".split("\n")[0]
-        for frame in traceback.extract_tb(error.__traceback__)[-1:]:
-            yield f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+        if isinstance(error, SyntaxError) and error.filename:  # no frame is in that file
+            yield f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
+        else:
+            for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+                yield f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
         cause = error.__cause__
         link = "caused by " if cause is not None else "while handling "
         error = cause if cause is not None or error.__suppress_context__ else error.__context__

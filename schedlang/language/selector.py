@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang.diagnostics.diagnostic import Label, Refusal, closest, quoted, unknown
+from schedlang.ir.model import titled
 from schedlang.language import nodes as n
 from schedlang.language import printer
 from schedlang.language.nodes import walk
@@ -175,7 +176,7 @@ class Selector:
         there = self.tree.children(fqn)
         if not -len(there) <= index < len(there):
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
-            label = Label(seg.span, f"{_name(fqn)} has {count}")
+            label = Label(seg.span, f"{titled(fqn)} has {count}")
             helps = ("count from the end: the last is `-1`",) if there else ()
             raise Refusal.of("S202", f"index {index} is out of range", label, helps=helps)
         return there[index]
@@ -210,11 +211,12 @@ class Selector:
 
     def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
         children = sorted({name for m in group.modules for name in self.tree.children(m)})
-        where = _name(group.modules[0])
+        where = titled(group.modules[0])
         says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
         notes: tuple[str, ...] = ()
         if len(looked) > 1:
-            notes = (f"searched {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
+            ends = f"{titled(looked[0])} to {titled(looked[-1])}"
+            notes = (f"searched {len(looked)} modules, {ends}",)
             having = [m for m in looked if self._has(m, wanted)]
             if having:
                 notes += (
@@ -320,12 +322,8 @@ def _join(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
 
-def _name(fqn: str) -> str:
-    return f"`{fqn}`" if fqn else "the model"
-
-
 def _counted(found: Sequence[str]) -> str:
-    return f"selects {len(found)} modules" if len(found) > 1 else f"selects {_name(found[0])}"
+    return f"selects {len(found)} modules" if len(found) > 1 else f"selects {titled(found[0])}"
 
 
 @lru_cache
@@ -404,7 +402,7 @@ def _sliced(
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
-        label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
+        label = Label(seg.span, f"{titled(fqn)} has {len(there)} children")
         helps = ("the end is not included: `[0:2]` selects two modules",)
         raise Refusal.of("S202", "this slice is empty", label, helps=helps)
     return picked

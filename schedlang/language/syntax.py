@@ -176,6 +176,10 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
 }
 NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that give their name a meaning
 RESERVED = KEYWORDS | {"model", "_"}
+IN_PYTHON = (
+    "this is Python; a schedule lies beside it: `schedlang init model.py --mesh tp=2` writes one",
+    "a program of yours is judged by `schedlang verify original.py --against program.py`",
+)
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 WORDS = {
     "LPAR": "`(`",
@@ -243,7 +247,10 @@ def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
     char, bracket, found = str(opened[-1]), span_of(source, opened[-1]), span_of(source, token)
     close = CLOSING[char]
     wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in mistake.accepts
-    if not ended and not (wanted and found.line > bracket.line):
+    # a declaration at the margin was not meant to stand in the block before it
+    first = re.match(r"[a-z]+", source.line(found.line))
+    begun = char == "{" and first is not None and first[0] in DECLARATIONS
+    if not ended and not begun and not (wanted and found.line > bracket.line):
         return None
     here = Label(bracket, "opened here")
     if ended:
@@ -252,6 +259,9 @@ def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
         label = Label(
             Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`"
         )
+    elif begun and first is not None:
+        place = Span(source, found.line, 1, found.line, len(first[0]) + 1)
+        label = Label(place, f"expected `{close}` before this")
     else:
         word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
         width = min(3, len(word[0])) if word else 1
@@ -287,6 +297,7 @@ def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
         helps = [f"`{first}` must stand outside of steps and blocks"]
     if "SCHEDULE" in accepts:
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
+        helps = list(IN_PYTHON) if source.name.endswith(".py") else helps
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
     said = (

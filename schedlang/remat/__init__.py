@@ -57,6 +57,15 @@ def paths(tree: Tree) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+def decided(last: Any) -> tuple[Any, ...]:
+    """Each choice `last`, in order, of a partial plan and of all those `before` it."""
+    found = []
+    while last is not None and last.last is not None:
+        found.append(last.last)
+        last = last.before
+    return tuple(found[::-1])
+
+
 def places(item: Any) -> list[int]:
     """The places of an item, in order."""
     return [item] if isinstance(item, int) else [place for part in item for place in places(part)]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from schedlang.remat import decided
 from schedlang.remat.rotor import Cost
 
 POINTS = 128  # of a frontier that are told apart; with more, bytes are told apart in as many steps
@@ -93,12 +94,7 @@ class Fitted:
     @property
     def chosen(self) -> tuple[Choice, ...]:
         """The choice of each module, in order."""
-        found: list[Choice] = []
-        at: Fitted | None = self
-        while at is not None and at.last is not None:
-            found.append(at.last)
-            at = at.before
-        return tuple(found[::-1])
+        return decided(self)
 
 
 START: tuple[Fitted, ...] = (Fitted(0, 0.0),)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from schedlang.remat import decided
 from schedlang.remat.rotor import Cost
 
 Way = Literal["keep", "recompute", "offload"]
@@ -90,12 +91,7 @@ class _Part:
     @property
     def ways(self) -> tuple[Way, ...]:
         """Return the treatment of each module, in order."""
-        found: list[Way] = []
-        at: _Part | None = self
-        while at is not None and at.last is not None:
-            found.append(at.last)
-            at = at.before
-        return tuple(found[::-1])
+        return decided(self)
 
 
 def _moved(cost: Cost) -> int:

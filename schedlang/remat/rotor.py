@@ -60,15 +60,6 @@ def peak(tree: Tree, chain: Sequence[Cost]) -> int:
     return found
 
 
-def again(tree: Tree, chain: Sequence[Cost]) -> float:
-    """The work of all second runs: a module runs once more for each region around it."""
-    total = 0.0
-    for item in tree:
-        if isinstance(item, tuple):
-            total += sum(chain[place].work for place in places(item)) + again(item, chain)
-    return total
-
-
 def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
     """The fewest bytes that any tree keeps at its peak, and such a tree."""
     n = len(chain)

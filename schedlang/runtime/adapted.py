@@ -7,7 +7,6 @@ of DoRA also `lora_magnitude` [out].
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.runtime.device import seeded
 from schedlang.runtime.storage.codebook import Codebook, Coding
 from schedlang.runtime.tracing.meta import copy_with
 
@@ -232,9 +232,6 @@ class Adapt:
         """Values of the shape and kind of a tensor, on the host if it is without values."""
         value = torch.zeros(like.shape, dtype=torch.float64)
         if name == A or varied:
-            told = f"{self.seed} {fqn}.{name}".encode()
-            digest = hashlib.blake2b(told, digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             bound = 1 / math.sqrt(like.shape[1])
-            value.uniform_(-bound, bound, generator=generator)
+            value.uniform_(-bound, bound, generator=seeded(self.seed, f"{fqn}.{name}"))
         return value.to(like.dtype).to("cpu" if like.is_meta else like.device)

@@ -1,16 +1,18 @@
 """The modules inside of a module, without a call of Python for each: for what runs in a step.
 
-* Hooks that are there for a while.
+* Hooks that are there for a while, and calls that are noted by some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+Call = tuple[Any, Any]  # arguments, and those by name
 Modules = list[tuple[str, nn.Module]]  # by path, outermost first
 
 
@@ -58,3 +60,16 @@ def hooked(handles: Iterable[Any]) -> Iterator[None]:
     finally:
         for handle in there:
             handle.remove()
+
+
+@contextmanager
+def first_calls(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Call]]:
+    """Note the arguments of the first call of each of these modules."""
+    calls: dict[str, Call] = {}
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, (args, kwargs))
+
+    each = [(model.get_submodule(name), partial(note, name)) for name in sorted(names)]
+    with hooked(m.register_forward_pre_hook(n, with_kwargs=True) for m, n in each):
+        yield calls

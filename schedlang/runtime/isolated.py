@@ -40,6 +40,12 @@ Place = tuple[str, Frame, int]
 Starts = list[int | None]  # of split logits the first class that this rank holds
 
 
+def in_words(frame: Frame) -> str:
+    """A call as messages name it: its module, and from the second on which call it is."""
+    name, turn = frame
+    return (name or "the model") + (f" (call {turn + 1})" if turn else "")
+
+
 @dataclass
 class Call:
     """One call of a module of the original: what it takes, gives, and does in backward."""

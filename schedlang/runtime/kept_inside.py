@@ -1,15 +1,12 @@
 """State that code of the user's keeps between calls, as it is now, and put back after a run.
 
-Plain attributes of a model's modules; those of a loss, and what it closes over; the generators of
-Python and of numpy.
+Plain attributes of a model's modules; those of a loss, and what it closes over.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -63,21 +60,6 @@ def _as_it_was(held: Any, before: Any) -> Any:
     else:
         return _copied(before)
     return held
-
-
-@contextmanager
-def as_before(loss: Any) -> Iterator[None]:
-    """Call a loss of which nothing stays behind: neither what it counts nor what it draws."""
-    kept = Kept(None, loss)
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
-        kept.put_back()
 
 
 class Cells(MutableMapping[str, Any]):

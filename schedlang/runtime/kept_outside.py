@@ -9,7 +9,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.ir import pytree
-from schedlang.runtime.kept_inside import LARGE, OTHERS, as_before
+from schedlang.runtime.kept_inside import LARGE, OTHERS, Kept
 
 CACHED = type(functools.cache(lambda: None))
 _OPENED = (dict, list, CACHED)
@@ -44,20 +44,15 @@ def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
     spaces = _spaces(own)
     undo: Undo = []
     keeps = loss is not None and (not isinstance(loss, FunctionType) or loss.__closure__)
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
     # a proof comes here a hundred times, and most functions have no names
     without = [one for one in spaces if not one[0]]
     try:
         for names, put in spaces:
             if names:
                 _remember(names, put, undo, 0)
-        with as_before(loss) if keeps else nullcontext():
+        with as_before(loss) if keeps else generators_as_before():
             yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
         for names, put in without:
             if names:
                 _put_back(names, {}, put)
@@ -65,11 +60,39 @@ def kept_outside(model: nn.Module, loss: Any = None) -> Iterator[None]:
             back()
 
 
+@contextmanager
+def as_before(loss: Any) -> Iterator[None]:
+    """Call a loss of which nothing stays behind: neither what it counts nor what it draws."""
+    kept = Kept(None, loss)
+    try:
+        with generators_as_before():
+            yield
+    finally:
+        kept.put_back()
+
+
+@contextmanager
+def generators_as_before() -> Iterator[None]:
+    """Let the generators of Python and of numpy stand where they stood."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
+
+
 @functools.lru_cache(maxsize=16)  # one model is run many times
 def _spaces(classes: frozenset[type]) -> list[tuple[Any, Put]]:
     """List the names of modules, classes and functions, and cells, each with what sets one."""
     homes = {name for cls in classes if (name := cls.__module__) in sys.modules}
-    near = {_home(value) for name in homes for value in tuple(vars(sys.modules[name]).values())}
+    near = set[str]()  # the modules that values of a module's globals are, or come from
+    for value in [value for name in homes for value in vars(sys.modules[name]).values()]:
+        home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")
+        if isinstance(home, str):
+            near.add(home)
     # of large libraries only what defines the classes is seen
     homes |= {n for n in near if n in sys.modules and n.split(".")[0] not in OTHERS | LARGE}
     modules: list[Any] = [vars(sys.modules[name]) for name in sorted(homes)]
@@ -100,12 +123,6 @@ def _set_attribute(cls: type, name: str, value: Any) -> None:
 def _set_cell(cells: tuple[CellType, ...], place: int, value: Any) -> None:
     if value is not GONE:  # it was not bound
         cells[place].cell_contents = value
-
-
-def _home(value: Any) -> str:
-    """The module that a value of a module's globals is, or comes from."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    return name if isinstance(name, str) else ""
 
 
 def _functions(space: Any, homes: Iterable[str]) -> Iterator[FunctionType]:

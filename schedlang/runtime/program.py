@@ -42,6 +42,7 @@ from schedlang.runtime.no_labels import weighing
 from schedlang.runtime.offload.step import Offloaded, with_peer_state
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
+from schedlang.runtime.own_loop import module_of
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
 from schedlang.runtime.pipeline.measured import Watch
 from schedlang.runtime.pipeline.step import Result
@@ -168,22 +169,12 @@ class Program:
 
     @property
     def module(self) -> nn.Module:
-        """The plain module, where no pipeline is involved: bring your own loop (S617)."""
-        a = self.assembly
-        if a.tokens is not None:
-            title = f"`{a.context[0]}` splits sequences: a program has no module to call"
-            helps = ("use `train_step` and `eval_step`: they split the sequences",)
-            raise Refusal.of("S617", title, helps=helps)
-        if a.stage_axis is not None:
-            title = f"the pipeline over `{a.stage_axis}` has no module of its own"
-            helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
-            raise Refusal.of("S617", title, helps=helps)
+        """The plain module, where no pipeline is involved: bring your own loop (S617).
+
+        A loop sums nothing over ranks: where that is needed its backward is refused.
+        """
         tiers = () if self.offloaded is None else self.offloaded.tiers.values()
-        if any(one.gradient != DEVICE for one in tiers):
-            title = "offloaded gradients leave the device at once: a loop of your own has none"
-            helps = ("use `train_step` and `eval_step`",)
-            raise Refusal.of("S617", title, helps=helps)
-        return a.module
+        return module_of(self.assembly, any(one.gradient != DEVICE for one in tiers))
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -384,6 +375,7 @@ class Program:
         drawing = a.dropout.drawn_in(moment) if a.dropout is not None else _NOTHING
         if region is not None:
             region.begin()
+        a.held.stepping = True
         try:
             with drawing:
                 results = a.pipeline.run(
@@ -395,6 +387,7 @@ class Program:
                     keep_outputs=self.keep_output or not train,
                 )
         finally:
+            a.held.stepping = False
             if region is not None:
                 region.end()
         for one in a.sliced.values():

@@ -145,7 +145,7 @@ def _differs(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
     one, other = ops
     lines = [f"ranks {ranks[0]} and {ranks[1]} differ from collective {one.number} of a group on"]
     for rank, op in zip(ranks, ops):
-        lines.append(f"  rank {rank}: {_what(op)}")
+        lines.append(f"  rank {rank}: {op.op}{_of(op)}")
         lines += [f"    row {op.row}"] * bool(op.row)
     return [*lines, "  what only one of them does has been left out by the other"]
 
@@ -172,10 +172,6 @@ def _named(op: Op, ranks: tuple[int, ...]) -> str:
     if op.ends is not None:
         return f"message {op.number} from rank {op.ends[0]} to rank {op.ends[1]}{_of(op)}"
     return f"{op.op} {op.number} of ranks {_some(ranks)}{_of(op)}"
-
-
-def _what(op: Op) -> str:
-    return f"{op.op}{_of(op)}"
 
 
 def _of(op: Op) -> str:

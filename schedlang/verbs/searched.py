@@ -265,7 +265,7 @@ def _split(placement: Placement) -> str:
 
 def _way(found: Found) -> str:
     """dp = 8, tp = 4, zero 1, .."""
-    from schedlang.ir.limits import AXES
+    from schedlang.ir.limits import AXES, written
     from schedlang.passes.planner.limits import told
 
     assert found.best is not None
@@ -279,7 +279,7 @@ def _way(found: Found) -> str:
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
     for name, value in said.items():
         if name not in ("chunks", "slices") or value != 1:
-            words.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
+            words.append(f"{name} {written(value)}")
     return ", ".join(words)
 
 

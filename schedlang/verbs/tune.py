@@ -298,11 +298,9 @@ def _values(wanted: Wanted) -> dict[str, list[str]]:
 
 def _next(file: Path, best: Tried, model: str | None) -> str:
     """The command that shows the first of the table."""
+    from schedlang.ir.limits import written
+
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
-    words = [f"--knob {name}={_word(value)}" for name, value in best.given.items()]
+    words = [f"--knob {name}={written(value)}" for name, value in best.given.items()]
     words += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
     return f"schedlang plan {file} {' '.join(words)}"
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

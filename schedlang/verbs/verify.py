@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.uncollected import uncollected
-from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
+from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, bad_option, show_json
 from schedlang.verbs.options import AsJson, Common, Seed, Timeout, WorkingDtype, unchecked, verb
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def verify(
         from schedlang.verbs.telling import Telling
 
     check_folders(html=html)
+    of_schedule = {"knob": common.knob, "mesh": common.mesh, "only": only, "locked": locked}
+    _check_together(foreign, of_schedule | {"shrink": shrink})
     if foreign.against is not None:
         report = _judged(file, common.model, foreign, seed, dtype, timeout, as_json)
         _show(report, as_json, html, verbose)
@@ -125,6 +128,18 @@ def verify(
         report = in_one_piece(prove, one.case, **asked)
     _show(remarked(report, one.small), as_json, html, verbose)
     raise typer.Exit(_code(report))
+
+
+def _check_together(foreign: Foreign, of_schedule: Mapping[str, object]) -> None:
+    """Refuse options that would be passed over: a schedule's beside a program, or a program's."""
+    if foreign.against is not None:
+        left = [word for word, value in of_schedule.items() if value]
+        what, help_ = "a schedule", "leave it out: ranks of a program are counted by `--ranks`"
+    else:
+        left = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
+        what, help_ = "a program", "name it: `--against program.py`; a schedule has `--mesh dp=4`"
+    if left:
+        bad_option(f"`--{left[0]}` is about {what}, and none is verified", help_)
 
 
 def _code(report: Report) -> int:

@@ -193,7 +193,7 @@ def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator
     yield say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
     if mark.layouts:
         yield _typed(COLUMNS["layout"], base, mark.layouts[0])
-    tied = [f"= {_owner(tensor.tied)}" for tensor in node.tensors if tensor.tied]
+    tied = [f"= {tensor.tied.rpartition('.')[0]}" for tensor in node.tensors if tensor.tied]
     yield from _does(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
 
 
@@ -212,10 +212,6 @@ def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
     elif words:
         whole = f"<title>{html.escape(words)}</title>"
         yield f"<g>{whole}{say(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _chips(stages: Sequence[int], y: int) -> Iterator[str]:

@@ -20,7 +20,6 @@ from schedlang.passes.simulate.traffic import Collective
 from schedlang.report import equal
 
 if TYPE_CHECKING:
-    from schedlang.ir.model import ParameterFact
     from schedlang.passes.simulate.memory import RankClass
 
 # -- a plan as a value to print --------------------------------------------------------------------
@@ -227,21 +226,13 @@ def _said(plan: Plan, action: Action, site: str) -> str:
         tied = _tied_to(plan, site)
         if tied and action.changes(Facet.PLACEMENT):
             return f"tied to {tied}"
-        changed = [f for f in facts.values() if plan.layout(f.name) != _whole(f)]
+        changed = [f for f in facts.values() if plan.layout(f.name) != Layout.whole(f.shape)]
         if changed:
             return _type(plan, changed[0].name, padding=shapes)
         edges = plan.boundaries.get(site, ())
         if edges:
-            return ", ".join(f"{_edge(e.input)} -> {_edge(e.output)} over {e.axis}" for e in edges)
+            return ", ".join(f"{e.show()} over {e.axis}" for e in edges)
     return arguments_text(action.primitive)
-
-
-def _whole(fact: ParameterFact) -> Layout:
-    return Layout.whole(fact.shape)
-
-
-def _edge(placement: Any) -> str:
-    return "as it comes" if placement is None else str(placement)
 
 
 def _type(plan: Plan, name: str, padding: bool = False) -> str:

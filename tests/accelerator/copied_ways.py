@@ -25,23 +25,15 @@ from schedlang.runtime.storage.offloaded_gradients import (
 )
 from tests.accelerator.parked import parked as stage
 from tests.accelerator.trained import Block, here
+from tests.models import Stack
 from tests.proofs import planned
 
 WIDTH = 16
 
 
-class Blocks(nn.Module):
-    """A few blocks, and the mean of what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
+def blocks() -> nn.Module:
+    """A few, and the mean square of what they give."""
+    return Stack(Block(WIDTH) for _ in range(4)).double()
 
 
 def rows(seed: int) -> Tensor:
@@ -54,7 +46,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def alone() -> list[Tensor]:
     """The parameters after three steps on the CPU."""
-    model = Blocks().double()
+    model = blocks()
     optimizer = momentum(model.parameters())
     for seed in range(3):
         optimizer.zero_grad()
@@ -74,7 +66,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 def built(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> Any:
     """A program, and the three steps of `alone`; on the device of this rank, or another one."""
     device = device or here()
-    model = Blocks().double().to(device)
+    model = blocks().to(device)
     with everything_moves():
         plan = planned(model, text, mesh, relax="lossy")
         made = build(plan, {"x": rows(0)}, optimizer=lambda named: momentum([p for _, p in named]))
@@ -85,7 +77,7 @@ def built(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> 
 
 def trained(made: Any) -> float:
     state = made.state_dict()
-    return apart([state[name] for name, _ in Blocks().named_parameters()], alone())
+    return apart([state[name] for name, _ in blocks().named_parameters()], alone())
 
 
 def program(text: str, mesh: str = "dp=1", device: torch.device | None = None) -> float:
@@ -148,7 +140,7 @@ def saved_behind() -> float:
 
 def _leaving(more: Callable[[list[Tensor]], list[Tensor | None]]) -> float:
     """Gradients of more microbatches than may be in flight, asked for in some way."""
-    model, plain = Blocks().double().to(here()), Blocks().double()
+    model, plain = blocks().to(here()), blocks()
     given = [p for p in model.parameters()]
     offload_gradients(given)
     with mock.patch.object(offloaded_gradients, "_MOST", 1024):
@@ -183,7 +175,7 @@ def gradients_of_one_microbatch() -> float:
 
 def paced() -> float:
     """Activations of which no more than two calls are on their way."""
-    model, plain = Blocks().double().to(here()), Blocks().double()
+    model, plain = blocks().to(here()), blocks()
     with everything_moves():
         store = Store(paced=True)
     for block in model.blocks:

@@ -22,6 +22,7 @@ from schedlang.testing.accelerator import Operation, could_overlap, current, spa
 from tests.accelerator.test_features_run import CUT, RING, SUM, single
 from tests.accelerator.test_features_run import batch as tokens
 from tests.accelerator.trained import Block, batch, here, loss, model
+from tests.models import Stack
 from tests.proofs import planned
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
@@ -130,22 +131,9 @@ WIDTH, DEPTH, MICRO = 64, 8, 4
 HALF = DEPTH // 2
 
 
-class Deep(nn.Module):
-    """Blocks of which two stages have half each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        return {"loss": x.square().mean()}
-
-
 def deep() -> nn.Module:
-    torch.manual_seed(0)
-    return Deep()
+    """Blocks of which two stages have half each."""
+    return Stack(Block(WIDTH) for _ in range(DEPTH))
 
 
 def rows() -> Tensor:

@@ -30,6 +30,6 @@ def test_for_the_loss_alone(example: Example) -> None:
     model = set(spawn(plainly, example, ranks=1, timeout=300)[0])
     some = MORE.get(example.file, 0)
     found = spawn(waits, example, ranks=example.ranks, timeout=600)[0]
-    for (there, read), steps in zip(CASES, found):
+    for (there, read), steps in zip(CASES, found, strict=True):
         most = max(own(steps, model), key=len)
         assert len(most) == some + read, (there, read, most)

@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.passes.planner.fit import fitted, fitted_memory, told
 from schedlang.passes.planner.price import activations, causes, states
 from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import (
@@ -25,6 +24,7 @@ from schedlang.passes.planner.values import (
     Work,
 )
 from schedlang.passes.simulate.machine import Cluster
+from tests.benchmarks.weights import fitted, fitted_memory, told
 from tests.planner.decoders import Decoder, decoder
 
 Array = NDArray[np.float64]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from schedlang.remat.rotor import again, least, peak, rotor
+from schedlang.remat.rotor import least, peak, rotor
 from tests.benchmarks import head_memory, kept
-from tests.memory.test_rotor import chain, trees
+from tests.memory.test_rotor import again, chain, trees
 
 
 def chains(most: int = 6) -> Iterator[tuple[int, int, int, int]]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from schedlang.passes.planner.fit import Timed, chance, fitted, unlikelihood
 from schedlang.passes.simulate.machine import CLUSTERS
 from tests.benchmarks.layouts import (
     TIME,
@@ -31,6 +30,7 @@ from tests.benchmarks.layouts import (
     seconds_of,
     time_terms,
 )
+from tests.benchmarks.weights import Timed, chance, fitted, unlikelihood
 from tests.planner.decoders import Decoder
 
 Row = dict[str, Any]

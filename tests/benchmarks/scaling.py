@@ -14,10 +14,10 @@ from functools import cache
 
 import numpy as np
 
-from schedlang.passes.planner.fit import Timed, fitted, told
-from schedlang.passes.planner.price import causes, collective, times_by_cause
+from schedlang.passes.planner.price import axes_of, causes, collective, unit_causes
 from schedlang.passes.planner.values import Chain, Placement, Recipe, Run, Setting, Unit, Work
 from schedlang.passes.simulate.machine import CLUSTERS
+from tests.benchmarks.weights import Timed, fitted, told
 from tests.planner.decoders import decoder
 
 A100 = CLUSTERS["a100"]
@@ -213,7 +213,7 @@ def layers() -> Iterator[Row]:
         setting = Setting(Placement(4, 8, sequence))
         chain = Gpt(64, 6144, 48).chain(setting.placement)
         unit = (selective(chain) if again == "scores" else chain).runs[1].unit
-        forward, backward, _ = times_by_cause(unit, setting, A100)
+        forward, backward, *_ = unit_causes(unit, axes_of(setting), A100)
         if again == "all":
             backward = {c: backward.get(c, 0) + forward.get(c, 0) for c in {**forward, **backward}}
         for which, by, took in zip("FB", (forward, backward), published):
@@ -239,7 +239,7 @@ def zero_bubble() -> Iterator[Row]:
 
 def halves(unit: Unit, setting: Setting) -> tuple[dict[str, float], ...]:
     """Seconds of a forward, of gradients of inputs, and of weights."""
-    forward, backward, weights = times_by_cause(unit, setting, A100)
+    forward, backward, weights, *_ = unit_causes(unit, axes_of(setting), A100)
     inputs = {cause: took - weights.get(cause, 0.0) for cause, took in backward.items()}
     return dict(forward), inputs, dict(weights)
 

@@ -14,13 +14,12 @@ from schedlang.diagnostics.diagnostic import OwnError, Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.lower.build import build
-from schedlang.passes.static_checks.static import static
 from schedlang.runtime.context_parallel import probe
 from schedlang.runtime.context_parallel.local_tokens import Tokens
 from tests import models
 from tests.causal import Causal, Mixer
 from tests.engine.threads import Threads
-from tests.proofs import adamw, assert_near, planned, refused, sequential, steps
+from tests.proofs import adamw, assert_near, planned, refused, sequential, static_holds, steps
 from tests.properties.engine import check
 from tests.properties.models import Block, Config
 from tests.properties.schedules import Drawn, context_parallel
@@ -202,8 +201,7 @@ def test_outputs_are_in_order(threads: Threads) -> None:
 def test_the_static_proofs_hold(name: str) -> None:
     """Sums, types, weights and messages of every rank are proven without running one."""
     _, rows, mesh = CASES[name]
-    claims = static(planned(models.llama(2), rows, mesh), batches()[0]).claims
-    assert all(claim.holds for claim in claims), [c.problems for c in claims if not c.holds]
+    static_holds(planned(models.llama(2), rows, mesh), batches()[0])
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
 from schedlang.passes.prove import prove
-from schedlang.passes.static_checks.static import static
 from schedlang.passes.verify.sides import Case
 from schedlang.runtime.comm.collectives import listening
 from schedlang.runtime.moe.experts import kept, limit_experts
 from schedlang.runtime.moe.probe import Experts, NoExperts, probe_experts
 from tests import expert_models as models
-from tests.proofs import planned, proven, refused
+from tests.proofs import planned, proven, refused, static_holds
 
 ROW = "layers.*.experts  expert_parallel(over={})\n"
 DP = "zero(stage={}, over=dp)"
@@ -103,9 +102,7 @@ def test_every_way_equals_the_original(name: str, threads: Any) -> None:
     plan = planned(models.tiny(layers=layers), rows, mesh, relax)
     report = proven(threads, plan, BATCHES)
     assert report.equivalence == ("relaxed (routing)" if relax else "algebraic")
-    found = static(plan, BATCHES[0])
-    assert not found.problems
-    assert all(claim.checked for claim in found.claims)
+    static_holds(plan, BATCHES[0])
 
 
 @pytest.mark.parametrize("how", ["", ", dispatch=fetch", ", shadow=[0, 3]"])

@@ -155,6 +155,19 @@ def statistics(model: nn.Module) -> TrainingProgram:
     return _offering(averaged(model), model.state_dict, model.load_state_dict)
 
 
+def tied_once(model: nn.Module) -> TrainingProgram:
+    """A tied weight is saved under one of its names, as `named_parameters` has it."""
+
+    def save() -> Any:
+        buffers = {name: one.clone() for name, one in model.named_buffers()}
+        return {**{name: p.detach() for name, p in model.named_parameters()}, **buffers}
+
+    def load(state: Any) -> None:
+        model.load_state_dict(state, strict=False)
+
+    return _offering(wrapped.ddp(model), save, load)
+
+
 def tied_apart(model: nn.Module) -> TrainingProgram:
     """Wrong: a tied weight is saved twice, once as it was before training."""
     before = copy.deepcopy(model.head.weight.detach())  # type: ignore[union-attr, operator]

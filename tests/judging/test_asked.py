@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge import modules, waits
-from schedlang.passes.judge.kinds import INITIAL, other_start
+from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.kinds import INITIAL, _counts, _squares, other_start
 from schedlang.passes.judge.places import Whole
+from schedlang.passes.judge.regions import Region
 from schedlang.passes.judge.steps import left_apart, of_steps
 from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key, Observation
+from schedlang.passes.verify.spilled import spill
 from schedlang.report import Report, Row
 from schedlang.runtime.launch.pool import Pool
 from tests.judging.catches.parts import ranks
@@ -101,6 +104,21 @@ def test_a_work_that_is_asked_counts_as_waited_for() -> None:
         getattr(watched, ask)()
         assert not heard.left
     assert heard.watched(dist.isend, work) is work
+
+
+def test_a_norm_of_slices_that_ranks_have_twice() -> None:
+    """Of a hybrid mesh: by what the first rank has alone, or each rank's copy counted."""
+    slices = {0: [0, 1], 1: [2], 2: [0, 1], 3: [2]}
+    whole = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    copies = [
+        Copy(rank, "w", *[Region.of(torch.tensor(at))] * 2, spill(whole, None))
+        for rank, at in slices.items()
+    ]
+    assert _squares(copies) == [[5.0, 5.0], [25.0, 25.0]]
+    found = {words: amount for _, amount, words in _counts({"w": _squares(copies)})}
+    assert found["it counts each rank's copy of"] == 30.0
+    assert found["it leaves out what ranks but the first hold of"] == -25.0
+    assert found["it leaves out"] == -30.0
 
 
 def test_a_part_in_another_order_is_found() -> None:

@@ -378,6 +378,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--against", "unsaid.py"), "[S767]: nobody says how many ranks"),
         (("--against", "program.py", "--ranks", "0"), "[S767]: `0` ranks"),
         (("--against", "program.py", "--ranks", "64"), "[S702]"),
+        (("--against", "program.py", "--mesh", "dp=2"), "`--mesh` is about a schedule"),
+        (("--ranks", "2"), "`--ranks` is about a program"),
     ):
         done = CliRunner().invoke(app, ["verify", "original.py", *words])
         assert done.exit_code == 2 and said in done.stderr, (words, done.stdout, done.stderr)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.passes.judge import parts
@@ -35,6 +36,25 @@ def made(inner: nn.Module, world: int = 2) -> tuple[Parts, str]:
     case = _widened(task)
     told, seen, _ = _conditions(case, task)
     return Parts(Trial(case, never, world, tuple(told), never, True), seen.labels), told[0].name
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 5])
+def test_the_label_that_does_not_count_is_found(ignored: int) -> None:
+    """That of torch, or one below 0 that batches have; of another it is not known that it is."""
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        wanted = batch["labels"].flatten()
+        return F.cross_entropy(output.flatten(0, 1), wanted, ignore_index=ignored)
+
+    def batch(seed: int) -> dict[str, Tensor]:
+        found = padded(seed, 4, 3)
+        found["labels"] = found["labels"].masked_fill(found["labels"] == -100, ignored)
+        return found
+
+    never: Any = None
+    task = Task(never, Words(nn.Tanh()), tuple(map(batch, range(3))), 2, loss)
+    _, seen, _ = _conditions(_widened(task), task)
+    assert [one.ignored for one in seen.labels] == [ignored] * (ignored < 0)
 
 
 def test_parts_of_rows_and_words_make_the_whole() -> None:

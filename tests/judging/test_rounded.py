@@ -13,8 +13,12 @@ from torch import nn
 
 from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
-from schedlang.passes.judge.causes import _near
+from schedlang.passes.judge.causes import _near, _of_copies, _of_factor
+from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.regions import Region
+from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key
+from schedlang.passes.verify.spilled import spill
 from schedlang.runtime.launch.pool import Pool
 from tests.judging import by_hand, net, saving, wrapped
 from tests.judging.catches import mean_of_means, pipeline_accumulated
@@ -236,6 +240,32 @@ def test_factors_that_are_near_are_one() -> None:
     keys = {Key("SGD", "gradients", 0, name): value for name, value in factors.items()}
     found = {key.name: value for key, value in _near(keys).items()}
     assert found == {"a": 0.357, "b": 0.357, "c": 0.357, "d": 1.0, "e": 0.5}
+
+
+def test_a_factor_that_is_nearly_one_is_no_cause() -> None:
+    """It is not said that something wrong is 1 times the right value."""
+    key, value = Key("SGD", "gradients", 0, "w"), torch.ones(3)
+    assert _of_factor({"ranks": 2}, {key: 1.03})(key, value) is None
+    said = _of_factor({"ranks": 2}, {key: 1.99})(key, value)
+    assert said is not None and said[0].startswith("ranks = 2 times")
+
+
+def test_parts_that_ranks_have_twice_are_averaged() -> None:
+    """Slices of two groups, as of a hybrid mesh: each is averaged with its own copy."""
+    held = {0: ([0, 1], [1.0, 3.0]), 1: ([2], [5.0]), 2: ([0, 1], [3.0, 5.0]), 3: ([2], [7.0])}
+    copies = [
+        Copy(rank, "w", Region.of(torch.arange(len(v))), Region.of(torch.tensor(at)), _held(v))
+        for rank, (at, v) in held.items()
+    ]
+    key, kept = Key("SGD", "gradients", 0, "w"), Kept(copies={(False, "w"): copies})
+    found = _of_copies(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0]))
+    assert found is not None and found[1].tolist() == [2.0, 4.0, 6.0]
+    kept.copies[False, "w"] = copies[:2]  # nobody has one twice
+    assert _of_copies(kept, mean=True)(key, torch.tensor([1.0, 3.0, 5.0])) is None
+
+
+def _held(values: list[float]) -> Any:
+    return spill(torch.tensor(values, dtype=torch.float64), None)
 
 
 def test_statistics_have_bounds(pool: Pool) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 from schedlang import TrainingProgram, verify_program
@@ -112,7 +113,55 @@ def sliced(sent: bool) -> Any:
     return program
 
 
+def bucketed(zeroed: bool) -> Any:
+    """Gradients are summed in buckets that stay from step to step."""
+
+    def program(model: Any) -> TrainingProgram:
+        buckets = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+        def step(batch: Any) -> Tensor:
+            mine = {"ids": own(batch["ids"])}
+            value = loss(model(mine["ids"]), mine)
+            value.backward()
+            for name, p in model.named_parameters():
+                bucket = buckets[name].zero_() if zeroed else buckets[name]
+                bucket += p.grad / ranks()
+                dist.all_reduce(bucket)
+                p.grad.copy_(bucket)
+            return value
+
+        return TrainingProgram(model, step)
+
+    return program
+
+
+def gathered(transposed: bool) -> Any:
+    """All ranks have all rows, and average them by a gather of torch.distributed.nn.
+
+    transposed  the gradient that comes back to it is not contiguous
+    """
+
+    def program(model: Any) -> TrainingProgram:
+        plain, one = model.inner.forward, torch.eye(WIDTH, dtype=torch.float64)
+
+        def forward(x: Tensor) -> Tensor:
+            mean = torch.stack(all_gather(x)).mean(0)
+            return plain((one @ mean.mT).mT if transposed else mean)
+
+        def step(batch: Any) -> Tensor:
+            value = loss(model(batch["ids"]), batch)
+            value.backward()
+            return value
+
+        model.inner.forward = forward
+        return TrainingProgram(model, step, world_loss="same")
+
+    return program
+
+
 RIGHT = {
+    "buckets that are set to zero": bucketed(zeroed=True),
+    "a gather of contiguous gradients": gathered(transposed=False),
     "a mean of weights before them": averaged(("mean", "model")),
     "a mean of weights after them": averaged(("model", "mean")),
     "gradients of full rank": compressed(WIDTH),
@@ -122,6 +171,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "the mean is loaded": (averaged(("model", "mean"), "mean"), "not what was saved"),
     "the mean is trained": (averaged(("model", "mean"), swapped=True), "the step itself changes"),
     "gradients of rank one": (compressed(1), "of 96 elements are wrong|no simple pattern"),
+    "buckets that are not set to zero": (
+        bucketed(zeroed=False),
+        "ranks = 2 times the value of head.weight after step 0 has been added: it was not set to",
+    ),
+    "a gather of gradients of other strides": (
+        gathered(transposed=True),
+        "collectives: `scatter` (test_written.py:",
+    ),
     "an optimizer that sends nothing": (sliced(sent=False), "ranks hold different values after"),
 }
 

@@ -49,12 +49,16 @@ def ddp(model: nn.Module) -> TrainingProgram:
 
 def ddp_mean(model: nn.Module) -> TrainingProgram:
     """Wrong: each rank's own mean, though ranks have different counts of labels."""
+    return _by_itself(model, "ids", loss)
+
+
+def _by_itself(model: nn.Module, name: str, loss: Any) -> TrainingProgram:
     rank, size = dist.get_rank(), dist.get_world_size()
     module = DistributedDataParallel(model)
 
     def step(batch: Any) -> Any:
         mine = part(batch, rank, size)
-        value = loss(module(mine["ids"]), mine)
+        value = loss(module(mine[name]), mine)
         value.backward()
         return value
 
@@ -292,13 +296,4 @@ def of_images(output: Tensor, batch: Any) -> Tensor:
 
 def unsynced_norm(model: nn.Module) -> TrainingProgram:
     """Wrong: each rank's batch norm has the statistics of its own rows."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    module = DistributedDataParallel(model)
-
-    def step(batch: Any) -> Any:
-        mine = part(batch, rank, size)
-        value = of_images(module(mine["x"]), mine)
-        value.backward()
-        return value
-
-    return TrainingProgram(module, step)
+    return _by_itself(model, "x", of_images)

@@ -165,18 +165,9 @@ class _Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Two(nn.Module):
-    """Two of them and a loss: one on each of two stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([_Block(), _Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def _two() -> nn.Module:
+    """One block on each of two stages."""
+    return models.Stack(_Block() for _ in range(2)).double()
 
 
 LENGTHS = (3, 5)
@@ -191,7 +182,7 @@ def _points(length: int) -> dict[str, Tensor]:
 
 def _in_halves() -> list[dict[str, Tensor]]:
     """The gradients of one step for each length, of stages whose backwards are run in halves."""
-    program = build(planned(Two().double(), HALVES, "pp=2"), _points(4))
+    program = build(planned(_two(), HALVES, "pp=2"), _points(4))
     found = []
     for length in LENGTHS:
         program.train_step(_points(length))
@@ -203,8 +194,8 @@ def test_fused_blocks_in_halves(pool: Pool) -> None:
     """What the first half of a backward needs of a compiled block is there for the second, also
     where a graph is compiled for another length."""
     for found in pool.run(_in_halves, 2):
-        for length, gradients in zip(LENGTHS, found):
-            model = Two().double()
+        for length, gradients in zip(LENGTHS, found, strict=True):
+            model = _two()
             model(**_points(length)).backward()
             for name, parameter in model.named_parameters():
                 assert torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12), name

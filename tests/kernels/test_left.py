@@ -17,6 +17,7 @@ from schedlang.passes.prove import Case, prove
 from schedlang.passes.simulate.account import account
 from schedlang.runtime.kernel_injection.kernel import match, replace
 from schedlang.runtime.left import left_in
+from tests.models import Stack
 from tests.proofs import planned
 
 
@@ -32,20 +33,6 @@ class Layer(nn.Module):
         return self.norm(x + self.up(x))
 
 
-class Net(nn.Module):
-    """Two layers; `broad`: the second adds a vector to all its rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A loss."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 BATCH = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
 OWN = """layers.*  replace_kernel(add_norm)
 layers.1.norm  replace_kernel(layer_norm)
@@ -53,10 +40,9 @@ layers.1.norm  replace_kernel(layer_norm)
 WHY = "`norm` has hooks, a placement or a row of its own, and is called by itself"
 
 
-def net() -> Net:
-    """The same at each call."""
-    torch.manual_seed(0)
-    return Net()
+def net() -> nn.Module:
+    """Two layers, the same at each call."""
+    return Stack((Layer() for _ in range(2)), "layers")
 
 
 def test_rope_tells_shapes_and_reasons() -> None:

@@ -132,24 +132,32 @@ def test_in_python() -> None:
         assert sch["transformer.h.*.mlp:Mine"].modules
 
 
+class Packed(nn.Module):
+    """An MLP of Llama whose gate and up projection are one."""
+
+    def __init__(self, old: Any, down: nn.Module) -> None:
+        super().__init__()
+        width, hidden = old.down_proj.weight.shape
+        self.both = nn.Linear(width, 2 * hidden, bias=False)
+        self.down_proj = down
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def packing(down: Any) -> Any:
+    """A Llama that has it, with what `down` makes of its last projection, as a replacement."""
+    model = models.llama(1)
+    names = {"both.weight": ["gate_proj.weight", "up_proj.weight"]}
+    model.replacements = {"mine": lambda old: (Packed(old, down(old.down_proj)), names)}
+    return model
+
+
 def test_several_names_are_joined(threads: Threads) -> None:
     """A weight made of three keeps the gradients of the three."""
 
-    class Packed(nn.Module):
-        def __init__(self, old: Any) -> None:
-            super().__init__()
-            width, hidden = old.down_proj.weight.shape
-            self.both = nn.Linear(width, 2 * hidden, bias=False)
-            self.down_proj = nn.Linear(hidden, width, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.both(x).chunk(2, -1)
-            return self.down_proj(F.silu(gate) * up)
-
-    model = models.llama(1)
-    model.replacements = {
-        "mine": lambda old: (Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
-    }
+    model = packing(lambda old: nn.Linear(*reversed(old.weight.shape), bias=False))
     plan = planned(model, "model.layers.*.mlp  replace(mine)\nzero(stage=1, over=dp)", "dp=2")
     assert proven(threads, plan, BATCHES).ok
     said = refused(
@@ -164,21 +172,7 @@ def test_several_names_are_joined(threads: Threads) -> None:
 def test_a_child_that_is_taken_over_keeps_its_values() -> None:
     """Beside renamed parameters a child of the model's own has them still, in plan and model."""
 
-    class Packed(nn.Module):
-        def __init__(self, old: Any) -> None:
-            super().__init__()
-            width, hidden = old.down_proj.weight.shape
-            self.both = nn.Linear(width, 2 * hidden, bias=False)
-            self.down_proj = old.down_proj
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.both(x).chunk(2, -1)
-            return self.down_proj(F.silu(gate) * up)
-
-    model = models.llama(1)
-    model.replacements = {
-        "mine": lambda old: (Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
-    }
+    model = packing(lambda old: old)
     changed = planned(model, "model.layers.*.mlp  replace(mine)").model.model
     assert not any(p.is_meta for made in (model, changed) for p in made.parameters())
     x = torch.randn(2, model.config.hidden_size, dtype=model.dtype)

@@ -177,6 +177,22 @@ error[S002]: this `{` is never closed
     )
 
 
+def test_a_block_before_another_step() -> None:
+    """A declaration at the margin shows that the block before it was meant to end."""
+    step = 'step "{}" {{\n  a  checkpoint()\n'
+    text = refused("schedule 1\n" + step.format("a") + step.format("b") + "}\n").render()
+    assert "this `{` is never closed\n --> gpt2.sched:2:10\n" in text
+    assert '4 | step "b" {\n  | ---- expected `}` before this\n' in text
+
+
+def test_python_is_no_schedule() -> None:
+    """A model file, or a program, that is given for a schedule: what to type for each."""
+    with pytest.raises(Refusal) as told:
+        parse(Source("program.py", "import torch\n"))
+    said = " ".join(told.value.diagnostic.helps)
+    assert "schedlang init model.py" in said and "--against program.py" in said
+
+
 def test_colon_between_selector_and_primitive() -> None:
     """The habit of other notations is named, with the text to write."""
     assert (

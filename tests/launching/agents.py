@@ -35,6 +35,18 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process does: an orphan that nobody reaps is dead all the same."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
 def _words(pid: int) -> list[bytes]:
     """The command of a process."""
     with contextlib.suppress(OSError):

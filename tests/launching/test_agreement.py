@@ -25,6 +25,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.comm.agreement import Item, checksum, differences
 from schedlang.runtime.launch.pool import Pool
+from tests.launching.agents import runs
 
 WIDE = 8
 
@@ -406,19 +407,12 @@ def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
         agent.kill()
         agent.wait()
     end = time.monotonic() + 5
-    while any(map(_runs, pids)) and time.monotonic() < end:
+    while any(map(runs, pids)) and time.monotonic() < end:
         time.sleep(0.05)
-    left = [pid for pid in pids if _runs(pid)]
+    left = [pid for pid in pids if runs(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_classes_of_one_name_are_told_apart() -> None:

@@ -23,6 +23,7 @@ import schedlang
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.forkserver import BASE, PROGRAMS
 from schedlang.runtime.launch.pool import Pool, RankDied
+from tests.launching.agents import runs
 
 WAYS = {
     "SIGKILL": "killed by SIGKILL",
@@ -135,13 +136,6 @@ def _job(layout: str, moment: str, way: str, rank: int, folder: str) -> int:
     return program.step
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def _killed(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: Path) -> float:
     """Run such a job; checks what it says and what it leaves; the seconds that its end took."""
     with pytest.raises(RankDied) as info:
@@ -150,7 +144,7 @@ def _killed(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: P
     at, pid = (folder / "note").read_text().split()
     assert WAYS[way] in info.value.error, info.value.error
     assert info.value.rank == rank
-    assert not _runs(int(pid))
+    assert not runs(int(pid))
     assert not pool._ranks
     return ended - float(at)
 

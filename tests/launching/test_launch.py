@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime.launch.pool import Hang, Pool, RankDied, modules_of, progress
 from tests import forks
+from tests.launching.agents import runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,21 +36,10 @@ def _gone(pids: list[int]) -> bool:
     """Whether all these processes end within a minute."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        if not any(_runs(pid) for pid in pids):
+        if not any(runs(pid) for pid in pids):
             return True
         time.sleep(0.05)
     return False
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    try:  # an orphan that nobody reaps is dead all the same
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def _sum_of_ranks() -> float:

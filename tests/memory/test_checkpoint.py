@@ -138,18 +138,9 @@ class Odd(nn.Module):
         return torch.tanh(self.lin(x)) * self.draw(self)
 
 
-class Layered(nn.Module):
+def layered(*draws: Any) -> Any:
     """A layer for each function that draws."""
-
-    def __init__(self, *draws: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Odd, draws))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The mean of what comes out of all layers in turn."""
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+    return models.Stack(map(Odd, draws), "layers").double()
 
 
 def _lazy(module: Odd) -> Tensor:
@@ -172,7 +163,7 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     """S843 names the operator and the line where a second run has other numbers; what torch draws,
     what a module makes at its first call, and what it counts, is no such thing."""
 
-    plan = planned(Layered(DRAWS[name], DRAWS[name]).double(), "layers.*  checkpoint()")
+    plan = planned(layered(DRAWS[name], DRAWS[name]), "layers.*  checkpoint()")
     batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
     if name in ("torch", "made once", "counted"):
         prepare(plan, batch)
@@ -188,10 +179,10 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
 @pytest.mark.parametrize("noise", [True, 2, 0.5, "much", (1, 0.5)])
 def test_one_layer_that_is_told_to_draw(noise: object) -> None:
     """S843 is about the third of four layers of one class and one shape, and no other."""
-    model = Layered(*[lambda module: random.random() if module.noise else 1.0] * 4)
+    model = layered(*[lambda module: random.random() if module.noise else 1.0] * 4)
     for place, layer in enumerate(model.layers):
         vars(layer).update(number=place, noise=noise if place == 2 else type(noise)())
-    plan = planned(model.double(), "layers.*  checkpoint()")
+    plan = planned(model, "layers.*  checkpoint()")
     with pytest.raises(Refusal, match="recomputing `layers.2` gives another result"):
         prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
 
@@ -208,24 +199,11 @@ class Fast(nn.Module):
         return torch.tanh(torch.func.functional_call(self.layer, made, (x,)))
 
 
-class OfFast(nn.Module):
-    """Two of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fast = nn.ModuleList(Fast() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.fast:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_a_module_that_is_called_with_other_weights() -> None:
     """Its recomputation would take its own: refused; around what makes them it is equal."""
     batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
+    model = models.Stack((Fast() for _ in range(2)), "fast").double()
     with pytest.raises(Refusal, match="recomputing `fast.0.layer` would take its own weights"):
-        prepare(planned(OfFast().double(), "fast.*.layer  checkpoint()"), batch)
+        prepare(planned(model, "fast.*.layer  checkpoint()"), batch)
     with Threads() as ranks:
-        proven(ranks, planned(OfFast().double(), "fast.*  checkpoint()"), (batch,))
+        proven(ranks, planned(model, "fast.*  checkpoint()"), (batch,))

@@ -123,27 +123,15 @@ class Routed(nn.Module):
         return self.inner(x) * self.weights[chosen]
 
 
-class Model(nn.Module):
-    """Such layers, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Routed() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x**2).mean()
-
-
 def test_what_chooses_is_refused() -> None:
     """A top-k that runs again from rounded inputs could choose otherwise: the row says so, and
     modules beside it may run again."""
     batch = {"x": drawn(4, 8).requires_grad_()}
+    model = models.Stack((Routed() for _ in range(2)), "layers").double()
     rows = "layers.*  compress(activations, int8, block=8)\n"
     with pytest.raises(Refusal) as error:
-        prepare(planned(Model().double(), "layers.*  checkpoint()\n" + rows, "", "lossy"), batch)
+        prepare(planned(model, "layers.*  checkpoint()\n" + rows, "", "lossy"), batch)
     said = error.value.render()
     assert "S857" in said and "`topk` in `layers.0`" in said
     inner = "layers.*.inner  checkpoint()\n" + rows
-    prepare(planned(Model().double(), inner, "", "lossy"), batch)
+    prepare(planned(model, inner, "", "lossy"), batch)

@@ -112,17 +112,10 @@ def test_proven(threads: Threads, base: str) -> None:
 # -- what lies where -------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """Four layers whose activations are most of what a rank holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().mean()}
+    layers = (nn.Sequential(nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
+    return models.Stack(layers, "layers")
 
 
 def points() -> dict[str, Tensor]:
@@ -146,7 +139,7 @@ def test_the_giver_holds_less(threads: Threads, order: str) -> None:
     """The first rank's peak falls by what it gives but for one microbatch's; the next holds it."""
     base = PIPE.replace("1F1B", order)
     rows = "layers[:2] offload(activations, to=peer, over=pp, prefetch=0)\n"
-    plain, given = (threads.run(held, 2, planned(Wide(), r + base, "pp=2")) for r in ("", rows))
+    plain, given = (threads.run(held, 2, planned(wide(), r + base, "pp=2")) for r in ("", rows))
     size = given[0][1]
     there = 2 if order == "1F1B" else 4  # microbatches that lie with the peer at a time, at most
     assert size > 500_000
@@ -159,7 +152,7 @@ def test_the_giver_holds_less(threads: Threads, order: str) -> None:
 def test_the_plan_counts_what_is_sent(threads: Threads) -> None:
     """Bytes out and home, as many as the program sends; the giver's peak in the plan falls."""
     rows = "layers[:2] offload(activations, to=peer, over=pp, prefetch=0)\n"
-    plans = [planned(Wide(), r + PIPE, "pp=2") for r in ("", rows)]
+    plans = [planned(wide(), r + PIPE, "pp=2") for r in ("", rows)]
     plain, given = (account(plan, points(), memory=True) for plan in plans)
     assert given.collectives is not None and plain.memory and given.memory
     mine = {c.what: c for c in given.collectives if "activations" in c.what}

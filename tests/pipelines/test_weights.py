@@ -16,6 +16,7 @@ from schedlang.passes.partition.stages import in_flight, state_bytes, weight_of
 from schedlang.pipeline.schedules import order
 from schedlang.runtime.tracing.record import record
 from schedlang.runtime.tracing.units import units_of
+from tests.models import Stack
 from tests.proofs import planned, refused
 
 ROWS, WIDTH = 6, 8
@@ -32,18 +33,11 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Uneven(nn.Module):
+def uneven() -> nn.Module:
     """Blocks of unequal width; the last two share the weights of their first maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Wide(h) for h in (4, 4, 40, 4, 12, 12))
-        self.blocks[5].up.weight = self.blocks[4].up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+    model: Any = Stack(Wide(h) for h in (4, 4, 40, 4, 12, 12))
+    model.blocks[5].up.weight = model.blocks[4].up.weight
+    return model
 
 
 BATCH = {"x": torch.rand(ROWS, WIDTH)}
@@ -51,14 +45,14 @@ BATCH = {"x": torch.rand(ROWS, WIDTH)}
 
 def test_operations_are_counted() -> None:
     """2 · rows · inputs · outputs for each of two products."""
-    model = Uneven()
+    model = uneven()
     graph = record(model, units_of(model, BATCH), BATCH)
     assert graph.flops == tuple(2 * 2 * ROWS * WIDTH * h for h in (4, 4, 40, 4, 12, 12))
 
 
 def test_kept_bytes_are_counted() -> None:
     """A block keeps its input and the result of tanh, once each, and no parameter."""
-    model = Uneven()
+    model = uneven()
     graph = record(model, units_of(model, BATCH), BATCH)
     hidden = (4, 4, 40, 4, 12, 12)
     # the first input needs no gradient, but the product does keep it for that of the weight
@@ -74,7 +68,7 @@ def test_microbatches_in_flight(name: str, expected: tuple[int, ...]) -> None:
 
 def _plan(balance: str, *rows: str, mesh: str = "pp=3") -> Plan:
     text = f"blocks  pipeline_split(over=pp, balance={balance})"
-    return planned(Uneven(), "\n".join([*rows[:1], text, *rows[1:]]), mesh)
+    return planned(uneven(), "\n".join([*rows[:1], text, *rows[1:]]), mesh)
 
 
 @pytest.mark.parametrize("balance", ["params", "time", "memory"])
@@ -108,7 +102,7 @@ def test_memory_follows_the_order() -> None:
     """Under 1F1B the first stage keeps more microbatches alive, and gets fewer blocks."""
     plan = _plan("memory")
     model: Any = nn.Module()
-    model = Uneven()
+    model = uneven()
     model.blocks = nn.ModuleList(Wide(4) for _ in range(12))
     batch = {"x": torch.rand(512, WIDTH)}  # activations weigh more than parameters
     graph = record(model, units_of(model, batch), batch)
@@ -127,7 +121,7 @@ def test_state_is_what_a_rank_holds() -> None:
     """Parameter, gradient and two moments; each kind divided from its stage of ZeRO on."""
     sizes = {}
     for stage in (0, 1, 2, 3):
-        plan = planned(Uneven(), f"zero(stage={stage}, over=dp)", "dp=2")
+        plan = planned(uneven(), f"zero(stage={stage}, over=dp)", "dp=2")
         sizes[stage] = state_bytes(plan, "blocks.0.up.weight") / (4 * 4 * WIDTH)
     assert sizes == {0: 4, 1: 3, 2: 2.5, 3: 2}
 
@@ -152,7 +146,7 @@ def test_a_recomputed_unit_keeps_its_arguments() -> None:
 )
 def test_rows_refused(rows: str, code: str) -> None:
     """Starts leave nothing to balance; a list and starts beside it would be two answers."""
-    assert code in refused(Uneven(), rows, "pp=3")
+    assert code in refused(uneven(), rows, "pp=3")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import accumulate, combinations, permutations, product
 
@@ -11,12 +12,14 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.limits import Limits
 from schedlang.passes.planner.limits import kept
 from schedlang.passes.planner.menus import Layer
-from schedlang.passes.planner.named import PLANNERS, SEARCHED, advised, cut_as, found_by, layers_of
+from schedlang.passes.planner.named import PLANNERS, SEARCHED, cut_as, found_by, layers_of
 from schedlang.passes.planner.price import price, unit_times
 from schedlang.passes.planner.search import search
 from schedlang.passes.planner.space import Job
+from schedlang.passes.planner.staged import STAGED
 from schedlang.passes.planner.unlike import AXES, judged, laid, ordered, orders
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
+from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
 from tests.planner.decoders import decoder
@@ -62,6 +65,19 @@ def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
     assert begun.priced.seconds > 1.05 * found.priced.seconds
     starved = SEARCHED["flexflow"].plan(SMALL, replace(job, cluster=replace(A100, memory=1)))
     assert starved is None
+
+
+def test_a_walk_leaves_a_valley_and_never_takes_what_does_not_fit() -> None:
+    """Heat leads out of a valley; infinite costs are never taken."""
+    costs = [3.0, 2.0, 2.5, 3.0, 1.0, float("inf"), 0.5]
+
+    def propose(at: int, chance: random.Random) -> int:
+        return min(len(costs) - 1, max(0, at + chance.choice((-1, 1))))
+
+    found = walk(1, propose, costs.__getitem__, 400, heat=0.5)
+    assert (found.plan, found.cost) == (4, 1.0)
+    stuck = walk(1, propose, costs.__getitem__, 400, heat=1e-6)
+    assert stuck.plan == 1
 
 
 def test_stages_cut_by_dapple_run_quickest_and_by_mcap_hold_least() -> None:
@@ -156,20 +172,25 @@ def test_layers_have_the_seconds_and_bytes_of_their_units() -> None:
     assert most == replace(layers[1], **twice)  # who has the most rows, keeps the most
 
 
-def test_planners_advise_a_job_and_none_beats_the_search() -> None:
+def test_no_planner_beats_the_search() -> None:
     """Each says a legal setting for all ranks and rows; of those that fit none is quicker."""
     job = Job(16, 64, replace(A100, memory=4 << 30), orders=("1F1B",))
     *_, last = search(SMALL, job)
     *_, deep = search(SMALL, job, Limits(pinned={"pp": (4,)}))
-    assert last.best is not None and last.best.priced is not None and deep.best is not None
-    names = [name for name in PLANNERS if name != "tessel"]  # which searches orders for long
-    said = list(advised(SMALL, job, deep.best.setting, names))
-    assert {"piper", "pytorch", "kwai", "flexflow"} <= {advice.name for advice in said}
-    for advice in said:
-        way = advice.setting
-        assert way.ranks == job.ranks and way.dp * way.micro * way.placement.rows == job.rows
-        if advice.priced.peak <= job.cluster.memory:
-            assert advice.priced.seconds >= last.best.priced.seconds * (1 - 1e-9), advice
+    assert last.best is not None and deep.best is not None
+    base = deep.best.setting
+    chain = SMALL(base.placement)
+    said = {name: cut_as(name, chain, base, job.cluster, job.recipe) for name in STAGED}
+    for name in {*PLANNERS} - {*STAGED, "tessel"}:  # which searches orders for long
+        found = found_by(name, SMALL, job, last).best
+        said[name] = found and found.setting
+    assert {"piper", "pytorch", "kwai", "flexflow"} <= {name for name in said if said[name]}
+    for name, way in said.items():
+        if way is not None:
+            assert way.ranks == job.ranks and way.dp * way.micro * way.placement.rows == job.rows
+            made = price(SMALL(way.placement), way, job.cluster, job.recipe)
+            if made.peak <= job.cluster.memory:
+                assert made.seconds >= last.best.least * (1 - 1e-9), name
 
 
 @pytest.mark.parametrize(("chunks", "hand"), [(1, "1F1B"), (1, "ZB-H1"), (2, "ZB-V")])

@@ -27,7 +27,6 @@ from schedlang.passes.partition.programme import (
     cut,
     partition,
 )
-from schedlang.passes.planner.simulated import _Search, simulated
 from schedlang.pipeline.schedules import order
 from schedlang.pipeline.timeline.simulation import timing
 from schedlang.pipeline.timeline.table import Kind
@@ -183,43 +182,6 @@ def _played(
     return float(timing(line, np.array(took)).makespan)
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks"), [("1F1B", 1), ("GPipe", 1), ("ZB-H1", 1), ("Interleaved1F1B", 2)]
-)
-@given(data=st.data())
-@settings(max_examples=15)
-def test_what_is_played_is_quickest_of_all_cuts(
-    name: str, chunks: int, data: st.DataObject
-) -> None:
-    """Cuts for the timeline of an order equal enumeration, and say that they are proven."""
-    stages = data.draw(st.integers(2, 4 // chunks)) * chunks
-    each = st.tuples(st.integers(1, 9), st.integers(1, 9))
-    times = data.draw(st.lists(each, min_size=stages, max_size=7))
-    micro = data.draw(st.integers(1, 3)) * (stages // chunks)
-    line = order(name, stages // chunks, micro, chunks)
-    found = simulated(line, times)
-    assert found is not None and found.proven
-    best = min(_played(name, times, u, micro, chunks) for u in parts(len(times), stages))
-    assert found.seconds == pytest.approx(best)
-
-
-def test_bounds_are_below_every_cut_that_begins_so() -> None:
-    """Bounds of the search for a timeline hold for the quickest cut that continues each beginning;
-    that of a whole cut is met by an even one."""
-    times = [(3.0, 5.0), (1.0, 2.0), (1.0, 2.0), (2.0, 4.0), (1.0, 1.0), (4.0, 9.0)]
-    for name, ranks, chunks in (("1F1B", 3, 1), ("ZB-H1", 3, 1), ("Interleaved1F1B", 2, 2)):
-        line = order(name, ranks, 4, chunks)
-        search = _Search(line, times, 0.5, 0.5, 500, lambda units: True)
-        cuts = {units: search._play(units) for units in parts(len(times), line.stages)}
-        for units in cuts:
-            for length in range(line.stages + 1):
-                begun = units[:length]
-                least = min(took for other, took in cuts.items() if other[:length] == begun)
-                assert search._bound(begun) <= least
-    even = _Search(order("1F1B", 3, 4), [(1.0, 2.0)] * 3, 0.0, 0.5, 1, lambda units: True)
-    assert even._bound((1, 1, 1)) == even._play((1, 1, 1)) == 18.0
-
-
 def test_phases_by_hand() -> None:
     """Even stages take (m + p - 1) (f + b); a slow first stage begins with all its forwards."""
     assert _value(PHASES, [(1.0, 2.0)] * 4, 8) == (8 + 4 - 1) * 3.0
@@ -282,11 +244,3 @@ def test_a_result_tells_units_devices_and_ways() -> None:
     assert found.value == 2.0
     assert sorted(zip(found.devices, found.units, strict=True)) in ([(1, 2)] * 3, [(1, 2), (2, 4)])
     assert found.ways[0].name == (0, found.units[0])
-
-
-def test_large_cuts_for_1f1b_are_proven() -> None:
-    """The rounds of 1F1B bound all cuts of 34 units, of which there are millions."""
-    times = [(0.3, 0.5), *[(1.0, 2.0)] * 32, (1.7, 3.1)]
-    found = simulated(order("1F1B", 8, 32), times, 0.01)
-    assert found is not None and found.proven and found.tries < 200
-    assert sum(found.units) == 34 and found.units[0] > found.units[-1]

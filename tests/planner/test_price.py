@@ -15,7 +15,6 @@ from schedlang.passes.planner.price import (
     causes,
     composition,
     price,
-    stride,
     unit_times,
 )
 from schedlang.passes.planner.span import in_flight, longest, played
@@ -71,9 +70,9 @@ def test_one_rank_computes() -> None:
 def test_neighbours() -> None:
     """Ranks of an axis lie as far apart as the faster axes are long."""
     setting = Setting(Placement(1, 4, cp=2), dp=8, pp=3)
-    assert [stride(setting, axis) for axis in ("tp", "cp", "pp", "dp", "ep")] == [1, 4, 8, 24, 24]
+    assert [setting.stride(axis) for axis in ("tp", "cp", "pp", "dp", "ep")] == [1, 4, 8, 24, 24]
     outer = replace(setting, axes=("pp", "dp", "cp", "tp"))
-    assert [stride(outer, axis) for axis in ("tp", "cp", "pp", "dp")] == [1, 4, 64, 8]
+    assert [outer.stride(axis) for axis in ("tp", "cp", "pp", "dp")] == [1, 4, 64, 8]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: f"{one.order} {one.zero} {one.pp}")

@@ -35,6 +35,7 @@ from schedlang.passes.planner.values import Kind
 from schedlang.schedule import Schedule
 from tests import models
 from tests.engine import Threads
+from tests.models import Stack
 from tests.planner.test_operators import Slow, cheapest, trial_of
 from tests.proofs import proven
 
@@ -84,25 +85,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Small(nn.Module):
-    """Blocks, and the mean of squares."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return (x**2).mean()
-
-
 X = {"x": torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0))}
 
 
 @cache
 def known() -> tuple[Trial, Graph, list[Substitution]]:
-    trial = trial_of(Small().double(), X)
+    trial = trial_of(Stack(Block() for _ in range(2)).double(), X)
     graph = graph_of(trial)
     return trial, graph, substitutions(trial, graph)
 
@@ -231,6 +219,6 @@ def test_what_is_written_computes_the_same(threads: Threads) -> None:
     assert free is not None
     found = layouts(trial, asked, 0.8 * free[0].solution.bytes, substituted=True)
     assert found is not None and "checkpoint" in str(found[0].above[-1])
-    written = alone("Small", {"tp": 2}, found, trial).text
+    written = alone("Stack", {"tp": 2}, found, trial).text
     plan = Schedule(trial.facts.model, parse(Source("u.sched", written)), Settings()).plan()
     proven(threads, plan, [X], loss=itself)

@@ -66,7 +66,7 @@ def _told(example: Example, threads: Any) -> str:
         answers = threads.run(_script, example.ranks, example.words[-1])
         assert len(set(answers)) == 1, answers  # all ranks refuse alike
         return str(answers[0])
-    if example.is_python:
+    if example.command.startswith("python "):
         return _script(example.words[-1])
     with patch("schedlang.runtime.launch.pool.Pool", lambda **_: nullcontext(threads)):
         done = CliRunner().invoke(app, example.words)

@@ -16,12 +16,11 @@ from schedlang.ir.plan import Plan
 from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.partition.staging import local_skeleton
 from schedlang.passes.simulate.account import account
-from schedlang.passes.static_checks.static import static
 from schedlang.runtime.comm.collectives import Group
 from tests import models
 from tests.engine import Threads
 from tests.models import SIZES, VOCAB
-from tests.proofs import assert_near, planned, proven, refused, sequential, trained
+from tests.proofs import assert_near, planned, proven, refused, sequential, static_holds, trained
 
 SUMMA, CUBE, BACK = "summa, over=(r, c)", "cube, over=(x, y, z)", "cube, over=(x, z, y)"
 
@@ -97,16 +96,14 @@ def test_gpt2_on_a_grid_is_proven(threads: Threads) -> None:
     batches = [words(0, 5), words(1, 4)]
     report = proven(threads, plan, batches)
     assert report.ok
-    claims = static(plan, batches[0]).claims
-    assert all(claim.holds for claim in claims), [c.problems for c in claims]
+    static_holds(plan, batches[0])
 
 
 def near(threads: Threads, plan: Plan, model: nn.Module, rows: int) -> None:
     """Two steps, on an odd and an even number of rows, are those of a plain loop."""
     batches = [words(0, rows + 1), words(1, rows)]
     assert_near(trained(threads, plan, batches, seed=3), sequential(model, batches, seed=3))
-    claims = static(plan, batches[0]).claims
-    assert all(claim.holds for claim in claims), [c.problems for c in claims]
+    static_holds(plan, batches[0])
 
 
 def test_replicas_of_a_grid_train_llama(threads: Threads) -> None:
@@ -171,7 +168,7 @@ def test_sides_need_not_be_equal(
     rows = PAIR.format(there, leave) + f"zero(stage=0, over={data})"
     plan, batches = planned(Toy().double(), rows, mesh), [points(0, 7), points(1, 6)]
     assert_near(trained(threads, plan, batches), sequential(Toy().double(), batches))
-    assert all(claim.holds for claim in static(plan, batches[0]).claims)
+    static_holds(plan, batches[0])
 
 
 # -- what is sent, and what is kept ---------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.autoshard.propose import propose
 from tests.engine.threads import Threads
+from tests.models import Stack
 from tests.proofs import assert_near, sequential, sgd, steps
 from tests.sharding.test_propose import planned
 
@@ -94,19 +95,9 @@ class Up(nn.Module):
         return x
 
 
-class Net(nn.Module):
+def stack(heads: int = 4, first: str = "parts", table: bool = False) -> nn.Module:
     """Blocks between nothing."""
-
-    def __init__(self, heads: int = 4, first: str = "parts", table: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(heads, first, table) for _ in range(3))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+    return Stack(Block(heads, first, table) for _ in range(3)).double()
 
 
 def batches(count: int = 2) -> list[dict[str, Tensor]]:
@@ -125,7 +116,7 @@ def same(threads: Threads, net: nn.Module, text: str, ranks: int) -> None:
 @pytest.mark.parametrize("first", ["parts", "heads"])
 def test_one_view_of_any_number_of_heads(threads: Threads, heads: int, first: str) -> None:
     """q, k and v in one projection are split by heads, whichever the view counts first."""
-    net = Net(heads, first)
+    net = stack(heads, first)
     found = propose(net, batches(1)[0], {"tp": 2})
     blocks = "blocks=3, " if first == "parts" else ""
     assert f"attn.qkv shard(col, {blocks}over=tp)" in " ".join(found.text.split())
@@ -136,7 +127,7 @@ def test_one_view_of_any_number_of_heads(threads: Threads, heads: int, first: st
 def test_a_table_of_biases_is_split_with_its_heads(threads: Threads) -> None:
     """A parameter of the attention's own that meets its heads is split as they are."""
     for heads in (2, 4):
-        net = Net(heads, table=True)
+        net = stack(heads, table=True)
         found = propose(net, batches(1)[0], {"tp": 2})
         assert "attn shard(table=S(1), over=tp)" in " ".join(found.text.split())
         same(threads, net, found.text, 2)
@@ -144,27 +135,12 @@ def test_a_table_of_biases_is_split_with_its_heads(threads: Threads) -> None:
 
 def test_what_reads_beside_a_sink_is_one(threads: Threads) -> None:
     """Gate and up stay split under an adapter, whose first factor sums over its part, too."""
-    net = Net()
+    net = stack()
     found = propose(net, batches(1)[0], {"tp": 2})
     said = " ".join(found.text.split())
     assert "mlp.{gate,up} shard(col, over=tp)" in said and "gathered" not in found.text
     assert "mlp.down.{base,a} shard(row, over=tp)" in said
     same(threads, net, found.text, 2)
-
-
-class Levels(nn.Module):
-    """Levels one after the other, of which only the second has blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.levels = nn.ModuleList([nn.LayerNorm(24), Up(*(Up(_mlp()) for _ in range(2)))])
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for level in self.levels:
-            x = level(x)
-        return x.square().mean()
 
 
 def _mlp() -> nn.Module:
@@ -173,7 +149,8 @@ def _mlp() -> nn.Module:
 
 def test_numbers_that_count_no_blocks_stay(threads: Threads) -> None:
     """Blocks in one of several unlike levels are named by its number, not as if all had them."""
-    net = Levels()
+    levels = (nn.LayerNorm(24), Up(*(Up(_mlp()) for _ in range(2))))
+    net = Stack(levels, "levels").double()
     found = propose(net, batches(1)[0], {"tp": 2})
     assert "levels.1.inner.*.inner.*" in found.text and "levels.*" not in found.text
     assert "1 block of " not in found.text and "matches no module" not in found.text

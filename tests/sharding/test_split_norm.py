@@ -7,16 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.static_checks.static import static
 from tests.engine import Threads
-from tests.proofs import assert_near, planned, refused, sequential, trained
-
-
-def points(seed: int, rows: int) -> dict[str, Tensor]:
-    """Points with labels."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(3, (rows,), generator=generator)}
+from tests.proofs import assert_near, planned, refused, sequential, static_holds, trained
+from tests.sharding.test_grid import points
 
 
 class Gemma(nn.Module):
@@ -97,7 +90,7 @@ def test_norms_take_their_statistics_over_all_parts(threads: Threads, name: str)
     row = f"norm  shard({tensors}, input=S(-1), output=S(-1), over=c)"
     plan, batches = planned(normed(name), AROUND.format(row), "c=2"), [points(0, 4), points(1, 3)]
     assert_near(trained(threads, plan, batches), sequential(normed(name), batches))
-    assert all(claim.holds for claim in static(plan, batches[0]).claims)
+    static_holds(plan, batches[0])
 
 
 class Sorted(Gemma):

@@ -90,7 +90,9 @@ SMALLEST = """[...document.querySelectorAll("body *, svg *")].filter(
 @pytest.mark.parametrize("width", [400, 1200])
 def test_every_word_can_be_read(browser: chromium.Browser, folder: Path, width: int) -> None:
     """However narrow the window is, no word of a page is smaller than nine points."""
-    for page in sorted(folder.glob("*.html")):
+    pages = sorted(folder.glob("*.html"))
+    assert pages
+    for page in pages:
         browser.open(page, dark=False, width=width)
         size, words = browser.tell(SMALLEST)
         assert size >= 9, (page.name, size, words)

@@ -134,6 +134,7 @@ def test_each_step_casts_the_weights_that_it_has(row: str) -> None:
     other.load_state_dict(program.state_dict())
     program.train_step(points(1)), other.train_step(points(1))
     fresh = program.gradients()
+    assert fresh and fresh.keys() == other.gradients().keys()
     assert all(torch.equal(grad, fresh[name]) for name, grad in other.gradients().items())
 
 

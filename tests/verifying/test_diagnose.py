@@ -45,6 +45,8 @@ def _one_block(value: float) -> torch.Tensor:
         (RIGHT + 0.5 * EYE + 0.25 * (1 - EYE), "is added: 0.25 to 132 and 0.5 to 12 elements"),
         (OTHER.clone(), "the value of other"),
         (RIGHT + OTHER, "the value of other has been added"),
+        (RIGHT + 2 * OTHER, "tp = 2 times the value of other has been added"),
+        (RIGHT + 1.37 * OTHER, "no simple pattern"),
         (RIGHT.float().double(), "float32 rounding"),
         (RIGHT.bfloat16().double(), "bfloat16"),
         (RIGHT[:6], "shape (6, 12) instead of (12, 12)"),

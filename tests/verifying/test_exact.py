@@ -150,25 +150,11 @@ def test_a_weight_of_two_names_that_adds_up_in_another_order(pool: Pool) -> None
     assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
 
 
-class Stacked(nn.Module):
-    """Blocks one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Skip() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
     """Two replicas of two copies are four gradients, which add up in another order when sliced."""
-    torch.manual_seed(0)
     rows = "blocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
     rows += 'pipeline(order="Chimera", micro=2)'
-    plan = planned(Stacked().double(), rows, "dp=2, pp=2")
+    plan = planned(models.Stack(Skip() for _ in range(4)).double(), rows, "dp=2, pp=2")
     batches = tuple({"x": torch.randn(8, 8, dtype=torch.float64)} for _ in range(2))
     report = prove(Case(plan, batches, dtype="none"), pool=pool)
     assert report.ok, str(report)

@@ -99,7 +99,8 @@ def weight_instead_of_one_more(patch: Patch, site: Site) -> None:
     )
 
 
-def _inside_fused(patch: Patch) -> list[int]:
+def inside_fused(patch: Patch) -> list[int]:
+    """A list of one number: how many compiled regions the program is in."""
     inside, plain = [0], Fuse.__call__
 
     def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ def other_activation(patch: Patch, site: Site) -> None:
     """A fused region computes GELU by its error function, the module by tanh."""
     from transformers.activations import NewGELUActivation
 
-    inside, plain = _inside_fused(patch), NewGELUActivation.forward
+    inside, plain = inside_fused(patch), NewGELUActivation.forward
     patch.setattr(
         NewGELUActivation, "forward", lambda self, x: F.gelu(x) if inside[0] else plain(self, x)
     )

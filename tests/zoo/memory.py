@@ -180,19 +180,9 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
 )
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
-    from schedlang.runtime.fusion.fuse import Fuse
+    from tests.zoo.kernels import inside_fused
 
-    again, inside = in_recomputation(patch), [0]
-    plain, key = Fuse.__call__, drawing.stream
-
-    def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        inside[0] += 1
-        try:
-            return plain(self, inner, *args, **kwargs)
-        finally:
-            inside[0] -= 1
-
-    patch.setattr(Fuse, "__call__", called)
+    again, inside, key = in_recomputation(patch), inside_fused(patch), drawing.stream
     patch.setattr(
         drawing, "stream", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
     )

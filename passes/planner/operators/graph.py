@@ -248,12 +248,11 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
     graph, at, makers = Graph(scale=scale), {}, {}
     instances: dict[int, list[str]] = {}
     for step in found.steps:
-        common = blocks.common(step.site)
         key = _key(found, blocks, step)
-        here = _block(common, step.site)
+        here = blocks.around(step.site)
         if key not in at:
             at[key] = len(graph.nodes)
-            count = len(whole.named.get(common, ("",)))
+            count = len(whole.named.get(key[0], ("",)))
             graph.nodes.append(Node(key, step, count, step.kernels))
         node = at[key]
         instances.setdefault(node, []).append(here)
@@ -273,7 +272,7 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
     crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
     for step in found.steps:
         key = _key(found, blocks, step)
-        here = _block(key[0], step.site)
+        here = blocks.around(step.site)
         for place, value in enumerate(step.inputs):
             node, k, there = makers.get(value, (-1, 0, ""))
             one = found.values[value]
@@ -281,7 +280,7 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
                 continue
             name = graph.result(node, k) if node >= 0 else blocks.common(one.made)
             if one.kind == "parameter":
-                there = _block(name, one.made)
+                there = blocks.around(one.made)
             if node < 0:
                 graph.values.setdefault(name, one)
                 owner = name.rpartition(".")[0]
@@ -305,12 +304,6 @@ def _key(found: Wired, blocks: Blocks, step: Step) -> Key:
 def unit_of(name: str) -> str:
     """The blocks in which a parameter stands, by a common name; "" outside of all."""
     return name.rpartition("*")[0]
-
-
-def _block(common: str, fqn: str) -> str:
-    """The innermost block in which something stands; "" outside of all."""
-    depth = common.rpartition("*")[0].count(".")
-    return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
 
 
 def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:

@@ -191,16 +191,13 @@ def _complete(cells: list[list[Cell]]) -> None:
     ops = [cell.op for row in cells for cell in row if cell.op.kind in WORK]
     if not ops:
         raise OrderError("the table has no forward and no backward", LEGAL)
-    stages, micro, slices = (1 + max(column) for column in list(zip(*ops))[1:3] + [_slices(ops)])
+    stages, micro = (1 + max(column) for column in list(zip(*ops))[1:3])
+    slices = 1 + max(op.slice for op in ops)
     lines = {cell.op.stage: cell for row in cells for cell in row}
     for stage in range(stages):
         for microbatch in range(micro):
             for part in range(slices):
                 _unit(seen, lines, stage, microbatch, part)
-
-
-def _slices(ops: list[Op]) -> tuple[int, ...]:
-    return tuple(op.slice for op in ops)
 
 
 def _unit(

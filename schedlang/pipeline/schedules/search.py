@@ -171,12 +171,8 @@ def named(one: Order, size: Size) -> Iterator[Timeline]:
         asked = replace(size, memory=limit)
         if one.problem(asked) is None:
             t = one.make(asked)
-            if not _recomputes(t):  # costs time that the limit does not ask for
+            if not (t.kind == Kind.RECOMPUTE).any():  # costs time that the limit does not ask for
                 yield t
-
-
-def _recomputes(t: Timeline) -> bool:
-    return bool((t.kind == Kind.RECOMPUTE).any())
 
 
 def chains_of(size: Size) -> Iterator[Chain]:

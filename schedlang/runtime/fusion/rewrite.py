@@ -463,8 +463,3 @@ def region_of(graph: fx.Graph, how: How) -> Region:
 
         _regions[key] = Region(source, plain, how.rounding, how.backend)
     return _regions[key]
-
-
-def bound(names: Mapping[str, Any]) -> str:
-    """Describe the values of a pattern's parameters."""
-    return ", ".join(f"{name} = {value}" for name, value in names.items())

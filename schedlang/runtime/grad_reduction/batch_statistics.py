@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
+from schedlang.ir.model import titled
 from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, summed
@@ -351,10 +352,9 @@ def _stays_share(name: str, args: tuple[Any, ...]) -> bool:
 
 def _other(one: BatchSum) -> Diagnostic:
     """A forward that takes another way than the one that was followed."""
-    where = f"`{one.fqn}`" if one.fqn else "the model"
     return Diagnostic(
         "S669",
-        f"`{one.name}` in the forward of {where} is not the sum that was recorded there",
+        f"`{one.name}` in the forward of {titled(one.fqn)} is not the sum that was recorded there",
         notes=("statistics are summed over ranks at the calls recorded at build",),
         helps=(
             "let the model make the same calls for every batch",

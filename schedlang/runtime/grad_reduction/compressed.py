@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.ir.annotations import Codec
 from schedlang.runtime.comm.collectives import Group, all_gather, all_reduce
-from schedlang.runtime.device import sent
+from schedlang.runtime.device import seeded, sent
 from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient
 from schedlang.runtime.storage.offloaded_gradients import local
 
@@ -23,8 +22,7 @@ from schedlang.runtime.storage.offloaded_gradients import local
 
 def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True) -> Tensor:
     """Random numbers that depend on the words alone, equal wherever these are."""
-    digest = hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    generator = seeded(*words)
     draw = torch.randn if normal else torch.rand
     with torch._C.DisableTorchFunction():
         found = draw(shape, generator=generator, dtype=torch.float64)

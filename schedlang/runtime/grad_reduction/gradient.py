@@ -150,6 +150,8 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._flat: dict[int, Flat] = {}  # by id of a parameter
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[Flat | list[nn.Parameter]]] = {}
+        self.stepping = False  # a step computes: what its backward leaves will be summed
+        self.guarded = False  # somebody has asked for the module: see `own_loop`
 
     def flatten(self, sums: Sequence[Sum]) -> None:
         """Let gradients that are summed together be parts of one tensor: first those of replicas.

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.source import python_span
 from schedlang.ir.pytree import register
 from schedlang.pipeline.timeline.table import Kind
 from schedlang.runtime.adapters.fully_shard import (
@@ -95,6 +96,7 @@ class Sliced:
         self._root: _Root | None = None  # where no unit is around all others: in a pipeline
         self._new_roots: list[_Root] = []  # of all stages of this rank, until they are set up
         self._synced: tuple[bool, bool] | None = None
+        self._stepping = False  # a backward of a step runs
         self._unshards: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
     def add(
@@ -170,6 +172,7 @@ class Sliced:
 
     def settle(self) -> None:
         """Forget what was gathered ahead for units that did not run."""
+        self._stepping = False
         for unit in self.units if self.ahead else ():
             end_gather(unit)
 
@@ -185,6 +188,9 @@ class Sliced:
 
     def _zeroing_missing(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
+            if not self._stepping and self.mesh.size() > 1:
+                name = str(group.fsdp_params[0]._param_fqn)
+                raise backward_of_ones_own(name).at(python_span())
             for held in group.fsdp_params if group.reduce_grads else ():
                 if not hasattr(held, "_unsharded_param"):
                     continue
@@ -214,6 +220,7 @@ class Sliced:
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
+        self._stepping = True
         if (last, reduces) == self._synced:
             return
         self._synced = (last, reduces)
@@ -314,6 +321,18 @@ def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
     """The bits of a count of ranks, and how many of them a number of a dtype holds exactly."""
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return world.bit_length(), digits // world.bit_length()
+
+
+def backward_of_ones_own(name: str) -> Refusal:
+    """Refuse a backward outside of a step: nobody would sum the gradient of this parameter."""
+    return Refusal.of(
+        "S617",
+        f"a backward of your own: only a step sums the gradient of `{name}` over ranks",
+        helps=(
+            "`program.train_step(batch)`: built without `optimizer=` it leaves the gradients of"
+            " the whole batch for what comes next in your loop",
+        ),
+    )
 
 
 def _hooked(name: str) -> Refusal:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal, closest
+from schedlang.runtime.checkpointing.index import DTYPES
 from schedlang.runtime.initial.converted import Named, named, other_names
-from schedlang.runtime.initial.stored import Leaf, Stored, read_part
+from schedlang.runtime.initial.stored import KINDS, Box, Leaf, Stored, read_part
 from schedlang.runtime.redistribution.sharding import Part
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a tensor in a file; its bytes there."""
+
+    file: str
+    name: str
+    box: Box
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Noted(Leaf):
+    """A tensor of a file that notes what is asked of it, and gives no values."""
+
+    asked: list[Slice] = field(repr=False, compare=False)
+
+    def read(self, box: Box) -> Tensor:
+        """Note a box."""
+        shape = [high - low for low, high in box]
+        made = torch.empty(shape, dtype=DTYPES[KINDS.get(self.kind, "uint8")], device="meta")
+        size = math.prod(shape) * made.element_size()
+        self.asked.append(Slice(self.file.name, self.name, box, size))
+        return made
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,16 @@ class Files:
         finally:
             for leaf in self.leaves.values():
                 leaf.open_.clear()
+
+    def reads(self, rooms: Sequence[Room]) -> tuple[Slice, ...]:
+        """Find what `fill` would read, of parts on the meta device; raises what it would."""
+        asked: list[Slice] = []
+        noted = {
+            name: _Noted(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, asked)
+            for name, leaf in self.leaves.items()
+        }
+        replace(self, leaves=noted).fill(rooms)
+        return tuple(asked)
 
     def _found(self, room: Room, every: Named) -> Stored:
         """The tensor of the files for a part, of its shape and kind of numbers."""

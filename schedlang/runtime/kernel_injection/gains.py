@@ -182,7 +182,7 @@ def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         own, named, parameters = pytree.tree_unflatten(list(values), form)
         held = dict(zip(names, parameters, strict=True))
         made = torch.func.functional_call(module, held, tuple(own), named)
-        return [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+        return tensors_in(made)
 
     with torch.device("meta"):
         before = eager(call, flat, [t for t in flat if isinstance(t, Tensor)])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.diagnostics.diagnostic import Refusal, quoted
 from schedlang.runtime.changed import on_same_storage
 from schedlang.runtime.tracing.meta import copy_with
 
@@ -51,15 +51,22 @@ class Replace:
         return twin
 
 
-class Joined(nn.Module):
+class BareParameters(nn.Module):
+    """Parameters under their names; what they compute stands elsewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in module.named_children():
+            self.add_module(name, BareParameters(child))
+
+
+class Joined(BareParameters):
     """A module whose parameters are made of those of the replaced one, whose names they keep."""
 
     def __init__(self, old: nn.Module, inner: nn.Module, names: Names) -> None:
-        super().__init__()
-        for name, parameter in old.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, child in old.named_children():
-            self.add_module(name, _bare(child))
+        super().__init__(old)
         # no module of the tree: its own parameters have neither values nor names of their own.
         # Last, for a child that it took over is emptied with it: the parameters are held by now
         self.__dict__["inner"] = inner.to("meta")
@@ -71,19 +78,6 @@ class Joined(nn.Module):
         given = {own: _joined([held[name] for name in of]) for own, of in self.names.items()}
         inner = self.__dict__["inner"].train(self.training)
         return functional_call(inner, given, args, kwargs)
-
-
-class BareParameters(nn.Module):
-    """Parameters under their names; what they compute stands elsewhere."""
-
-
-def _bare(module: nn.Module) -> nn.Module:
-    held = BareParameters()
-    for name, parameter in module.named_parameters(recurse=False):
-        held.register_parameter(name, parameter)
-    for name, child in module.named_children():
-        held.add_module(name, _bare(child))
-    return held
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -141,19 +135,14 @@ def _same_names(
     other = [n for n in old if n in new and old[n] != new[n]]
     notes = []
     if missing:
-        notes.append(f"it has no {what} {_quoted(missing)}")
+        notes.append(f"it has no {what} {quoted(missing, 4)}")
     if more:
-        notes.append(f"it has a {what} {_quoted(more)}, which the model does not have")
+        notes.append(f"it has a {what} {quoted(more, 4)}, which the model does not have")
     notes += [f"`{n}` is {list(old[n])} in the model and {list(new[n])} in it" for n in other[:3]]
     if notes:
         pair = f'{{"{(more or ["its_name"])[0]}": "{(missing or ["name"])[0]}"}}'
         helps = ("use the same names", f"or return a mapping of names: `return module, {pair}`")
         raise misfit(fqn, name, *notes, helps=helps if what == "parameter" else ())
-
-
-def _quoted(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(f"`{n}`" for n in names[:4]) + more
 
 
 def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) -> nn.Module:
@@ -167,7 +156,7 @@ def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) 
     unknown = [key for key in used if key not in held]
     if unknown:
         raise misfit(
-            fqn, name, f"its mapping names {_quoted(unknown)}, which the model does not have"
+            fqn, name, f"its mapping names {quoted(unknown, 4)}, which the model does not have"
         )
     kept = dict.fromkeys(used)
     made = {own: _joined_shape([tuple(held[k].shape) for k in of]) for own, of in told.items()}

@@ -21,8 +21,8 @@ from schedlang.runtime import scope
 from schedlang.runtime.batch import called, loss_of
 from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.mixed_precision import as_in, imitated
-from schedlang.runtime.modes import Ambient, outside
-from schedlang.runtime.rng.draws import LOGICAL
+from schedlang.runtime.modes import outside
+from schedlang.runtime.rng.logical_dropout import Alone
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.storage.saved import policies
 from schedlang.runtime.tracing.graph import Cut, Token, refusal
@@ -32,21 +32,11 @@ from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 # ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
 
 
-class Counted(Ambient):
+class Counted:
     """Counts draws by site; what they give has a shape and no meaning."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: Counter[str] = Counter()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in LOGICAL:
-            kwargs.pop("generator", None)
-            return LOGICAL[func](self, func, *args, **kwargs)
-        return self.run(func, types, args, kwargs)
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """A mask of `shape` that drops nothing."""
@@ -354,7 +344,7 @@ class Stub:
                 for mode in modes:
                     stack.enter_context(mode)
                 # what is inside may be called again from elsewhere, and draws what comes after
-                stack.enter_context(counted)
+                stack.enter_context(Alone(counted))
                 stack.enter_context(overheard(self.units[unit], heard, hooked=module))
                 given = meta_batch(args), meta_batch(kwargs)
                 before = [(t, t._version) for t in tensors_in(given)]

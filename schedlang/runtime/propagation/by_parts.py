@@ -33,7 +33,8 @@ def mixing(step: Compared, axis: str, given: Tags, made: Tags, tried: Tried) -> 
 
     `given` and `made`: how its tensors, and its results, are split over the axis.
     """
-    constants = [one for one in _leaves(step) if not isinstance(one, Tensor)]
+    leaves = pytree.tree_leaves((step.args, step.kwargs))
+    constants = [one for one in leaves if not isinstance(one, Tensor)]
     ranks = step.follower.sizes[axis]
     shapes = step.expected.inputs
     key = (step.name, repr(constants), shapes, repr(given), repr(made), ranks)
@@ -53,10 +54,6 @@ def _bare(name: str) -> bool:
 
 def _untried(step: Compared, axis: str) -> str:
     return f"what `{step.name}` computes along a dim that is sharded over `{axis}` is not known"
-
-
-def _leaves(step: Compared) -> list[Any]:
-    return list(pytree.tree_leaves((step.args, step.kwargs)))
 
 
 class _Trial:

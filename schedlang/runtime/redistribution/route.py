@@ -133,7 +133,7 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
     found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
     # what only one rank has is sent by that one: the others are levelled around it
-    order = sorted(range(len(kinds)), key=lambda k: _copies(kinds[k].source))
+    order = sorted(range(len(kinds)), key=lambda k: int(kinds[k].source.copies.max(initial=0)))
     for number in order:
         kind = kinds[number]
         key = kind.source.parts, kind.target.parts
@@ -148,10 +148,6 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
             column.append(values)
     columns_ = [np.concatenate(column) for column in found]
     return Route(world, tuple(kinds), bound, *columns_)
-
-
-def _copies(sharding: Sharding) -> int:
-    return int(sharding.copies.max(initial=0))
 
 
 def _check(kind: Kind, common: Array, gaps: bool) -> None:

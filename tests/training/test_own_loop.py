@@ -1,0 +1,158 @@
+"""Loops of one's own around `program.module`: equal to a plain loop, or refused at their line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostics.diagnostic import Refusal
+from schedlang.passes.lower.build import build
+from tests.engine import Threads
+from tests.proofs import planned
+
+TP = "up  shard(col, over=tp)\ndown  shard(row, over=tp)\n"
+SUMMED = "zero(stage=0, over=dp)"
+SLICED = "zero(stage=2, over=dp)"
+
+
+class Net(nn.Module):
+    """Up and down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(torch.tanh(self.up(x)))).square().mean()
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """Four rows."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 6, generator=generator, dtype=torch.float64)}
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """With momentum."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def alone(clip: bool = False) -> Any:
+    """The parameters that a plain loop leaves."""
+    model = Net()
+    steps = sgd(model)
+    for seed in range(3):
+        steps.zero_grad()
+        model(**batch(seed)).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        steps.step()
+    return model.state_dict()
+
+
+def by_backward(program: Any) -> None:
+    """Backward of one's own, over the whole batch."""
+    steps = sgd(program.module)
+    for seed in range(3):
+        with torch.no_grad():
+            program.module(**batch(seed))
+        steps.zero_grad()
+        program.module(**batch(seed)).backward()  # here
+        steps.step()
+
+
+def by_steps(program: Any) -> None:
+    """Gradients of a step, and an optimizer of one's own."""
+    steps = sgd(program.module)
+    for seed in range(3):
+        program.train_step(batch(seed))
+        steps.step()
+
+
+def by_clipping(program: Any) -> None:
+    """The same, clipped."""
+    steps = sgd(program.module)
+    for seed in range(3):
+        program.train_step(batch(seed))
+        torch.nn.utils.clip_grad_norm_(program.module.parameters(), 0.05)  # here
+        steps.step()
+
+
+def by_tensors(program: Any) -> None:
+    """The same, by an optimizer that looks at whole tensors."""
+    steps = torch.optim.Adafactor(program.module.parameters())
+    program.train_step(batch(0))
+    steps.step()  # here
+
+
+Way = Callable[[Any], None]
+RIGHT = ((TP, "tp=2", by_backward), (TP, "tp=2", by_steps), (SLICED, "dp=2", by_steps)) + (
+    (SUMMED, "dp=2", by_clipping),
+    (SLICED, "dp=2", by_clipping),
+)
+REFUSED: tuple[tuple[str, str, Way, str], ...] = (
+    (SUMMED, "dp=2", by_backward, "S617"),
+    (SLICED, "dp=2", by_backward, "S617"),
+    (TP + SUMMED, "dp=2, tp=2", by_backward, "S617"),
+    (TP, "tp=2", by_clipping, "S622"),
+    (TP, "tp=2", by_tensors, "S622"),
+)
+
+
+@pytest.mark.parametrize("rows, mesh, way", RIGHT)
+def test_a_loop_that_is_right(rows: str, mesh: str, way: Way, threads: Threads) -> None:
+    """It leaves the parameters that a plain loop does."""
+
+    def body() -> Any:
+        program = build(planned(Net(), rows, mesh), batch(0))
+        way(program)
+        return program.state_dict()
+
+    found, expected = threads.run(body, 2)[0], alone(way is by_clipping)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows, mesh, way, code", REFUSED)
+def test_a_loop_that_would_be_wrong(
+    rows: str, mesh: str, way: Way, code: str, threads: Threads
+) -> None:
+    """What ranks have of a sum, or of a tensor, is not taken for the whole; steps go on."""
+
+    def body() -> Any:
+        program = build(planned(Net(), rows, mesh), batch(0))
+        with pytest.raises(Refusal) as caught:
+            way(program)
+        loss = program.train_step(batch(0))
+        there = caught.value.diagnostic
+        line = there.primary.span.source.line(there.primary.span.line)
+        return there.code, "# here" in line, loss.isfinite().item()
+
+    world = 4 if "," in mesh else 2
+    assert threads.run(body, world) == [(code, True, True)] * world
+
+
+def test_an_optimizer_by_elements_is_taken(threads: Threads) -> None:
+    """A class that nobody knows is tried, without a change to it."""
+
+    class Mine(torch.optim.SGD):
+        """Another name."""
+
+    def body() -> Any:
+        program = build(planned(Net(), TP, "tp=2"), batch(0))
+        steps = Mine(program.module.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(3):
+            program.train_step(batch(seed))
+            steps.step()
+        assert len(steps.state) == len(list(program.module.parameters()))
+        return program.state_dict()
+
+    found = threads.run(body, 2)[0]
+    for name, value in alone().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
