@@ -1,4 +1,4 @@
-"""Random walks over plans: better ones are taken, worse ones seldom."""
+"""A random walk over plans: better ones are taken, worse ones seldom."""
 
 from __future__ import annotations
 

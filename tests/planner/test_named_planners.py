@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import accumulate, combinations, permutations, product
 
@@ -19,7 +18,6 @@ from schedlang.passes.planner.space import Job
 from schedlang.passes.planner.staged import STAGED
 from schedlang.passes.planner.unlike import AXES, judged, laid, ordered, orders
 from schedlang.passes.planner.values import Placement, Priced, Recipe, Setting
-from schedlang.passes.planner.walk import walk
 from schedlang.passes.simulate.machine import CLUSTERS
 from schedlang.passes.simulate.nodes import Node, Nodes, of_nodes
 from tests.planner.decoders import decoder
@@ -65,19 +63,6 @@ def test_flexflow_comes_to_the_optimum_of_a_small_space(seed: int) -> None:
     assert begun.priced.seconds > 1.05 * found.priced.seconds
     starved = SEARCHED["flexflow"].plan(SMALL, replace(job, cluster=replace(A100, memory=1)))
     assert starved is None
-
-
-def test_a_walk_leaves_a_valley_and_never_takes_what_does_not_fit() -> None:
-    """Heat leads out of a valley; infinite costs are never taken."""
-    costs = [3.0, 2.0, 2.5, 3.0, 1.0, float("inf"), 0.5]
-
-    def propose(at: int, chance: random.Random) -> int:
-        return min(len(costs) - 1, max(0, at + chance.choice((-1, 1))))
-
-    found = walk(1, propose, costs.__getitem__, 400, heat=0.5)
-    assert (found.plan, found.cost) == (4, 1.0)
-    stuck = walk(1, propose, costs.__getitem__, 400, heat=1e-6)
-    assert stuck.plan == 1
 
 
 def test_stages_cut_by_dapple_run_quickest_and_by_mcap_hold_least() -> None:
