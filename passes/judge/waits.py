@@ -33,9 +33,9 @@ CASTS = {Tensor.to, Tensor.type, *_NAMED}
 _BY_MEMORY = {dist.scatter, dist.broadcast, dist.reduce}  # what gloo does so, pytorch#192920
 HEARD = CASTS | _BY_MEMORY
 STRIDES = (
-    "gloo takes a tensor that is not contiguous in the order of memory, and NCCL does not: make it "
-    "`.contiguous()`. Functions of torch.distributed.nn do so in their backward under gloo alone "
-    "(pytorch#192920): gathers of torch.distributed._functional_collectives do not"
+    "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
+    "`.contiguous()`. The backward of `torch.distributed.nn.functional.all_gather` gives it such "
+    "ones under gloo, and goes another way under NCCL: a gather of one's own does not"
 )
 
 

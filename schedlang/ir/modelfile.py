@@ -175,10 +175,13 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
         return _checked(_run(lambda: importlib.import_module(named), named), named, None)
     path = Path(named) if named is not None else (beside or Path()).parent / "model.py"
     if not path.is_file():
+        there = beside.parent / path if named is not None and beside is not None else path
+        told = (f"there is one beside the schedule: `--model {there}`",) * there.is_file()
         raise Refusal.of(
             "S904",
             f"there is no model file `{path}`",
-            helps=(
+            helps=told
+            or (
                 "put a `model.py` that defines `model()` beside the schedule",
                 "or name one: `--model path/to/file.py`, `--model package.module`",
             ),

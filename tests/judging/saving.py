@@ -158,12 +158,13 @@ def statistics(model: nn.Module) -> TrainingProgram:
 def tied_once(model: nn.Module) -> TrainingProgram:
     """A tied weight is saved under one of its names, as `named_parameters` has it."""
 
-    def save() -> Any:
-        buffers = {name: one.clone() for name, one in model.named_buffers()}
-        return {**{name: p.detach() for name, p in model.named_parameters()}, **buffers}
+    def save(optimizer: Any) -> Any:
+        held = {name: p.detach() for name, p in model.named_parameters()}
+        return {"model": held | dict(model.named_buffers()), "optimizer": optimizer.state_dict()}
 
-    def load(state: Any) -> None:
-        model.load_state_dict(state, strict=False)
+    def load(state: Any, optimizer: Any) -> None:
+        model.load_state_dict(state["model"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
 
     return _offering(wrapped.ddp(model), save, load)
 

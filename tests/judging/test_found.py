@@ -24,6 +24,12 @@ def test_a_group_of_one_divides_twice(tmp_path: Path) -> None:
 
 
 @TORCH
+def test_a_gradient_of_a_gather_is_laid_otherwise(tmp_path: Path) -> None:
+    """The same gradient without the gather, and behind it."""
+    assert played("gloo gives gradients", tmp_path) == ""
+
+
+@TORCH
 def test_what_is_written_into_a_dict_is_lost(tmp_path: Path) -> None:
     """The second layer's value is in a copy of the dict."""
     assert played("FSDP2 loses", tmp_path) == ""

@@ -179,6 +179,11 @@ def test_no_model_file(tmp_path: Path) -> None:
     for options in ([], ["--model", str(tmp_path / "nix.py")]):
         done = CliRunner().invoke(app, ["verify", str(path), *options])
         assert done.exit_code == 2 and "there is no model file" in done.stderr
+    (tmp_path / "own.py").write_text("")  # a name counts from the folder of now
+    done = CliRunner().invoke(app, ["verify", str(path), "--model", "own.py"])
+    assert done.exit_code == 2 and f"--model {tmp_path / 'own.py'}" in "".join(
+        done.stderr.split("\n")
+    )
     done = CliRunner().invoke(app, ["verify", str(path), "--model", "no.such.package"])
     assert done.exit_code == 2 and "No module named 'no'" in done.stderr
 
