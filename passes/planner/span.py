@@ -218,7 +218,7 @@ def _network(order: str, ranks: int, micro: int, chunks: int, slices: int) -> _N
     made, used = made[sort], used[sort]
     needs = np.bincount(used, minlength=count)
     column = np.arange(len(used)) - (np.cumsum(needs) - needs)[used]
-    before = np.full((count, max(1, needs.max())), count)
+    before = np.full((count, max(1, int(needs.max()))), count)
     before[used, column] = made
     apart = np.zeros(before.shape)
     apart[used, column] = line.rank[rows[made]] != line.rank[rows[used]]

@@ -9,7 +9,7 @@ turned back by the same kernel.  `Form` says which numbers are a pair, and which
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,8 @@ def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form
 
     Differentiable in `q` and `k`, as often as one likes.
     """
-    turned, other = rope_turn(q, k, cos, sin, width, *astuple(form), False)
+    how = (form.pairs, form.paired, form.own, form.heads, form.early, form.keeps)
+    turned, other = rope_turn(q, k, cos, sin, width, *how, False)
     return turned if k is None else (turned, other)
 
 

@@ -189,10 +189,9 @@ class Region:
 
     def auto(self, dtype: torch.dtype, device: str) -> AbstractContextManager[Any]:
         """A part of the model under autocast, its parameters as they are stored."""
-        casts = autocast(device, dtype, self.keeps)
-        if isinstance(casts, Imitated) or self.dtype is not None:
-            return self.entered(None, casts)
-        return casts
+        if device == "meta" or self.dtype is not None:
+            return self.entered(None, device, dtype)
+        return autocast(device, dtype, self.keeps)
 
     @contextmanager
     def using(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -205,18 +204,22 @@ class Region:
 
     @contextmanager
     def entered(
-        self, dtype: torch.dtype | None, casts: AbstractContextManager[Any]
+        self, dtype: torch.dtype | None, device: str, auto: torch.dtype | None
     ) -> Iterator[None]:
         """A part of the model with its casts; a recomputation stands where its forward stood."""
-        with _casting(casts, partial(self.using, dtype)):
+        with _casting(device, auto, self.keeps, partial(self.using, dtype)):
             yield
 
 
 @contextmanager
-def _casting(casts: AbstractContextManager[Any], *more: ModeOrFactory) -> Iterator[None]:
-    modes = (casts,) if isinstance(casts, Imitated) else ()
+def _casting(
+    device: str, dtype: torch.dtype | None, keeps: bool, *more: ModeOrFactory
+) -> Iterator[None]:
+    """Autocast on a kind of device, beside other modes."""
+    casts = autocast(device, dtype, keeps)  # torch 2.11 cannot compile a question for its class
+    modes = (casts,) if device == "meta" else ()
     # code that asks whether autocast is on (recurrences do) is told so on the meta device too
-    real = autocast("cpu", casts.dtype) if isinstance(casts, Imitated) else casts
+    real = autocast("cpu", dtype) if device == "meta" else casts
     with ambient(*more, *modes), real:
         yield
 
@@ -279,7 +282,7 @@ class Whole:
         """Run `inner` with cast arguments and parameters."""
         came = _came(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
-        with self.region.entered(own, autocast(device_of(args, kwargs), None)):
+        with self.region.entered(own, device_of(args, kwargs), None):
             args, kwargs = casted((args, kwargs), self.dtype)
             return casted(inner(*args, **kwargs), came)
 
@@ -380,6 +383,7 @@ class AutoLoss:
 
     def __call__(self, output: Any, batch: Any) -> Any:
         """The loss of an output."""
-        casts = autocast(device_of((output, batch)), self.dtype)
-        with _casting(casts) if isinstance(casts, Imitated) else casts:
+        device = device_of((output, batch))
+        auto = _casting if device == "meta" else autocast
+        with auto(device, self.dtype, False):
             return self.loss(output, batch)

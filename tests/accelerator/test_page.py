@@ -49,6 +49,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert played(tmp_path, mended).returncode == 0
 
 
+@fsdp.LISTED
 def test_how_much_is_left_out() -> None:
     """The table counts the calls that are there, and those that are listed with a reason; that all
     others are found is what the deep tests show."""

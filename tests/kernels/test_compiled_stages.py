@@ -128,10 +128,11 @@ def _cases(kind: str) -> list[Any]:
 )
 def test_a_stage_is_one_graph(pool: Pool, kind: str, parts: tuple[str, ...]) -> None:
     """Under each technique, and all of them, a stage compiles whole and trains as it does without;
-    equal blocks share a graph."""
+    equal blocks share a graph, before torch 2.13 unless each sends under a name of its own."""
+    shared = torch.__version__ >= "2.13" or not {"zero", "tp"} <= {*parts}
     world = 2 ** len({"zero", "tp", "stages", "replicas"} & set(parts))
     for (eager, compiled), (graphs, breaks) in pool.run(_trained, world, kind, parts, "aot_eager"):
-        assert graphs == 1 and not breaks
+        assert graphs == (1 if shared else 2) and not breaks
         same(eager, compiled, 1e-6 if {"cast", "whole cast"} & set(parts) else 1e-12)
 
 

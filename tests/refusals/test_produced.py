@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from schedlang.diagnostics.codes import CODES, WARNINGS, example, exemplified
 from tests.refusals.elsewhere import ELSEWHERE
 from tests.refusals.playing import said
+
+# torch itself speaks in it: as 2.13 without CUDA does
+QUOTED = {"S765"} if torch.version.cuda or not torch.__version__.startswith("2.13.") else set()
 
 
 @pytest.mark.parametrize("code", list(exemplified()))
@@ -17,7 +21,16 @@ def test_the_page_tells_what_happens(tmp_path: Path, code: str, threads: Any) ->
     """The example of a page ends in exactly the message that the page shows."""
     shown = example(code)
     assert shown is not None and f"[{code}]: " in shown.says
-    assert said(shown, tmp_path, threads) == shown.says
+    assert ours(code, said(shown, tmp_path, threads)) == ours(code, shown.says)
+
+
+def ours(code: str, text: str) -> list[str]:
+    """The message; without what torch says, where another one does than the page was made with."""
+    if code not in QUOTED:
+        return [text]
+    title, rest = text.split(" on rank 0: ")
+    place, helped = rest.index(" -->"), rest.index("  = help")
+    return [title, rest[place : rest.index("  = note")], rest[helped:]]
 
 
 def test_every_code_is_produced() -> None:

@@ -1,6 +1,7 @@
 """Tests of cpu: time spent by processes and their descendants."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,9 +21,8 @@ def test_a_child_that_still_runs_counts() -> None:
         while cpu_seconds([child.pid]) < 0.3 and time.monotonic() < end:
             time.sleep(0.05)
         assert cpu_seconds([child.pid]) >= 0.3
-        assert (
-            abs(job._by_ps({child.pid}) - cpu_seconds([child.pid])) < 2
-        )  # ps may round to seconds
+        if shutil.which("ps"):  # which small images lack; it may round to seconds
+            assert abs(job._by_ps({child.pid}) - cpu_seconds([child.pid])) < 2
     finally:
         child.communicate(b"\n")
 

@@ -3,7 +3,8 @@
 * Losses that are modules. torch.compile's rule for `nn.CrossEntropyLoss()` writes the call into
   the graph as one of tensors, and fails on a stand-in; the function asks its arguments, as it
   does outside of a graph.
-* What a graph recomputes.
+* What a graph recomputes; how many graphs one function may have.
+* Gradients of collectives, in graphs of torch 2.11.
 * Backwards in two parts.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn import functional as F
 
+_EARLY = torch.__version__ < "2.12"  # of those that may be installed, 2.11
 _done: list[bool] = []
 
 
@@ -67,6 +70,41 @@ def once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as run
 
     return run(function, *args, **kwargs)
+
+
+def compiled(function: Callable[..., Any], limit: int, backend: Any) -> Callable[..., Any]:
+    """Compile a function as one graph for each kind of call, and at most so many graphs."""
+    own: dict[str, Any] = {} if _EARLY else {"recompile_limit": limit}
+    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **own)
+    if not _EARLY:
+        return made
+
+    def limited(*args: Any, **kwargs: Any) -> Any:  # there is one limit, for all
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=limit):
+            return made(*args, **kwargs)
+
+    return limited
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def fresh(collective: T) -> T:
+    """Let a collective give another tensor than the one that it fills, in a graph of torch 2.11.
+
+    There the gradient of a function of autograd that returns what it wrote in place is zero.
+    """
+    if not _EARLY:
+        return collective
+
+    @wraps(collective)
+    def cloned(*args: Any, **kwargs: Any) -> Any:
+        out = collective(*args, **kwargs)
+        return out.clone() if torch.compiler.is_compiling() else out
+
+    return cast(T, cloned)
 
 
 _kept: list[bool] = []

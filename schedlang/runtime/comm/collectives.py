@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal, guess, unknown
 from schedlang.ir.mesh import Mesh
 from schedlang.runtime import device as devices
+from schedlang.runtime.adapters.torch_compile import fresh
 from schedlang.runtime.comm import world as comm
 from schedlang.runtime.comm.world import GATHER, SCATTER, number
 from schedlang.runtime.device import HOST
@@ -88,6 +89,7 @@ def room(x: Tensor, shape: Sequence[int], group: Group) -> Tensor:
     return out
 
 
+@fresh
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the group, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -97,6 +99,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return out
 
 
+@fresh
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The tensors of all ranks side by side along `dim`, in group order."""
     x = x.contiguous()
@@ -110,6 +113,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return torch.cat([parts[place] for place in group.order] if group.order else parts, dim)
 
 
+@fresh
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's part along `dim` of the sum over the group."""
     parts = x
@@ -124,6 +128,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return out
 
 
+@fresh
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source`; of the others' only shape and dtype matter."""
     # a new tensor at the source too: a recomputation that keeps results writes them into it
@@ -240,6 +245,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return cast(Tensor, _Scatter.apply(x, dim, group, False))  # type: ignore[no-untyped-call]
 
 
+@fresh
 def exchanged(
     x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()
 ) -> Tensor:

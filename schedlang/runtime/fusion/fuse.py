@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.language.patterns import Pattern
-from schedlang.runtime.adapters.torch_compile import keeping, keeps_buffers
+from schedlang.runtime.adapters.torch_compile import compiled, keeping, keeps_buffers
 from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layer_of, wrap
 from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
@@ -142,13 +141,7 @@ class Fuse:
 
 
 def _compile(inner: Callable[..., Any], rounding: str) -> Callable[..., Any]:
-    backend = _BACKENDS[rounding, keeps_buffers()]
-    options: dict[str, Any] = {}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = LIMIT
-    own = _with_own_code(inner)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend, **options)
-    return compiled
+    return compiled(_with_own_code(inner), LIMIT, _BACKENDS[rounding, keeps_buffers()])
 
 
 _codes: dict[tuple[type, FunctionType], FunctionType] = {}

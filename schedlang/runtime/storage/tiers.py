@@ -240,7 +240,8 @@ def _write(host: Tensor, size: int) -> Tensor:
     with torch._C.DisableTorchFunction(), tempfile.TemporaryFile(buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)  # all the room now, or an error now
-        raw = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        numbers: Any = host.reshape(-1).view(torch.uint8).numpy()
+        raw = memoryview(numbers)
         at = 0
         while at < size:
             at += file.write(raw[at : at + _PIECE])

@@ -467,6 +467,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  using namespace at;  // the lists name its types, before 2.13 also those of named dims
   AT_FORALL_LOWER_PRECISION_FP(LOWER)
   AT_FORALL_FP32(FULL)
   AT_FORALL_FP32_SET_OPT_DTYPE(FULL_RESULT)
