@@ -67,9 +67,10 @@ _PLAIN = (Tensor, int, float, str, bytes, type(None), type, torch.dtype, torch.d
 _LEAVES = frozenset(
     [
         *(Tensor, nn.Parameter, int, float, bool, str, bytes, type(None), slice, type(...)),
-        *(torch.dtype, torch.device),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     ]
 )
+_LISTS = frozenset([tuple, list, torch.Size])
 _NAMED: dict[type, None] = {}  # classes that were made known here, in order
 
 
@@ -95,7 +96,7 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
         kind = type(value)
         if kind in _LEAVES:
             found.append(value)
-        elif kind is tuple or kind is list:
+        elif kind in _LISTS:
             todo += value[::-1]
         elif kind is dict:
             todo += reversed(value.values())

@@ -142,11 +142,11 @@ class Memo:
         key = None
         if known[1] and torch._C._len_torch_dispatch_stack() == 0:
             key = _key((id(func), torch.get_default_dtype(), args, *kwargs.items()), inputs)
-        if key is None or not inputs:
-            return func(*args, **kwargs)
-        found = self._known.get(key)
         # what is called inside is no call of the model: no mode above may see it, or miss it
         with torch._C.DisableTorchFunction():
+            if key is None or not inputs:
+                return func(*args, **kwargs)
+            found = self._known.get(key)
             if found is not None:
                 return _again(found)
             out = func(*args, **kwargs)
@@ -273,7 +273,8 @@ class Constants:
         with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
             if type(first) in PLAIN and type(output) is Tensor and output.dtype is not torch.bool:
                 # most operators of a model: nothing is known of the result, nor has it been
-                known = self.values and any(storage(t) in self.values for t in (first, output))
+                values = self.values
+                known = values and (storage(first) in values or storage(output) in values)
                 if first.is_meta and output.is_meta and not known:
                     return output
             parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
