@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,10 +67,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
         with contextlib.suppress(Exception):  # what is wrong with a file shows at its import
             _rewrite(session.config)
         result = yield
-    if "torch" in sys.modules:  # whoever hands the tests out never needs it
-        from schedlang.kernels import check
-
-        vars(check)["subprocess"] = SimpleNamespace(run=forks.checked)
     gc.freeze()
     return result
 

@@ -6,8 +6,7 @@ is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, but 
 and its imports, two seconds of a processor, are there already.  Where the variables of the
 environment could change what an import does, and off Linux, it is a new interpreter.  Tests whose
 subject is the process, its hash seed or its imports start one themselves.  Ranks that a forked
-torchrun starts are forked alike; checks of kernels are, from a second process in which Triton
-interprets.
+torchrun starts are forked alike.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ IMPORTED = (
     *("schedlang.runtime.propagation.dry", "schedlang.runtime.propagation.feeds"),
     *("schedlang.runtime.sequence_pipelining.trial", "schedlang.runtime.context_parallel.probe"),
 )
-# what the check of kernels imports, in Triton's interpreter
-KERNELS = ("check", "cross_entropy", "gated", "linear_cross_entropy", "norm", "rope")
 # variables that no import reads, or that are set anew in the fork
 FREE = {
     *("PYTHONPATH", "OMP_NUM_THREADS", "PWD", "OLDPWD", "TMPDIR", "HOME"),
@@ -102,14 +99,9 @@ class Fork:
 
 
 class Forks:
-    """The process that the others are forked from, started by the first of them.
+    """The process that the others are forked from, started by the first of them."""
 
-    imported  the modules that it imports
-    more      variables of its environment besides this process's
-    """
-
-    def __init__(self, imported: Sequence[str], **more: str) -> None:
-        self._imported, self._more = tuple(imported), more
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._environ: dict[str, str] = {}
@@ -120,7 +112,7 @@ class Forks:
         """Whether a process with these variables may be forked."""
         if sys.platform != "linux":
             return False
-        known = self._environ or {**os.environ, **self._more}
+        known = self._environ or dict(os.environ)
         odd = {name for name, _ in set(known.items()) ^ set(environ.items())}
         return all(name in FREE or name.startswith(FREE_PREFIXES) for name in odd)
 
@@ -145,12 +137,11 @@ class Forks:
     def _begin(self) -> None:
         if self._owner == os.getpid():
             return
-        self._owner, self._environ = os.getpid(), {**os.environ, **self._more}
+        self._owner, self._environ = os.getpid(), dict(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
             "import sys; plain = sys.path[1:]; "
-            f"sys.path[:] = {sys.path!r}; from tests import forks; "
-            f"forks.serve(plain, {self._imported!r})"
+            f"sys.path[:] = {sys.path!r}; from tests import forks; forks.serve(plain)"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -158,7 +149,7 @@ class Forks:
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],
-                env={**self._environ, **dict.fromkeys(THREADS, "1")},
+                env={**os.environ, **dict.fromkeys(THREADS, "1")},
                 start_new_session=True,
             )
 
@@ -166,9 +157,7 @@ class Forks:
 # libraries start threads as they are imported, which a fork would not have
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-FORKS = Forks(IMPORTED)
-# Triton interprets or compiles for a whole process, as it was imported
-INTERPRETED = Forks([f"schedlang.kernels.{one}" for one in KERNELS], TRITON_INTERPRET="1")
+FORKS = Forks()
 
 
 def server(
@@ -194,20 +183,11 @@ def anew(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
 class Begun:
     """A forked process whose output is kept in files, asked as a `Popen` with pipes is."""
 
-    def __init__(
-        self,
-        words: list[str],
-        cwd: str,
-        environ: Mapping[str, str],
-        given: str = "",
-        forks: Forks = FORKS,
-    ) -> None:
+    def __init__(self, words: list[str], cwd: str, environ: Mapping[str, str]) -> None:
         self._said = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
-        with tempfile.TemporaryFile() as read:
-            read.write(given.encode())
-            read.seek(0)
-            fds = [read.fileno(), *(file.fileno() for file in self._said)]
-            self._process = forks.fork(("command", cwd, words), environ, fds)
+        with open(os.devnull) as nothing:
+            fds = [nothing.fileno(), *(file.fileno() for file in self._said)]
+            self._process = FORKS.fork(("command", cwd, words), environ, fds)
         self.pid, self.kill = self._process.pid, self._process.kill
 
     @property
@@ -241,12 +221,7 @@ def run(
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words, and take what it prints."""
-    return _ended(begin(*words, cwd=cwd, env=env), words, timeout)
-
-
-def _ended(
-    one: Begun | subprocess.Popen[str], words: Sequence[object], timeout: float | None
-) -> subprocess.CompletedProcess[str]:
+    one = begin(*words, cwd=cwd, env=env)
     try:
         said = one.communicate(timeout)
     except BaseException:
@@ -258,20 +233,10 @@ def _ended(
     return subprocess.CompletedProcess([sys.executable, *map(str, words)], one.returncode, *said)
 
 
-def checked(
-    command: Sequence[str], *, input: str, env: Mapping[str, str], timeout: float, **how: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run the check of kernels as `subprocess.run` does; Triton's interpreter is there already."""
-    if not INTERPRETED.can(env):
-        return subprocess.run(command, input=input, env=env, timeout=timeout, **how)
-    words = list(command[1:])
-    return _ended(Begun(words, os.getcwd(), env, input, INTERPRETED), words, timeout)
-
-
 # ---- in the process that is forked ---------------------------------------------------------------
 
 
-def serve(plain: Sequence[str], imported: Sequence[str]) -> None:
+def serve(plain: Sequence[str]) -> None:
     """Import, then fork a process for each message until the tests have ended.
 
     `plain` is the path of modules as this interpreter found it.
@@ -282,7 +247,7 @@ def serve(plain: Sequence[str], imported: Sequence[str]) -> None:
     os.close(nothing)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
-    for name in imported:
+    for name in IMPORTED:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()

@@ -2,15 +2,20 @@
 
 Both are compared with float64, never with each other: a kernel may be at most twice as wrong as
 eager, or as wrong as its type's rounding, whichever is more.  Run as a module, this file reads
-cases as JSON from standard input and writes the results as JSON: the interpreter and the compiler
-of Triton cannot share a process, so `run_kernel_check` starts one of its own.
+lists of cases from standard input, one a line as JSON, and writes their results so: the interpreter
+and the compiler of Triton cannot share a process, so `run_kernel_check` asks one of its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -113,26 +118,67 @@ def compare(
 def run_kernel_check(
     cases: Sequence[Case], *, device: str | None = None, timeout: float = 300.0
 ) -> list[KernelCheck]:
-    """Run each case in a process of its own: on the GPU if there is one, else in the interpreter.
+    """Run each case in a process beside this one: on the GPU if there is one, else interpreted.
 
     Forward and all gradients; outputs start as NaN, so that an element that is never written shows.
     In the interpreter a row of a case costs well under a millisecond.
-    Raises RuntimeError with the child's own words if the process fails.
+    Raises RuntimeError with the process's own words if it fails, or takes longer than `timeout`.
     """
     device = device or (KIND if gpu_here() else "cpu")
     task = {"device": device, "cases": [_encode(case) for case in cases]}
-    command = [sys.executable, "-m", "schedlang.kernels.check"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        env=environment(device == "cpu"),
-        timeout=timeout,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the check of the kernels failed:\n{done.stderr[-4000:]}")
-    return [_decode(each) for each in json.loads(done.stdout.splitlines()[-1])]
+    key = os.getpid(), device
+    beside = _beside.pop(key, None) or _Beside(device)
+    answer = beside.ask(json.dumps(task), timeout)
+    if device == "cpu":  # one on a GPU would hold memory there
+        _beside[key] = beside
+    else:
+        beside.end()
+    return [_decode(each) for each in json.loads(answer)]
+
+
+class _Beside:
+    """A process that checks kernels until this one ends: its imports take seconds."""
+
+    def __init__(self, device: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "schedlang.kernels.check"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment(device == "cpu"),
+        )
+        atexit.register(self.end)
+
+    def ask(self, task: str, timeout: float) -> str:
+        """Give it a line, and take its answer; it ends if there is none."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        limit = threading.Timer(timeout, self._process.kill)
+        limit.start()
+        answer = ""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                print(task, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        finally:
+            limit.cancel()
+            if not answer:
+                self.end()
+        if not answer:
+            self._errors.seek(0)
+            said = self._errors.read()[-4000:] or f"no answer within {timeout:g} s"
+            raise RuntimeError(f"the check of the kernels failed:\n{said}")
+        return answer
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.communicate()
+        atexit.unregister(self.end)
+
+
+_beside: dict[tuple[int, str], _Beside] = {}  # idle ones, of this process and no fork of it
 
 
 def _encode(case: Case) -> dict[str, Any]:
@@ -187,15 +233,17 @@ def check_case(case: Case, device: str) -> KernelCheck:
 
 
 def _main() -> None:
-    task = json.load(sys.stdin)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a kernel prints is no answer
     # torch.empty then gives NaN; what has no deterministic form on a GPU runs all the same
     torch.use_deterministic_algorithms(True, warn_only=True)
-    results = []
-    for each in task["cases"]:
-        found = check_case(_decode_case(each), task["device"])
-        comparisons = [asdict(one) for one in found.comparisons]
-        results.append({"case": each, "backend": found.backend, "comparisons": comparisons})
-    print(json.dumps(results))
+    for line in sys.stdin:
+        task = json.loads(line)
+        results = []
+        for each in task["cases"]:
+            found = check_case(_decode_case(each), task["device"])
+            comparisons = [asdict(one) for one in found.comparisons]
+            results.append({"case": each, "backend": found.backend, "comparisons": comparisons})
+        print(json.dumps(results), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ LIBRARIES = {
     "passes/judge/masks.py": {"tensor"},
     "passes/judge/choices.py": {"tensor"},
     "passes/judge/located.py": {"tensor"},
-    "passes/judge/waits.py": {"Work"},  # what a collective returns that is waited for
+    # what a collective returns that is waited for; functions that are heard of
+    "passes/judge/waits.py": {"", "Work"},
 }
 # stands below the runtime, and asks torchrun's own store before there is a world
 STORES = {"diagnostics/told_once.py"}

@@ -216,6 +216,7 @@ SHARED = {
     ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
+    ("own_loop", "_known"),
     ("transfer", "_KNOWN"),
 }
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,23 +77,6 @@ def test_one_that_does_not_end(tmp_path: Path) -> None:
     """It is ended with its time, and whoever waits is told."""
     with pytest.raises(subprocess.TimeoutExpired):
         forks.run("-c", "import time; time.sleep(600)", cwd=tmp_path, timeout=0.5)
-
-
-@linux
-def test_the_check_of_kernels() -> None:
-    """A fork in which Triton interprets says of a case, to the last bit, what an interpreter says
-    that is started for it, as users' are."""
-    pytest.importorskip("triton")
-    from schedlang.kernels.device import environment
-
-    case = {"kernel": "rope", "fields": {"shape": [1, 2, 3, 3, 4]}}
-    how: Any = {"input": json.dumps({"device": "cpu", "cases": [case]}), "env": environment(True)}
-    command = [sys.executable, "-m", "schedlang.kernels.check"]
-    assert forks.INTERPRETED.can(how["env"])
-    ours = forks.checked(command, **how, timeout=300)
-    theirs = subprocess.run(command, **how, capture_output=True, text=True)
-    assert ours.returncode == 0 and '"backend": "interpreter"' in ours.stdout, ours.stderr
-    assert ours.stdout == theirs.stdout
 
 
 def test_what_an_import_may_read_is_not_forked() -> None:

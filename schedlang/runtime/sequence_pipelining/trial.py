@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -184,7 +184,7 @@ def trial_of(
     ignoring = rule is not None and not labels_are_input(model, rule, loss)
     batch = _small(model, sample, sum(lengths), rule, ignoring)
     small = small_copy(model, short=short, sites=sites)
-    return Trial(
+    trial = Trial(
         small.model,
         batch,
         lengths,
@@ -196,6 +196,17 @@ def trial_of(
         along(sample),
         unbatched or {},
     )
+    if ignoring and loss is None and not _runs(trial):  # labels are its tokens as well
+        return replace(trial, batch=_small(model, sample, sum(lengths), rule, False))
+    return trial
+
+
+def _runs(trial: Trial) -> bool:
+    try:
+        forward(trial, trial.model, trial.batch)
+    except Exception:  # whatever the model raises
+        return False
+    return True
 
 
 def labels_are_input(model: nn.Module, rule: LabelRule, loss: Loss | None) -> bool:

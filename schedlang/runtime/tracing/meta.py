@@ -142,11 +142,11 @@ class Memo:
         key = None
         if known[1] and torch._C._len_torch_dispatch_stack() == 0:
             key = _key((id(func), torch.get_default_dtype(), args, *kwargs.items()), inputs)
+        if key is None or not inputs:
+            return func(*args, **kwargs)
+        found = self._known.get(key)
         # what is called inside is no call of the model: no mode above may see it, or miss it
         with torch._C.DisableTorchFunction():
-            if key is None or not inputs:
-                return func(*args, **kwargs)
-            found = self._known.get(key)
             if found is not None:
                 return _again(found)
             out = func(*args, **kwargs)
