@@ -232,17 +232,18 @@ def whole_step(
     from schedlang.runtime.optim.whole_step import WholeStep, is_elementwise, is_tensorwise
 
     holdings = a.holdings.values()
+    dims = {name: len(one.layout.shape) for name, one in a.holdings.items()}
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
     if optimizer is None:
         return None
-    if a.stage_axis is not None and not _each_alone(optimizer):
+    if a.stage_axis is not None and not _each_alone(optimizer, dims):
         _of_whole(
             "this optimizer looks at all parameters together",
             "each stage of the pipeline steps on its own: a norm would be that of the stage",
             "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
             " parameter at a time",
         )
-    if split is None or is_elementwise(optimizer):
+    if split is None or is_elementwise(optimizer, dims):
         return None
     if staged.timeline.stale:
         _of_whole(
@@ -250,7 +251,7 @@ def whole_step(
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
-    if is_tensorwise(optimizer):
+    if is_tensorwise(optimizer, dims):
         return WholeStep(a.parameters, a.holdings, a.ranks)
     _of_whole(
         "this optimizer does not update each parameter separately",
@@ -261,16 +262,16 @@ def whole_step(
     )
 
 
-def _each_alone(optimizer: Callable[..., torch.optim.Optimizer]) -> bool:
-    """Return whether a tensor moves alike whichever are beside it; so does what takes no made-up
-    names, as far as is known."""
+def _each_alone(optimizer: Callable[..., torch.optim.Optimizer], dims: Mapping[str, int]) -> bool:
+    """Return whether a tensor moves alike whichever are beside it; so does what takes no small
+    ones, as far as is known."""
     from schedlang.runtime.optim.whole_step import is_tensorwise
 
     try:
-        return is_tensorwise(optimizer, in_turns=False)
+        return is_tensorwise(optimizer, dims, in_turns=False)
     except Refusal:
         raise
-    except Exception:  # the user's own code, by names of the model say
+    except Exception:  # the user's own code, by sizes of the model say
         return True
 
 

@@ -350,12 +350,18 @@ def offload_state(
         # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
         told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
         offload_gradients(leave.values(), to, told if to is None else ())
-    alone = optimizer is None or is_tensorwise(optimizer)
+    alone = optimizer is None or is_tensorwise(optimizer, dims_of(plan, found))
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer)
     made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
+
+
+def dims_of(plan: Plan, found: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Count the dims of parameters by name: of all in the model, and what rows have added here."""
+    every = {**dict(plan.model.model.named_parameters()), **found}
+    return {name: parameter.dim() for name, parameter in every.items()}
 
 
 def _sliced(
@@ -421,7 +427,8 @@ def peer_of(
     rows = on_peers(builder.plan, "optimizer")
     if not rows or optimizer is None:
         return None
-    if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
+    dims = dims_of(builder.plan, found)
+    if not (is_elementwise(optimizer, dims) and is_tensorwise(optimizer, dims)):
         refuse_peer(
             builder.plan,
             rows[0],

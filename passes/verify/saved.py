@@ -23,6 +23,10 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
 
 Outputs = Mapping[str, Any]
+_APART = (
+    ", and parameters, buffers and optimizer are: attributes of modules are in no `state_dict`; "
+    "`register_buffer` puts a tensor there"
+)
 NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
 UNLIKE = Gap(
     "outputs with a loaded state: replicas have statistics of their own, and one is saved",
@@ -101,6 +105,7 @@ def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) ->
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
+    held = True  # all that was compared by name is there
 
     def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
         error, note = (0.0, "") if same else (1.0, note)
@@ -117,13 +122,15 @@ def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation
             continue
         same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
         note = "lost" if got is None else "not what was saved"
+        held = held and same
         yield row(key.name, same, note, tuple(value.shape))
     steps = archive["steps"]
     yield row("number of steps", steps == last + 1, f"{steps} steps")
     want, outputs = archive["outputs"]
+    note = "not those of before" + _APART * held
     for name, value in want.items():
         same = name in outputs and _same(value, outputs[name])
-        yield row(f"outputs with it: {name}", same, "not those of before")
+        yield row(f"outputs with it: {name}", same, note)
 
 
 def _same(a: Tensor | float, b: Tensor | float, rtol: float = 0.0, atol: float = 0.0) -> bool:

@@ -150,6 +150,14 @@ def test_value_that_decides() -> None:
     assert graph.final.tokens == {(0, 0), (1, 0), (2, 0)}
 
 
+def test_a_value_that_the_loss_reads() -> None:
+    """Behind all units it is the loss that is named, and what it may keep instead."""
+    names, batch = ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)}
+    with pytest.raises(Refusal, match="the loss, or the end of the forward, reads the") as caught:
+        record(Odd("batch"), names, batch, loss=lambda output, given: output * float(output.sum()))
+    assert "loss.detach()" in caught.value.render()
+
+
 def test_values_of_the_batch() -> None:
     """Code between units may ask for values of the batch: they are known without weights too."""
     batch = {"x": torch.ones(4, 3), "rows": torch.tensor([True, False, True, True])}

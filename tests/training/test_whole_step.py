@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.lower.build import build
-from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise
+from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise, is_tensorwise
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
 
@@ -104,7 +104,23 @@ def adafactor(named: Named) -> torch.optim.Optimizer:
     return torch.optim.Adafactor([p for _, p in named], lr=0.02)
 
 
-MAKE = {"muon": muon, "adafactor": adafactor, "lamb": Lamb, "shampoo": Shampoo}
+class Mixed(torch.optim.Optimizer):
+    """Steps of the length of the tensor in the blocks, plain ones elsewhere: groups by name."""
+
+    def __init__(self, named: Named) -> None:
+        given = list(named)
+        body = [p for name, p in given if name.startswith("blocks.")]
+        rest = [p for name, p in given if not name.startswith("blocks.")]
+        super().__init__([{"params": body, "whole": True}, {"params": rest, "whole": False}], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.05 * p.grad * (p.norm() / p.grad.norm() if group["whole"] else 1.0))
+
+
+MAKE = {"muon": muon, "adafactor": adafactor, "lamb": Lamb, "shampoo": Shampoo, "mixed": Mixed}
 TP = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)\n"
 
 
@@ -119,8 +135,9 @@ BATCHES = [_batch(seed) for seed in range(3)]
 def test_what_an_optimizer_looks_at() -> None:
     """Elements, tensors, or all of them, is found out by trying."""
     assert is_elementwise(adamw) and is_tensorwise(adamw)
-    for make in MAKE.values():
-        assert not is_elementwise(make) and is_tensorwise(make)
+    for name, make in MAKE.items():
+        dims = {"blocks.0.up.weight": 2, "embed.weight": 2} if name == "mixed" else MADE_UP
+        assert not is_elementwise(make, dims) and is_tensorwise(make, dims)
     assert not is_elementwise(Together) and not is_tensorwise(Together)
 
 
@@ -154,6 +171,18 @@ def test_a_bound_in_the_step_is_found() -> None:
         assert not is_elementwise(make) and not is_tensorwise(make)
         assert not is_tensorwise(make, in_turns=False)
     assert all(is_tensorwise(make, in_turns=False) for make in MAKE.values())
+
+
+def some(named: Named) -> torch.optim.Optimizer:
+    """Steps on what is chosen by name: the blocks, and no others."""
+    return Lamb((name, p) for name, p in named if name.startswith("blocks."))
+
+
+def test_names_choose_what_is_stepped_on(threads: Threads) -> None:
+    """A function that takes none but the model's own names: the rest stays as it was."""
+    plan = planned(Net().double(), TP + "zero(stage=1, over=dp)", "dp=2, tp=2")
+    found = threads.run(steps, 4, plan, BATCHES, some, 0.5, {})[0]
+    assert_near(found, sequential(Net().double(), BATCHES, some, clip=0.5))
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -36,53 +36,83 @@ from schedlang.runtime.storage.offloaded_gradients import local, placed_like
 # blocks), late, or where a norm is above a bound (that of two matrices is 1.41 times that of one)
 TRIED = (((4, 6), [1e-3 * 1.35**k for k in range(46)]), ((128, 192), [1.0]))
 Make = Callable[[Any], torch.optim.Optimizer]
+Dims = Mapping[str, int]
+MADE_UP: Dims = {"probe.0.weight": 2, "probe.1.weight": 2}
+# settings of a group that are names, or factors of its step
+_ASIDE = {
+    *("params", "param_names", "name", "group_name"),
+    *("lr", "initial_lr", "lr_scale", "weight_decay"),
+}
 
 
-def is_elementwise(optimizer: Make) -> bool:
+def is_elementwise(optimizer: Make, dims: Dims = MADE_UP) -> bool:
     """Return whether a matrix, updated whole, moves as its quarters do when updated alone.
 
-    Steps with unequal gradients, in float64, equal to the last bit; torch's own need no trial.  The
-    function is called with made-up names (`probe.weight`).
+    Steps with unequal gradients, in float64, equal to the last bit; torch's own need no trial.
+    `dims`: how many dims each parameter has that the function may be given, by name.  It is called
+    with small ones under these names; one of each kind that it treats alike is tried.
     """
-    if _known(optimizer):
+    if _known(optimizer, dims):
         return True
-    return all(_by_quarters(optimizer, *draws) for draws in _drawn(1))
+    return all(
+        _by_quarters(optimizer, dims, kind[0], *draws)
+        for kind in _kinds(optimizer, dims)
+        for draws in _drawn(1)
+    )
 
 
-def is_tensorwise(optimizer: Make, *, in_turns: bool = True) -> bool:
+def is_tensorwise(optimizer: Make, dims: Dims = MADE_UP, *, in_turns: bool = True) -> bool:
     """Do two matrices move in one step as they do in two calls, one for each?
 
     Steps in float64, equal to the last bit.  An optimizer that looks at all tensors together, or
     counts its calls, is not; unless `in_turns`, each matrix has an optimizer of its own, which may
-    count them.
+    count them.  `dims` as for `is_elementwise`.
     """
-    if _known(optimizer):
+    if _known(optimizer, dims):
         return True
-    for values, *grads in _drawn(2):
-        moved = []
-        for apart in (False, True):
-            held = [nn.Parameter(value.clone()) for value in values]
-            named = [(f"probe.{k}.weight", p) for k, p in enumerate(held)]
-            one = apart and not in_turns
-            made = [optimizer([pair]) for pair in named] if one else [optimizer(named)]
-            for here in grads:
-                for parameter, grad in zip(held, here):
-                    parameter.grad = grad.clone()
-                for each in made:
-                    for some in [[p] for p in held] if apart and in_turns else [held]:
-                        step_on(each, {id(p): p for p in some})
-            moved.append(torch.stack([p.detach() for p in held]))
-        if not torch.equal(*moved):
-            return False
-    return True
+    pairs = ([*kind, *(n for n in dims if n not in kind)][:2] for kind in _kinds(optimizer, dims))
+    return all(
+        _one_by_one(optimizer, dims, pair, draws, in_turns)
+        for pair in pairs
+        for draws in _drawn(len(pair))
+    )
 
 
-def _known(optimizer: Make) -> bool:
+def _known(optimizer: Make, dims: Dims) -> bool:
     """Return whether it makes one of torch's own by elements, whose step is torch's as well."""
-    made = optimizer([("probe.weight", nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)))])
+    made = optimizer(_named(dims, {}))
     check_closure(made)
     own = type(made) in _BY_ELEMENT and "step" not in vars(made)
     return own and not (made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
+
+
+def _named(dims: Dims, own: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Small parameters under all names, but for some that are given."""
+
+    def small(count: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros((4, 6, *(1,) * count)[:count], dtype=torch.float64))
+
+    return [(name, own[name] if name in own else small(dims[name])) for name in dims]
+
+
+def _made(optimizer: Make, dims: Dims, own: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that is made of parameters of all names, and left with some of them alone."""
+    made = optimizer(_named(dims, own))
+    held = {id(p) for p in own.values()}
+    for group in made.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in held]
+    made.param_groups = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+def _kinds(optimizer: Make, dims: Dims) -> list[list[str]]:
+    """The names of parameters whose groups have the same settings, but for names and rates."""
+    named = _named(dims, {})
+    names, found = {id(p): name for name, p in named}, dict[str, list[str]]()
+    for group in optimizer(named).param_groups:
+        said = repr(sorted((key, one) for key, one in group.items() if key not in _ASIDE))
+        found.setdefault(said, []).extend(names[id(p)] for p in group["params"] if id(p) in names)
+    return [kind for kind in found.values() if kind]
 
 
 def _drawn(count: int) -> Iterator[Tensor]:
@@ -93,24 +123,46 @@ def _drawn(count: int) -> Iterator[Tensor]:
         yield drawn * torch.tensor([1.0, *sizes]).reshape(-1, 1, 1, 1)
 
 
-def _by_quarters(optimizer: Make, values: Tensor, *grads: Tensor) -> bool:
+def _by_quarters(optimizer: Make, dims: Dims, name: str, values: Tensor, *grads: Tensor) -> bool:
     def quarters(whole: Tensor) -> list[Tensor]:
         return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, 1)]
 
-    together = _moved(optimizer, values[0], [grad[0] for grad in grads])
+    def moved(value: Tensor, grads: Sequence[Tensor]) -> Tensor:
+        more = (1,) * (dims[name] - 2)  # of convolutions
+        parameter = nn.Parameter(value.reshape(*value.shape, *more).clone())
+        made = _made(optimizer, dims, {name: parameter})
+        for grad in grads:
+            parameter.grad = grad.reshape(parameter.shape).clone()
+            made.step()
+        return parameter.detach().reshape(value.shape)
+
+    together = moved(values[0], [grad[0] for grad in grads])
     cut = [quarters(grad) for grad in grads]
-    alone = [_moved(optimizer, one, own) for one, own in zip(quarters(values), zip(*cut))]
+    alone = [moved(one, own) for one, own in zip(quarters(values), zip(*cut))]
     joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
     return torch.equal(together, joined)
 
 
-def _moved(optimizer: Make, value: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    parameter = nn.Parameter(value.clone())
-    made = optimizer([("probe.weight", parameter)])
-    for grad in grads:
-        parameter.grad = grad.clone()
-        made.step()
-    return parameter.detach()
+def _one_by_one(
+    optimizer: Make, dims: Dims, pair: Sequence[str], draws: Tensor, in_turns: bool
+) -> bool:
+    moved = []
+    for apart in (False, True):
+        held = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
+        one = apart and not in_turns
+        made = [_made(optimizer, dims, own) for own in _each(held, one)]
+        for here in draws[1:]:
+            for parameter, grad in zip(held.values(), here):
+                parameter.grad = grad.clone()
+            for each, own in zip(made, _each(held, one)):
+                for some in _each(own, apart and in_turns):
+                    step_on(each, {id(p): p for p in some.values()})
+        moved.append(torch.stack([p.detach() for p in held.values()]))
+    return torch.equal(*moved)
+
+
+def _each(held: Mapping[str, nn.Parameter], apart: bool) -> list[Mapping[str, nn.Parameter]]:
+    return [{name: p} for name, p in held.items()] if apart else [held]
 
 
 def check_closure(made: torch.optim.Optimizer) -> None:

@@ -358,15 +358,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         units it decides what runs next; behind all of them a size decides nothing of other stages.
         """
         if self.inside is None:
-            between = refusal(
-                "S611",
-                "",
-                "the forward reads the value of a tensor between modules",
+            behind = self.called[-1:] == [len(self.units) - 1]
+            title = "the forward reads the value of a tensor between modules"
+            helps = [
                 "read shapes instead, or read values inside a module: stages are recorded"
-                " without data",
-                note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
-            )
-            if func._schema.name in DECIDES or self.called[-1:] != [len(self.units) - 1]:
+                " without data"
+            ]
+            if behind:
+                title = "the loss, or the end of the forward, reads the value of a tensor"
+                helps.append("what a loss keeps may be a tensor: `self.mean += loss.detach()`")
+            note = f"after `{self.labels[self.called[-1]]}`" if self.called else ""
+            between = refusal("S611", "", title, *helps, note=note)
+            if func._schema.name in DECIDES or not behind:
                 raise between
             self.guessed = self.guessed or between
             return 0
