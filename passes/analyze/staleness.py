@@ -229,10 +229,10 @@ def whole_step(
     Refuses, alike on all ranks, an optimizer that looks at all parameters together, and one that
     would have to wait for other stages where each updates by itself (S622).
     """
-    from schedlang.runtime.optim.whole_step import WholeStep, is_elementwise, is_tensorwise
+    from schedlang.runtime.optim.whole_step import WholeStep, dims_of, is_elementwise, is_tensorwise
 
     holdings = a.holdings.values()
-    dims = {name: len(one.layout.shape) for name, one in a.holdings.items()}
+    dims = dims_of(a.holdings)
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
     if optimizer is None:
         return None

@@ -280,7 +280,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     found = _held(builder, holdings)
     stores = plan.stores and not given.on_meta
-    lying = offload_state(builder, staged, found, sliced, given.optimizer) if stores else None
+    lying = offload_state(builder, holdings, found, sliced, given.optimizer) if stores else None
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
     asked = _dropout_options(plan, batch, given) if traced.random else None

@@ -324,7 +324,7 @@ def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
 
 def offload_state(
     builder: Builder,
-    staged: Staged,
+    holdings: Mapping[str, Holding],
     found: Mapping[str, nn.Parameter],
     sliced: Mapping[int, Sliced],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
@@ -333,11 +333,12 @@ def offload_state(
     from schedlang.runtime.adapters.fully_shard import Shard
     from schedlang.runtime.offload.parameters import Window
     from schedlang.runtime.offload.step import Offloaded
-    from schedlang.runtime.optim.whole_step import is_tensorwise
+    from schedlang.runtime.optim.whole_step import dims_of, is_tensorwise
     from schedlang.runtime.storage.offloaded_gradients import offload_gradients
     from schedlang.runtime.storage.tiers import CPU, DISK, Scratch
 
-    plan = builder.plan
+    plan, staged = builder.plan, builder.staged
+    assert staged is not None, "a program that is built has stages"
     disk = any(row.tier == DISK for row in plan.stores)
     if not disk and all(row.what == "activations" for row in plan.stores):
         return None
@@ -350,18 +351,13 @@ def offload_state(
         # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
         told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
         offload_gradients(leave.values(), to, told if to is None else ())
-    alone = optimizer is None or is_tensorwise(optimizer, dims_of(plan, found))
+    dims = dims_of(holdings)
+    alone = optimizer is None or is_tensorwise(optimizer, dims)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    ring = peer_of(builder, found, tiers, optimizer)
+    ring = peer_of(builder, found, tiers, optimizer, dims)
     made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
-
-
-def dims_of(plan: Plan, found: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Count the dims of parameters by name: of all in the model, and what rows have added here."""
-    every = {**dict(plan.model.model.named_parameters()), **found}
-    return {name: parameter.dim() for name, parameter in every.items()}
 
 
 def _sliced(
@@ -417,6 +413,7 @@ def peer_of(
     found: Mapping[str, nn.Parameter],
     tiers: Mapping[str, Tiers],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
+    dims: Mapping[str, int],
 ) -> Peer | None:
     """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
     from schedlang.runtime.comm import world
@@ -427,7 +424,6 @@ def peer_of(
     rows = on_peers(builder.plan, "optimizer")
     if not rows or optimizer is None:
         return None
-    dims = dims_of(builder.plan, found)
     if not (is_elementwise(optimizer, dims) and is_tensorwise(optimizer, dims)):
         refuse_peer(
             builder.plan,

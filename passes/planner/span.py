@@ -284,11 +284,13 @@ def in_flight(
         flying = np.minimum(most, micro * slices)
         return np.array([flying, np.zeros(ranks), np.ones(ranks)], dtype=float)
     stages = ranks * chunks
-    sizes = np.stack([
-        np.ones(stages) if kept is None else kept,
-        np.full(stages, 1 / stages / micro) if waiting is None else waiting,
-        np.zeros(stages) if grown is None else grown,
-    ])  # fmt: skip
+    sizes = np.stack(
+        [
+            np.ones(stages) if kept is None else kept,
+            np.full(stages, 1 / stages / micro) if waiting is None else waiting,
+            np.zeros(stages) if grown is None else grown,
+        ]
+    )
     found = np.zeros((3, stages))
     line = order, ranks, min(micro, 2 * FEW * ranks), chunks
     rank = homes(order, ranks, chunks)

@@ -127,16 +127,16 @@ def run_kernel_check(
     device = device or (KIND if gpu_here() else "cpu")
     task = {"device": device, "cases": [_encode(case) for case in cases]}
     key = os.getpid(), device
-    beside = _beside.pop(key, None) or _Beside(device)
-    answer = beside.ask(json.dumps(task), timeout)
+    worker = _idle.pop(key, None) or _Worker(device)
+    answer = worker.ask(json.dumps(task), timeout)
     if device == "cpu":  # one on a GPU would hold memory there
-        _beside[key] = beside
+        _idle[key] = worker
     else:
-        beside.end()
+        worker.end()
     return [_decode(each) for each in json.loads(answer)]
 
 
-class _Beside:
+class _Worker:
     """A process that checks kernels until this one ends: its imports take seconds."""
 
     def __init__(self, device: str) -> None:
@@ -178,7 +178,7 @@ class _Beside:
         atexit.unregister(self.end)
 
 
-_beside: dict[tuple[int, str], _Beside] = {}  # idle ones, of this process and no fork of it
+_idle: dict[tuple[int, str], _Worker] = {}  # of this process, and no fork of it; by device
 
 
 def _encode(case: Case) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.kernels import probe
-from schedlang.kernels.check import _beside, run_kernel_check
+from schedlang.kernels.check import _idle, run_kernel_check
 from schedlang.kernels.gated import (
     ACTIVATIONS,
     Case,
@@ -304,12 +304,12 @@ def test_reference_is_what_models_write() -> None:
 def test_one_process_checks_all_until_it_fails():
     """Checks after the first start no process; one that ends in a check is told, and replaced."""
     first = run_kernel_check([CASES[0]], device="cpu")
-    (beside,) = _beside.values()
+    (worker,) = _idle.values()
     assert run_kernel_check([CASES[0]], device="cpu") == first
-    assert [*_beside.values()] == [beside]
+    assert [*_idle.values()] == [worker]
     with pytest.raises(RuntimeError, match=r"check of the kernels failed:\n(.*\n)+.*shape"):
         run_kernel_check([Case(("of", "words"))], device="cpu")
-    assert not _beside and beside._process.returncode is not None
+    assert not _idle and worker._process.returncode is not None
     with pytest.raises(RuntimeError, match=r"no answer within 0.001 s"):
         run_kernel_check([CASES[0]], device="cpu", timeout=1e-3)
     assert run_kernel_check([CASES[0]], device="cpu") == first

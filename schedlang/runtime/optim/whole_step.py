@@ -45,6 +45,11 @@ _ASIDE = {
 }
 
 
+def dims_of(holdings: Mapping[str, Holding]) -> Dims:
+    """Count the dims of the parameters that a program holds, by name."""
+    return {name: len(holding.layout.shape) for name, holding in holdings.items()}
+
+
 def is_elementwise(optimizer: Make, dims: Dims = MADE_UP) -> bool:
     """Return whether a matrix, updated whole, moves as its quarters do when updated alone.
 
