@@ -13,7 +13,6 @@ from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Wo
 
 Line = Callable[[float, float], float]
 CARRIED = 22, 8  # operators that pass keys to a slice, and their gradients back, as in a Llama
-SIZES = ("kept", "input", "most", "handed", "entering", "waiting")
 
 
 def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
@@ -74,9 +73,7 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
     if forward is None or backward is None:
         return None
-    kept, given, most, handed, entering, waiting = (
-        line(getattr(one, name), getattr(other, name)) for name in SIZES
-    )
+    kept, given, most, handed, entering, waiting = map(line, _sizes(one), _sizes(other))
     return replace(
         one,
         forward=forward,
@@ -88,6 +85,11 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
         entering=entering,
         waiting=waiting,
     )
+
+
+def _sizes(one: Unit) -> tuple[float, ...]:
+    """All bytes of a unit."""
+    return one.kept, one.input, one.most, one.handed, one.entering, one.waiting
 
 
 def _work(one: Work, other: Work, line: Line) -> Work | None:
