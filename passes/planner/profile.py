@@ -385,8 +385,8 @@ class Short:
 
 
 def _representatives(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
-    """For each block of a list, the index of an equal block among those kept, if possible one with
-    equal neighbours."""
+    """Pick for each block of a list the index of an equal block among those kept, if possible one
+    with equal neighbours."""
     facts = whole.facts
     kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]

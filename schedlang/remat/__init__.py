@@ -1,4 +1,4 @@
-"""Plans of recomputation for a chain of modules, as trees; the primitives of `checkpoint` use them.
+"""Plans of recomputation for a chain of modules, as trees; `checkpoint` uses them.
 
 An item of a tree is a place in the chain, whose module saves its activations, or a tuple: a region,
 which saves its input and is recomputed in backward.  Then the regions inside of it save their

@@ -131,7 +131,7 @@ class Graph:
 
     @cached_property
     def summed(self) -> Mapping[str, tuple[int, int]]:
-        """Where each parameter is read first: (node, input).  Its gradient is reduced once."""
+        """First reader of each parameter, as (node, input): there its gradient is reduced, once."""
         found: dict[str, tuple[int, int]] = {}
         for edge in self.edges:
             found.setdefault(edge.value, (edge.target, edge.place))

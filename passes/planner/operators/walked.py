@@ -26,12 +26,12 @@ class Repriced:
 
     def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
         self.problem, self.choice = problem, [*choice]
-        self.near: list[list[tuple[int, int]]] = [[] for _ in choice]
+        self.pairs_of: list[list[tuple[int, int]]] = [[] for _ in choice]
         for pair in problem.pairs:
             for one in pair:
-                self.near[one].append(pair)
+                self.pairs_of[one].append(pair)
         self.terms: dict[tuple[int, ...], float] = {}
-        self.priced = 0  # number of costs that were looked up
+        self.lookups = 0  # number of costs that were looked up
         self._price(range(problem.operators), range(problem.operators, len(choice)))
 
     @property
@@ -46,7 +46,7 @@ class Repriced:
         moved = [at for at in range(own) if choice[at] != self.choice[at]]
         for at in moved:
             self.choice[at] = choice[at]
-        ends = {one for at in moved for pair in self.near[at] for one in pair}
+        ends = {one for at in moved for pair in self.pairs_of[at] for one in pair}
         self._price(moved, [one for one in ends if one >= own])
 
     def _price(self, moved: Iterable[int], follow: Iterable[int]) -> None:
@@ -57,14 +57,14 @@ class Repriced:
             choice[one] = int(sum(lines, start=seconds[one]).argmin())
         for at in (*moved, *follow):
             self.terms[at,] = float(seconds[at][choice[at]])
-            for i, j in self.near[at]:
+            for i, j in self.pairs_of[at]:
                 self.terms[i, j] = float(pairs[i, j][choice[i], choice[j]])
-            self.priced += 1 + len(self.near[at])
+            self.lookups += 1 + len(self.pairs_of[at])
 
     def _lines(self, at: int, choice: Sequence[int]) -> Iterator[tuple[int, Costs]]:
         """Yield the neighbours of a variable, with the cost of each of its options given their
         choice."""
-        for i, j in self.near[at]:
+        for i, j in self.pairs_of[at]:
             costs = self.problem.pairs[i, j]
             yield (j, costs[:, choice[j]]) if i == at else (i, costs[choice[i]])
 
@@ -77,7 +77,7 @@ class Repriced:
         choice, done, waiting = [*self.choice], {at}, [at]
         choice[at] = option
         for one in waiting:  # grows during the loop
-            for i, j in self.near[one]:
+            for i, j in self.pairs_of[one]:
                 if math.isfinite(self.problem.pairs[i, j][choice[i], choice[j]]):
                     continue
                 other = i + j - one
