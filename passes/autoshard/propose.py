@@ -81,13 +81,7 @@ def experts_of(blocks: Blocks) -> dict[str, int]:
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
         deep = [shape for shape in shapes if len(shape) == 3]
         counts = {shape[:1] for shape in shapes}  # () for a scalar, such as a temperature
-        if (
-            "*" in name
-            and len(deep) > 1
-            and len(counts) == 1
-            and (1,) not in counts
-            and counts != {()}
-        ):
+        if "*" in name and len(deep) > 1 and len(counts) == 1 and not counts & {(1,), ()}:
             found[name] = deep[0][0]
     return found
 

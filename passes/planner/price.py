@@ -253,20 +253,11 @@ def _step(
     )
     for cause, took in shared_send(chain, setting, cluster, recipe, made, rank):
         data[cause] = data.get(cause, 0.0) + took
-    return _Step(
-        names,
-        weight,
-        tables,
-        made,
-        again,
-        busiest,
-        way,
+    span, update = (
         way.seconds(f, i, w, send),
-        send,
-        sent,
-        data,
         {"optimizer": updating(setting, held, cluster, recipe)},
     )
+    return _Step(names, weight, tables, made, again, busiest, way, span, send, sent, data, update)
 
 
 def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:

@@ -16,6 +16,16 @@ ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, is sha
 NONE = (None, None)  # a module whose input and output no row mentions
 ANY = -6  # any layout: an operator that runs on some of the rows needs no rule
 Mode = Literal["tensors", "rows"]
+# collectives forward and backward of a redistribution; 0 stands for a sharded dim
+CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
+    (WHOLE, ENTERED): ("", "all_reduce"),
+    (WHOLE, 0): ("", "all_gather"),
+    (0, WHOLE): ("all_gather", ""),
+    (0, ENTERED): ("all_gather", "reduce_scatter"),
+    (SUM, WHOLE): ("all_reduce", ""),
+    (SUM, ENTERED): ("all_reduce", "all_reduce"),
+    (SUM, 0): ("reduce_scatter", "all_gather"),
+}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from schedlang.passes.planner.operators.asked import (
     ANY,
+    CROSSINGS,
     ENTERED,
     NONE,
     SUM,
@@ -309,18 +310,6 @@ class Placed:
     def problem(self) -> Problem:
         """The problem of this axis alone."""
         return Joint((self,)).problem
-
-
-# collectives forward and backward of a redistribution; 0 stands for a sharded dim
-CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
-    (WHOLE, ENTERED): ("", "all_reduce"),
-    (WHOLE, 0): ("", "all_gather"),
-    (0, WHOLE): ("all_gather", ""),
-    (0, ENTERED): ("all_gather", "reduce_scatter"),
-    (SUM, WHOLE): ("all_reduce", ""),
-    (SUM, ENTERED): ("all_reduce", "all_reduce"),
-    (SUM, 0): ("reduce_scatter", "all_gather"),
-}
 
 
 @dataclass
