@@ -415,7 +415,7 @@ RULES = _rules()
 
 @dataclass(frozen=True)
 class Tokens(SequenceParts):
-    """How a model runs on each rank's tokens of its sequences.
+    """The split of a model's sequences by tokens over ranks; found by a probe.
 
     kind       kind of the layout
     positions  whether the model gets `position_ids`

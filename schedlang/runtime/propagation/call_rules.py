@@ -397,7 +397,7 @@ class Repeat:
 
     @property
     def times(self) -> int:
-        """How often each index is repeated."""
+        """The number of copies of each index."""
         return self.after[self.dim] // self.before[self.dim]
 
 

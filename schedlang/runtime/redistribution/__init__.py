@@ -1,1 +1,1 @@
-"""Redistribution of tensors between two layouts: shardings, routes, and the communication."""
+"""Redistribution of tensors between two layouts: shardings, routes, and their execution."""

@@ -77,7 +77,7 @@ class Parts(Sequence[Part]):
 
     @cached_property
     def counts(self) -> list[int]:
-        """For each dim, one more than the largest number in `numbers` and `cells`."""
+        """The number of lists of cells of each dim: one more than the largest number in use."""
         every = zip(self.numbers.T, self.cells)
         return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in every]
 

@@ -48,7 +48,7 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParts:
-    """How an unmodified model runs on parts of its sequences; found by a probe.
+    """The split of an unmodified model's sequences into parts; found by a probe.
 
     labels   the input with the labels; "" if there is none
     shift    how the last token of a part gets its label, which the next part may have: "none", the
@@ -111,7 +111,7 @@ def _append_row(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slicing(SequenceParts):
-    """How a model runs on slices of its sequences, one after the other.
+    """The split of a model's sequences into slices that run one after the other.
 
     count    the number of slices
     carrier  how keys and values are carried: "cache", by a cache of transformers; "calls", at the
