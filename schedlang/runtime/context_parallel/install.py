@@ -15,7 +15,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import enter, reduce
 from schedlang.runtime.context_parallel import described_attention
-from schedlang.runtime.context_parallel.attention import Way, attend_lse
+from schedlang.runtime.context_parallel.attention import Way, attend, attend_lse
 from schedlang.runtime.context_parallel.attention_products import (
     ADDED,
     PRODUCTS,
@@ -278,11 +278,12 @@ class ExchangeKeys:
         if call.dropout:
             drop = self.drawn(shard, call.dropout, rows, heads)
         way = Way(how.method, how.groups, shard.layout, call.scale, drop)
-        out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
-        if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
-            return out
-        if call.mask.sinks is not None:  # they have all the weight of a query that sees no key
-            return out
+        tensors, mask = (call.query, call.key, call.value), call.mask
+        hides = mask.present is not None or mask.rows is not None
+        # sinks have all the weight of a query that sees no key
+        if call.blind == "zero" or not hides or mask.sinks is not None:
+            return attend(*tensors, mask, way)  # Ulysses sends no log-sum-exp
+        out, lse = attend_lse(*tensors, mask, way)
         blind = lse.detach().isneginf().unsqueeze(-1)
         mean = _mean(call, heads, how, shard.layout.total)
         if call.blind == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
