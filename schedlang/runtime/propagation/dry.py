@@ -109,7 +109,7 @@ def dry_forward(
     """
     main = _main(args, kwargs)
     note = follower.of(main)
-    if follower.after_logits and not follower.noted(main):
+    if follower.loose and not follower.noted(main):
         reason = f"`{leaf.fqn}` is sharded, and gets sharded logits"
         raise follower.refuse(reason, None, GATHER)
     edges: tuple[Edge, ...] = ()
@@ -325,7 +325,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     for name, axes in over.items():
         follower.use(name, axes)
     if isinstance(out, ShardedLogits):
-        follower.after_logits = True
+        follower.loose = True
         return
     kept = {axis: tag for axis, tag in note.tags.items() if axis not in own}
     for axis, edge in own.items():

@@ -179,7 +179,7 @@ class Follower(Lattice):
         self.frames, self.stack, self.sizes, self.draws = frames, stack, sizes, draws
         self.splits = splits  # sharded module -> the axes that split it
         self.places: dict[Frame, int] = {}
-        self.after_logits = False  # from the split logits on, calls cannot be compared one by one
+        self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
         self.partial: dict[
             str, set[str]
@@ -210,7 +210,7 @@ class Follower(Lattice):
         """Find the original's call; refuse a split tensor that is used after split logits."""
         if self.stack.muted:
             return
-        if self.after_logits:
+        if self.loose:
             for axis in (axis for tensor in call.inputs for axis in self.of(tensor).tags):
                 reason = f"`{call.name}` uses a tensor sharded over `{axis}` after sharded logits"
                 raise self.refuse(reason, axis, GATHER)
@@ -225,7 +225,7 @@ class Follower(Lattice):
 
     def after(self, call: Running) -> None:
         """Compare the call with the original's, and note the layouts of its results."""
-        if self.stack.muted or self.after_logits or not call.outputs:
+        if self.stack.muted or self.loose or not call.outputs:
             return
         if self.left_out:
             call.inputs = call_rules.met(call.inputs, self._expects, self)
@@ -245,7 +245,7 @@ class Follower(Lattice):
         """Raise Mismatch for a call that does not run on shards."""
         if not isinstance(error, (RuntimeError, ValueError, IndexError)):
             return
-        if self.stack.muted or self.after_logits:
+        if self.stack.muted or self.loose:
             raise self._shard_failure(error) from error
         raise self._call_failure(call, error) from error
 
