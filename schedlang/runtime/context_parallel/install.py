@@ -297,8 +297,8 @@ class ExchangeKeys:
         if isinstance(self.draw, LogicalDropout):
             return Dropout.logical(p, self.draw, rows, heads, total)
         made = partial(Dropout.fresh, p, rows, heads, total)
-        drawn: Dropout = self.draw.attended(made, (rows, heads, total, total))
-        return drawn
+        dropout: Dropout = self.draw.attended(made, (rows, heads, total, total))
+        return dropout
 
 
 class WithoutValues(ExchangeKeys):

@@ -140,8 +140,8 @@ def _agrees_with_products(dtype: torch.dtype, device: torch.device, width: int) 
 def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -> float:
     """Return the largest relative error of result, log-sum-exp and gradients."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
-    q, k, v, grad = (x.to(device, dtype) for x in drawn)
+    samples = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
+    q, k, v, grad = (x.to(device, dtype) for x in samples)
     out, lse = forward(q, k, v, causal, 0.3)
     found = [out, lse, *backward(grad, q, k, v, out, lse, causal, 0.3)]
     with torch.enable_grad():

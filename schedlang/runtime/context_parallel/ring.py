@@ -540,9 +540,9 @@ class Attention(torch.autograd.Function):
             plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
             keys, mine = call.keys(k, v, tags)
-            together, apart = (None, None) if team is None else (team.together, team.apart)
+            gather, scatter = (None, None) if team is None else (team.together, team.apart)
             tensors = q, lse, grad, inner, rows, plain
-            all_q, lse, grad, inner, all_rows, plain = _move_together(together, tensors)
+            all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
             state = Backward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
@@ -550,8 +550,8 @@ class Attention(torch.autograd.Function):
                 return Packet.of(state.add(*call.met(place, packet, tags)), (2, 2))
 
             home = call.rounds.backward(keys, contribute)
-            dk, dv = (home if apart is None else apart(home)).tensors
-            dq, drows = _move_together(apart, (state.dq, state.rows))
+            dk, dv = (home if scatter is None else scatter(home)).tensors
+            dq, drows = _move_together(scatter, (state.dq, state.rows))
         made = zip((dq, dk, dv, state.slopes, drows), (q, k, v, slopes, rows), strict=True)
         grads = (None if g is None else g.to(of.dtype) for g, of in made)
         return (*grads, *[None] * (1 + len(given)))

@@ -369,8 +369,8 @@ def _compare_with_linear(module: nn.Module, found: Head) -> Head | Mismatch:
         with torch.random.fork_rng(devices=[]):
             try:
                 y, plain = copied(x), F.linear(x, weight, bias)
-                apart = gradients_apart(y, plain, [x, *params.values()])
-                worst = max(worst, relative(y.detach(), plain.detach()), apart)
+                gradient_error = gradients_apart(y, plain, [x, *params.values()])
+                worst = max(worst, relative(y.detach(), plain.detach()), gradient_error)
             except Exception as raised:  # the module's own code: any error is a mismatch
                 return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)

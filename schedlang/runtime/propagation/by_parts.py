@@ -119,9 +119,9 @@ class _Trial:
         found = []
         for tensor, shape in zip(self.step.inputs, shapes):
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                wide = torch.complex128 if tensor.dtype.is_complex else torch.float64
-                numbers = torch.rand(shape, generator=drawing, dtype=wide) * 0.8 + 0.1
-                normal = torch.randn(shape, generator=drawing, dtype=wide)
+                dtype = torch.complex128 if tensor.dtype.is_complex else torch.float64
+                numbers = torch.rand(shape, generator=drawing, dtype=dtype) * 0.8 + 0.1
+                normal = torch.randn(shape, generator=drawing, dtype=dtype)
                 found.append((normal, numbers, numbers + 1)[turn])
             else:
                 numbers = torch.randint(0, 2, shape, generator=drawing)

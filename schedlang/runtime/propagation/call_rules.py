@@ -415,14 +415,14 @@ def repeat_at(calls: Sequence[Call]) -> Repeat | None:
         return None
     if any(a.outputs[0] != b.inputs[0] for a, b in zip(chain, chain[1:])):
         return None
-    before, opened, wide, after = first.inputs[0], *(one.outputs[0] for one in chain)
+    before, opened, expanded, after = first.inputs[0], *(one.outputs[0] for one in chain)
     dim = _grown(before, after)
     if dim is None:
         return None
     times = after[dim] // before[dim]
-    beside = (before[: dim + 1], before[dim + 1 :])
-    right = opened == (*beside[0], 1, *beside[1]) and wide == (*beside[0], times, *beside[1])
-    return Repeat(dim, before, after, 3) if right else None
+    around = (before[: dim + 1], before[dim + 1 :])
+    fits = opened == (*around[0], 1, *around[1]) and expanded == (*around[0], times, *around[1])
+    return Repeat(dim, before, after, 3) if fits else None
 
 
 def skipped(

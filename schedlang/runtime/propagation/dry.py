@@ -238,9 +238,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
-    if isinstance(
-        leaves, P
-    ):  # the follower knows no partial tensors: it would treat this one as full
+    if isinstance(leaves, P):  # the follower has no partial tensors: it would take this for full
         reason = f"`{leaf.fqn}` returns a partial sum that no row reduces"
         raise _refuse(
             reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"

@@ -323,7 +323,7 @@ class Compared(Running):
         roots = frozenset(name for note in notes for name in note.roots)
         data = any(note.data for note in notes)
         entered = frozenset(axis for note in notes for axis in note.entered)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             learns = [t.requires_grad and t.is_floating_point() for t in self.inputs]
             shapes = [tuple(t.shape) for t in outputs]
         for learned, note in zip(learns, notes):

@@ -101,12 +101,10 @@ class Lending:
             self.derives.setdefault(running[-1], model_line())
         for tensor in _written(call):
             self.written.update(self._by_storage.get(_storage(tensor), ()))
-            self.written.update(
-                self._names.get(id(tensor), ())
-            )  # its storage may have been replaced
-        if call.outputs and (
-            call.name != "to" or len(call.inputs) == 1
-        ):  # `x.to(other)` reads the other's dtype only
+            # by id, too: the storage may have been replaced
+            self.written.update(self._names.get(id(tensor), ()))
+        # `x.to(other)` reads only the dtype of the other tensor
+        if call.outputs and (call.name != "to" or len(call.inputs) == 1):
             for tensor in call.inputs:
                 if id(tensor) in self._names:
                     self._read(self._names[id(tensor)], running)
@@ -150,9 +148,7 @@ def _storage(tensor: Tensor) -> int:
 def _written(call: Running) -> list[Tensor]:
     """Return the tensors that a call writes into."""
     if call.name in TABLES and call.argument(3, "max_norm") is not None:
-        return tensors_in(
-            call.argument(1, "weight")
-        )  # rows that are looked up are renormalised in place
+        return tensors_in(call.argument(1, "weight"))  # renormalises rows in place
     return tensors_in(call.args[:1]) if _writes(call) else []
 
 

@@ -88,22 +88,22 @@ def dry_parts(
     module: nn.Module,
     parts: tuple[Narrowed, ...],
     follower: Follower,
-    told: Callable[[Narrowed, Narrowed | None], None],
+    on_split: Callable[[Narrowed, Narrowed | None], None],
 ) -> Callable[..., Any]:
     """Return a forward that splits the arguments like `Parts`, and notes the layouts of the shards.
 
-    `told` is called with each argument, and with its split in this call; None: the argument arrives
-    as a shard, or does not have all heads.
+    `on_split` is called with each argument, and with its split in this call; None: the argument
+    arrives as a shard, or does not have all heads.
     """
     inner = module.forward
 
     def cut(part: Narrowed, x: Tensor) -> Tensor:
         note, axis = follower.of(x), part.edge.group.axes[0]
         if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
-            told(part, None)
+            on_split(part, None)
             return x
         now = replace(part, summed=axis in note.entered)
-        told(part, now)
+        on_split(part, now)
         local = follower.unseen(now.cut, x)
         tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
         if not part.unit:
@@ -123,7 +123,7 @@ def dry_parts(
 
         for part in parts:
             args, kwargs = changed(module, part.name, partial(kept, part), args, kwargs)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             before = [local._version for _, local in made]
         output = inner(*args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -188,7 +188,7 @@ class Stack:
             self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
         given = list(tensors_in((args, kwargs)))
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             before = [one._version for one in given]
             self.mains.append(next((t for t in given if t.is_floating_point()), None))
         if self.seen is not None:
@@ -310,7 +310,7 @@ class Recorded(Lattice):
         for tensor in call.outputs if self._batched else ():
             self.put(tensor, True)
         if call.outputs and self.calls and not self.stack.muted:
-            with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            with torch._C.DisableTorchFunction():  # not seen by function modes
                 given, made = (
                     tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
                 )
@@ -418,8 +418,8 @@ def reached(
     loss.  Parameters inside reentrant checkpoints are not found.
     """
     names: dict[int, tuple[str, bool | None]] = {}
-    beside = getattr(computes, "__self__", computes)
-    for one, own in ((beside, False), (original, True), (model, None)):
+    holder = getattr(computes, "__self__", computes)
+    for one, own in ((holder, False), (original, True), (model, None)):
         if isinstance(one, nn.Module):
             names |= {id(parameter): (name, own) for name, parameter in one.named_parameters()}
     todo: list[Any] = [loss.grad_fn] if loss is not None else []

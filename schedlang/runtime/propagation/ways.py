@@ -134,8 +134,8 @@ def _reshaped_dims(before: Shape, dim: int, after: Shape) -> Iterator[int]:
             yield d
             inner = math.prod(after[d:])
             packed = len(after) > len(before) + 1 and size <= BESIDE
-            taken = math.prod(before[dim:]) == inner and packed
-            if taken and d + 1 < len(after) and after[d + 1] > 1:
+            splits_blocks = math.prod(before[dim:]) == inner and packed
+            if splits_blocks and d + 1 < len(after) and after[d + 1] > 1:
                 yield d + 1
             return
 
@@ -207,9 +207,9 @@ def experts(parameters: int, rest: int) -> tuple[Way, ...]:
     With split experts each row is sent to the rank of its expert.  `parameters`: how many the
     experts have, `rest`: how many tensors follow the rows among the arguments.
     """
-    beside, whole = (0,) * rest, (WHOLE,) * rest
+    split, whole = (0,) * rest, (WHOLE,) * rest
     return (
-        Way((0, *beside, *(WHOLE,) * parameters), (0,)),
-        Way((0, *beside, *(0,) * parameters), (0,)),
+        Way((0, *split, *(WHOLE,) * parameters), (0,)),
+        Way((0, *split, *(0,) * parameters), (0,)),
         Way((WHOLE, *whole, *(0,) * parameters), (SUM,)),
     )

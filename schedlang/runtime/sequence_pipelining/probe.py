@@ -67,9 +67,8 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         if output.dim() < 2 or output.shape[1] != total:
             continue
         parts = found.get(name, {})
-        joined = _join_slices(
-            output, [*parts.values()], trial.lengths
-        )  # in the order in which they ran
+        # the outputs are in the order in which the slices ran
+        joined = _join_slices(output, [*parts.values()], trial.lengths)
         if joined is None or not near(joined, output):
             return refusal(
                 f"`{kind}` cannot be split into slices",
@@ -298,8 +297,8 @@ def draws_along(trial: Trial, whole: Seen, seen: Seen, stops: Sequence[int]) -> 
     """
     tags, parts = {}, seen.draws
     for (_, site, call), shape in whole.draws.items():
-        drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        dims = _dims_of(site, shape, drawn, trial.lengths, stops)
+        shapes = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
+        dims = _dims_of(site, shape, shapes, trial.lengths, stops)
         _check_samples(trial, site, call, shape, dims)
         tags[(site, call)] = dims
     return _copy_to_equal_blocks(tags, trial.alike)
@@ -326,11 +325,11 @@ def _check_samples(
 
 
 def _copy_to_equal_blocks(
-    tags: Tags, alike: Mapping[str, str]
+    tags: Tags, representatives: Mapping[str, str]
 ) -> dict[tuple[str, int], tuple[str, ...]]:
     """Add the tags of the blocks that the small model leaves out."""
     found = dict(tags)
-    for block, stands in alike.items():
+    for block, stands in representatives.items():
         for (site, call), dims in tags.items():
             if site == stands or site.startswith(f"{stands}."):
                 found[(block + site[len(stands) :], call)] = dims
@@ -340,13 +339,13 @@ def _copy_to_equal_blocks(
 def _dims_of(
     site: str,
     shape: tuple[int, ...],
-    drawn: Sequence[tuple[int, ...] | None],
+    shapes: Sequence[tuple[int, ...] | None],
     lengths: Sequence[int],
     stops: Sequence[int],
 ) -> tuple[str, ...]:
     """Return "rows" for a dim of the slice's tokens, "keys" for one of all keys so far, else ""."""
-    known = [s for s in drawn if s is not None]
-    if len(known) < len(drawn) or any(len(s) != len(shape) for s in known):
+    known = [s for s in shapes if s is not None]
+    if len(known) < len(shapes) or any(len(s) != len(shape) for s in known):
         raise Differs(f"`{site}` does not draw its random numbers equally in every slice")
     found = []
     for dim, size in enumerate(shape):

@@ -64,9 +64,8 @@ def small_copy(
     copied = copy_with(model, lambda name, p: meta_parameter(p), values)
     alike = _shorten(copied, sites) if short else {}
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        _draw_parameters(
-            copied, torch.Generator().manual_seed(seed)
-        )  # a model on meta is used for shapes only
+        # a model on meta is used for shapes only
+        _draw_parameters(copied, torch.Generator().manual_seed(seed))
     return Small(copied, alike)
 
 
@@ -116,19 +115,19 @@ def _describe_shapes(block: nn.Module) -> str:
 
 def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
     """Give all parameters random values; ties stay."""
-    wide = sum(p.numel() for p in model.parameters()) <= WIDE
+    as_float64 = sum(p.numel() for p in model.parameters()) <= WIDE
     done: dict[int, nn.Parameter] = {}
 
     def fresh(old: nn.Parameter) -> nn.Parameter:
         if id(old) not in done:
             scale = old.shape[-1] ** -0.5 if old.dim() > 1 else 0.5
-            drawn = torch.randn(old.shape, generator=generator, device="cpu") * scale
-            value = drawn.to(torch.float64 if wide else torch.float32)
+            values = torch.randn(old.shape, generator=generator, device="cpu") * scale
+            value = values.to(torch.float64 if as_float64 else torch.float32)
             done[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
         return done[id(old)]
 
     def moved(old: Tensor) -> Tensor:
-        return old.double() if wide and old.is_floating_point() else old
+        return old.double() if as_float64 and old.is_floating_point() else old
 
     alive = list(model.parameters())  # so that no id is used again
     for module in model.modules():
@@ -273,9 +272,8 @@ def _small_batch(
                 high = max(high, min((s for s in sizes if s >= high), default=high))
             cut = torch.randint(0, high, cut.shape, generator=generator).to(cut.dtype)
         if rule and ignoring and name == labels and cut.dim() == 2 and cut.shape[1] > 2:
-            cut[0, 1] = (
-                rule.ignore_index
-            )  # so that counts of labels and of tokens differ in all layouts
+            # so that counts of labels and of tokens differ in all layouts
+            cut[0, 1] = rule.ignore_index
         return cut
 
     def each(name: str, value: Any) -> Any:
@@ -308,8 +306,8 @@ class _RecordingDropout(LogicalDropout):
 @contextmanager
 def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) -> Iterator[None]:
     """Context of a run: its modes, its scope and its random state; records draws in `draws`."""
-    wide = next(trial.model.parameters()).dtype == torch.float64
-    modes: list[Any] = [Float64()] if wide else []
+    is_float64 = next(trial.model.parameters()).dtype == torch.float64
+    modes: list[Any] = [Float64()] if is_float64 else []
     modes += [_RecordingDropout(draws, inner, trial.unbatched)] if trial.random else []
     rows = tuple(range(rows_of(trial.batch)))
     with ExitStack() as stack:

@@ -67,9 +67,8 @@ class OwnRows(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.first, ctx.height, ctx.pad = first, weight.shape[0], pad
         places, mine = _local_indices(ids, first, ctx.height)
-        return (
-            F.embedding(places, weight) * mine
-        )  # proofs without ranks recognise this product as a mask
+        # proofs without ranks recognise this product as a mask
+        return F.embedding(places, weight) * mine
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:

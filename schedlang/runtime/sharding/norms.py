@@ -237,8 +237,8 @@ def _layer_norm(
     *_: Any,
 ) -> Tensor:
     _check_one_dim(shape)
-    wide = x.float() if x.dtype in HALVES else x
-    centred = wide - mode.mean(wide)
+    upcast = x.float() if x.dtype in HALVES else x
+    centred = upcast - mode.mean(upcast)
     out = centred * (mode.mean(centred.square()) + eps).rsqrt()
     return _scale(out, x, weight, bias)
 
@@ -247,9 +247,9 @@ def _rms_norm(
     mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     _check_one_dim(shape)
-    wide = x.float() if x.dtype in HALVES else x
-    small = torch.finfo(wide.dtype).eps if eps is None else eps
-    return _scale(wide * (mode.mean(wide.square()) + small).rsqrt(), x, weight, None)
+    upcast = x.float() if x.dtype in HALVES else x
+    small = torch.finfo(upcast.dtype).eps if eps is None else eps
+    return _scale(upcast * (mode.mean(upcast.square()) + small).rsqrt(), x, weight, None)
 
 
 def _check_one_dim(shape: Any) -> None:

@@ -76,7 +76,7 @@ class EqualUnits:
             return self._imitate(name, self._shown[kind], given)
         output = original(*args, **kwargs)
         self._shown[kind] = shown = _Shown(given, output)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             for turn, tensor in enumerate(shown.made):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._reach, name, turn))  # type: ignore[no-untyped-call]
@@ -87,12 +87,12 @@ class EqualUnits:
 
     def _imitate(self, name: str, shown: _Shown, given: Sequence[Any]) -> Any:
         """Return the imitated output of a unit whose arguments equal those of a unit that ran."""
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             if not (
                 len(given) == len(shown.given) and all(map(_same_argument, given, shown.given))
             ):
                 raise Unlike
-            taken = {id(old): new for old, new in zip(shown.given, given)}
+            replacements = {id(old): new for old, new in zip(shown.given, given)}
             learns = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
             forms = list(map(_form, shown.made))
             if any(form[3] for form in forms) and not learns:
@@ -100,8 +100,8 @@ class EqualUnits:
             self.passed(name, False)
             on_backward = partial(self._pass_back, name)
             made = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
-            taken |= {id(old): one for old, one in zip(shown.made, made)}
-            return _replaced(shown.gave, taken)
+            replacements |= {id(old): one for old, one in zip(shown.made, made)}
+            return _replaced(shown.gave, replacements)
 
     def _pass_back(self, name: str, turns: Iterable[int]) -> None:
         self.reached[name].update(turns)

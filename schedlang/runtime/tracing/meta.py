@@ -54,9 +54,9 @@ def copy_with(
         for value in (*module._buffers.values(), *plain):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = other(value)
-        taken = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
-        if taken >= RemovableHandle.next_id:  # a pickled module has hook numbers of another process
-            number_hooks_from(taken + 1)
+        latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
+        if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
+            number_hooks_from(latest + 1)
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)

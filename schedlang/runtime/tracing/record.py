@@ -263,14 +263,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         before, sides = [(t, t._version) for t in self.arguments], count()
 
-        def heard(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
+        def on_hook(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
             self.unsure.add(unit)  # the output does not show what hooks get
             leaves, spec = pytree.tree_flatten(output)
             marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
             return call(given, pytree.tree_unflatten(marked, spec))
 
         module = self.model.get_submodule(self.units[unit])
-        with self.burden.of(unit, self.arguments), overheard(module, heard):
+        with self.burden.of(unit, self.arguments), overheard(module, on_hook):
             output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)

@@ -103,7 +103,7 @@ def transfer(
 
     optimizer      between programs: the optimizer's state, the step and the loss scale, too
     changed_only   only tensors whose values differ from those of the last transfer from `a` to `b`
-    bucket_bytes   of a message; a rank has at most four of them at once, beside its tensors
+    bucket_bytes   of a message; a rank has at most four of them at once, in addition to its tensors
 
     Each rank receives once what it is to hold and does not hold already, so that no transfer sends
     less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
@@ -192,8 +192,8 @@ class _Ends:
         names = _match_names(self.source, self.target)
         _check_ties(self.source, self.target)
         _check_tied_values(self.a, self.source, self.target)
-        optim, laid = self._moments(names)
-        here, there = self._local(laid)
+        optim, state = self._moments(names)
+        here, there = self._local(state)
         moved = {name: self.source.lying[at] for name, at in names.items()}
         digests = self._digests(here, there, names) if self.changed_only else ({}, {})
         if self.changed_only and self.before:
@@ -211,7 +211,7 @@ class _Ends:
             )
         except Uncovered as odd:
             raise _uncovered_refusal(odd) from None
-        self._finish(optim, laid)
+        self._finish(optim, state)
         if self.changed_only:
             self._remember(digests, there, moved)
         return _result_of(found, done, bucket_size(self.bucket), len(names) - len(moved))
@@ -234,17 +234,17 @@ class _Ends:
         return optim, self.b.blank(optim) if isinstance(self.b, ProgramEnd) else {}
 
     def _local(
-        self, laid: Mapping[tuple[str, str], Tensor]
+        self, state: Mapping[tuple[str, str], Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this rank's tensors by name: of `a`, which are read, of `b`, which are written."""
         here = self.a.local() if self.a is not None else {}
         there = self.b.local() if self.b is not None else {}
-        if laid or self.optimizer and isinstance(self.a, ProgramEnd):
+        if state or self.optimizer and isinstance(self.a, ProgramEnd):
             here |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
-            there |= {moment(*key): local(value) for key, value in laid.items()}
+            there |= {moment(*key): local(value) for key, value in state.items()}
         return here, there
 
-    def _finish(self, optim: Moments, laid: Mapping[tuple[str, str], Tensor]) -> None:
+    def _finish(self, optim: Moments, state: Mapping[tuple[str, str], Tensor]) -> None:
         """Give `b` the step, the loss scale and the optimizer state of `a`, and drop old copies."""
         if self.optimizer:
             giving = self.a.program if isinstance(self.a, ProgramEnd) else None
@@ -259,7 +259,7 @@ class _Ends:
                 if taking.loss_scale is not None:
                     taking.loss_scale.put_back(factor)
                 if optim.kind is not None:
-                    load_moments(taking, optim, laid)
+                    load_moments(taking, optim, state)
         if self.b is not None:
             self.b.taken()
 
