@@ -181,7 +181,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Pair:
-    """A block of queries and a block of keys, of which some query sees some key.
+    """A block of queries and a block of keys; at least one query sees at least one key.
 
     rows, cols     their places among the local queries and keys
     queries, keys  their positions

@@ -347,7 +347,7 @@ def met_whole(notes: list[Note], axis: str | None) -> int:
 
 
 def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
-    """Return the parameters of which the full tensors are made, and the size of the split dim."""
+    """Return the parameters from which the full tensors are computed, and the split dim's size."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
     split = next((tag for tag in tags if tag is not None), None)
     roots = (note.roots for note, tag in zip(notes, tags) if tag is None)

@@ -1,4 +1,4 @@
-"""Full arguments of which a sharded module needs this rank's shard.
+"""Arguments that are full on every rank, and that a sharded module needs as this rank's shard.
 
 Biases of attention scores (ALiBi, one slope for each head) are made once for all heads and passed
 down: a rank takes the shard of its heads where its attention takes the argument.  A residual of all

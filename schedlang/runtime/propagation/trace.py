@@ -413,8 +413,8 @@ def reached(
     """Find the parameters to which a backward from `loss` would give gradients.
 
     Returns the first names of the model's parameters; whether the backward would run a reentrant
-    checkpoint; and the names of parameters that are not the model's: True for those of the
-    `original`, of which the model is a copy, False for those of the module that `computes` the
+    checkpoint; and the names of parameters that are not the model's: True for parameters of the
+    `original` (the model is its copy), False for parameters of the module that `computes` the
     loss.  Parameters inside reentrant checkpoints are not found.
     """
     names: dict[int, tuple[str, bool | None]] = {}

@@ -42,8 +42,8 @@ class Leaf:
 class Reads:
     """The values that a unit, and the code between units that feeds it, read from outside.
 
-    `tokens` are outputs of units; `inner` are units from whose inside a value is read that they do
-    not return.
+    `tokens` are outputs of units.  `inner` are units that compute a value which they do not return,
+    and which is read.
     """
 
     tokens: frozenset[Token] = frozenset()
@@ -72,7 +72,7 @@ class StageGraph:
     leaves   the tensors that units return
     between  at k: the parameters and buffers that the code before unit k uses (last: after all)
     owners   parameter -> the units that read it themselves; none if only code between units does
-    partial  output (by path) -> the units from whose inside it has values
+    partial  output (by path) -> the units that compute its values without returning them
     flops    floating-point operations of each unit's forward
     saved    bytes that each unit saves for backward, without parameters
     given    bytes of each unit's tensor arguments

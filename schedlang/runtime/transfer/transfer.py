@@ -94,20 +94,20 @@ def transfer(
     changed_only: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> Transferred:
-    """Give `b` the values of `a`, whatever the layouts; all ranks of the job together.
+    """Copy the values of `a` into `b`, between any layouts; all ranks of the job must call this.
 
-    `a` is a program, a module or a state dict (plain tensors are whole, DTensors say their part),
-    or the path of a checkpoint or of a folder of safetensors, of which each rank reads its boxes;
-    `b` is one of the first three, and its tensors are written in place.  A rank that has no part of
-    one of them passes None for it.  Names, shapes and dtypes have to agree.
+    `a` is a program, a module or a state dict (plain tensors are full, DTensors are shards), or the
+    path of a checkpoint or of a folder of safetensors, from which each rank reads its shards.  `b`
+    is a program, a module or a state dict, and its tensors are written in place.  A rank without a
+    part of `a` or `b` passes None for it.  Names, shapes and dtypes must agree.
 
     optimizer      between programs: the optimizer's state, the step and the loss scale, too
     changed_only   only tensors whose values differ from those of the last transfer from `a` to `b`
-    bucket_bytes   of a message; a rank has at most four of them at once, in addition to its tensors
+    bucket_bytes   bytes of a message; a rank has at most four buckets at once, besides its tensors
 
-    Each rank receives once what it is to hold and does not hold already, so that no transfer sends
-    less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
-    be an end) on all ranks, before anything is changed.
+    Each rank receives each element that it will hold and does not hold yet exactly once, so no
+    transfer can send less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or
+    S642 (an object that cannot be an end) on all ranks, before anything is changed.
     """
     written = all_opened(b.assembly.parameters.values() if isinstance(b, Program) else ())
     with written, comm.within(()):  # whatever part of the job the ends are on
