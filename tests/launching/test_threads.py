@@ -259,7 +259,7 @@ def test_modes_see_the_collectives(threads: Threads) -> None:
     def work() -> tuple[list[float], int]:
         keep = Chosen(Turns, (), collectives=True)
         found = []
-        for mode in (keep.forward, keep.again):
+        for mode in (keep.forward, keep.second):
             with mode:
                 x = torch.tensor([1.0 + dist.get_rank()])
                 dist.all_reduce(x)
