@@ -65,7 +65,6 @@ class Repeats:
         self.model, self.names, self.kinds = model, tuple(kinds), kinds
         self.seen: set[object] = set()
         self.found: list[Difference] = []
-        self.quiet = False
 
     def run(self, forward: Any) -> list[Difference]:
         """Return the differences during `forward()`, which calls the model."""
