@@ -1,1 +1,2 @@
-"""Values of a model that no process holds whole: made one tensor at a time, or read from files."""
+"""Initial values of a model that no process holds in full: replayed one tensor at a time, or
+read."""
