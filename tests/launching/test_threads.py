@@ -203,7 +203,7 @@ SHARED = {
     ("fuse", "_codes"),
     ("pool", "_shared"),
     ("copies", "_streams"),
-    ("copies", "_left"),
+    ("copies", "_copy_events"),
     ("kept_outside", "_closed"),
     ("rewrite", "_regions"),
     ("operator", "_regions"),

@@ -154,7 +154,8 @@ class _Probe(Code):
         return self.coding if asked in (None, Place(self.fqn, number)) else None
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
-        """In the first pass, which quantizes all, record the module and elements of a place."""
+        """Record, in the first pass, the module and elements of a place; that pass quantizes
+        all."""
         if self.state.only is None:
             place = Place(self.fqn, number)
             seen = self.state.places.setdefault(place, Seen(scope.site()))

@@ -102,7 +102,7 @@ class Flat:
         )
 
     def settle(self) -> None:
-        """After backward, set `.grad` to None where no gradient came."""
+        """Set `.grad` to None where backward made no gradient."""
         if not self._unsettled:
             return
         self._unsettled = False
@@ -131,7 +131,7 @@ class Flat:
         return flat
 
     def unpack(self) -> None:
-        """After the reduction, set gradients that only other ranks had.
+        """Set gradients that only other ranks had, after the reduction.
 
         Counts are read only if this rank had none: the host waits for the device.
         """
@@ -204,7 +204,7 @@ class LocalParameters(dict[str, nn.Parameter]):
         drop_gradients(self._loose)
 
     def settle(self) -> None:
-        """After backward, set `.grad` to None where no gradient came."""
+        """Set `.grad` to None where backward made no gradient."""
         for flat in self.flats:
             flat.settle()
 

@@ -1,2 +1,1 @@
-"""Initial values of a model that no process holds in full: replayed one tensor at a time, or
-read."""
+"""Initial values of models that no process holds in full: replayed per tensor, or read."""
