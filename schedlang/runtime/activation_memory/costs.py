@@ -150,8 +150,8 @@ class _Probe(Code):
 
     def at(self, number: int) -> Coding | None:
         """Return the coding of a tensor; None (unquantized) unless its place is being probed."""
-        asked = self.state.only
-        return self.coding if asked in (None, Place(self.fqn, number)) else None
+        probed = self.state.only
+        return self.coding if probed in (None, Place(self.fqn, number)) else None
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
         """Record, in the first pass, the module and elements of a place; that pass quantizes

@@ -112,8 +112,8 @@ def hold(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """
     keep = outside()
     if keep is as_it_is:
-        kept: list[Any] = [Kept(tensor) for tensor in tensors]
+        saved: list[Any] = [Kept(tensor) for tensor in tensors]
     else:
         with torch.no_grad():
-            kept = [keep(tensor.detach()) for tensor in tensors]
-    return lambda: [unpack(one) for one in kept]
+            saved = [keep(tensor.detach()) for tensor in tensors]
+    return lambda: [unpack(one) for one in saved]

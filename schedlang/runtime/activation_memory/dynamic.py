@@ -208,14 +208,19 @@ class Node:
     def __init__(
         self,
         operator: Any,
-        given: Any,
+        arguments: Any,
         work: float,
-        drawn: Replayed | None,
+        rng_state: Replayed | None,
         filled: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        self.operator, self.given, self.work, self.drawn = operator, given, work, drawn
+        self.operator, self.arguments, self.work, self.rng_state = (
+            operator,
+            arguments,
+            work,
+            rng_state,
+        )
         self.refill = filled  # gathers parameters that were freed since
-        leaves = tree_leaves(given)
+        leaves = tree_leaves(arguments)
         self.parents = tuple({id(r.block): r.block for r in leaves if isinstance(r, Ref)}.values())
         self._outside = tuple(one for one in leaves if isinstance(one, Outside))
         self.into: Block | None = (
@@ -237,8 +242,8 @@ class Node:
                 own = copied if one.block is self.into else None
                 return one.of(one.block.pool.bring(one.block) if own is None else own)
 
-            args, kwargs = tree_map_only((Ref, Outside), value, self.given)
-            with self.drawn or nullcontext():
+            args, kwargs = tree_map_only((Ref, Outside), value, self.arguments)
+            with self.rng_state or nullcontext():
                 made = self.operator(*args, **kwargs)
         if copied is not None:
             return [copied]
@@ -347,14 +352,14 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         written = list(_written(func, args, kwargs))
         if written:
-            return self._write(func, args, kwargs, given, written)
-        if not _is_repeatable(func) or not all(map(_is_plain, given)):
+            return self._write(func, args, kwargs, arguments, written)
+        if not _is_repeatable(func) or not all(map(_is_plain, arguments)):
             return func(*args, **kwargs)
-        node = self._node(func, args, kwargs, given)
-        old = {key_of(one) for one in given}
+        node = self._node(func, args, kwargs, arguments)
+        old = {key_of(one) for one in arguments}
         output = func(*args, **kwargs)
         made = [one if isinstance(one, Tensor) else None for one in tree_leaves(output)]
         node.work = operations(func, args, kwargs, output)
@@ -366,13 +371,13 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 node.outputs.append(_no_block)
         return output
 
-    def _node(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Node:
-        drawn = None
+    def _node(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Tensor]) -> Node:
+        rng_state = None
         if draws(func, args, kwargs):
             own = [one for one in tree_leaves(kwargs) if isinstance(one, torch.Generator)]
-            drawn = Replayed(own or default_generators(one.device for one in given))
+            rng_state = Replayed(own or default_generators(one.device for one in arguments))
         refs = tree_map_only(Tensor, self._ref, (args, kwargs))
-        return Node(func, refs, 0.0, drawn, self._refill)
+        return Node(func, refs, 0.0, rng_state, self._refill)
 
     def _register(self, tensor: Tensor, node: Node | None = None) -> Block:
         block = Block(self.pool, tensor, self.changes, node)
@@ -408,14 +413,19 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _write(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        arguments: Sequence[Tensor],
+        written: Sequence[Tensor],
     ) -> Any:
         """Run an operator that writes: the tensor becomes a new block, made from the old one."""
         block = self._block(written[0]) if _is_plain(written[0]) else None
         if (
             len(written) > 1
             or _is_collective(func)
-            or not all(map(_is_plain, given))
+            or not all(map(_is_plain, arguments))
             or block is None
             or block.node is None
             or block.tensor is not None
@@ -425,7 +435,7 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in written:
                 self._before_write(tensor)
             return func(*args, **kwargs)
-        node = self._node(func, args, kwargs, given)
+        node = self._node(func, args, kwargs, arguments)
         node.into = block
         output = func(*args, **kwargs)
         node.work = float(written[0].numel())
@@ -490,10 +500,10 @@ def _written(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tens
     """Yield the tensors that an operator writes into; for a collective, all its arguments."""
     schema = operator._schema
     sends = _is_collective(operator)
-    given = dict(zip((one.name for one in schema.arguments), args)) | kwargs
+    arguments = dict(zip((one.name for one in schema.arguments), args)) | kwargs
     for one in schema.arguments:
         if sends or one.alias_info is not None and one.alias_info.is_write:
-            yield from (t for t in tree_leaves(given.get(one.name)) if isinstance(t, Tensor))
+            yield from (t for t in tree_leaves(arguments.get(one.name)) if isinstance(t, Tensor))
 
 
 def _unshard(units: Sequence[FSDPModule], tensors: Sequence[Tensor]) -> None:

@@ -61,8 +61,8 @@ class Tipped:
         """Record ties in `moved`, values to be rounded down to 0..`levels`, of elements from
         `first`."""
         flat = moved.detach().reshape(-1)
-        near = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
-        places, values = (near + first).cpu(), flat[near].double().cpu()
+        ties = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
+        places, values = (ties + first).cpu(), flat[ties].double().cpu()
         if stream in self.found:
             known = self.found[stream]
             places, values = torch.cat([known[0], places]), torch.cat([known[1], values])
@@ -176,8 +176,8 @@ class Rounded:
                 codes, step = _unpack_bits(self.codes[blocks], self.coding), self.step[blocks, None]
                 numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
                 if self.far is not None:
-                    away = (codes == self.coding.last) & step.signbit()
-                    numbers = torch.where(away, self.far, numbers)
+                    is_extreme = (codes == self.coding.last) & step.signbit()
+                    numbers = torch.where(is_extreme, self.far, numbers)
                 flat[some] = numbers.view(-1)[: some.stop - some.start]
             return made if plain else made.copy_(flat.view(self.shape))
 
@@ -214,30 +214,33 @@ def _quantize_pieces(
     codes, least, step = into
     for blocks, some in _pieces(coding, flat):
         rows = _rows(flat[some], coding.block).to(least.dtype)
-        away = None if ends is None else ends.note(rows)
-        if away is None:
+        is_extreme = None if ends is None else ends.note(rows)
+        if is_extreme is None:
             low, levels = rows.amin(1), coding.levels
             size = (rows.amax(1) - low) / levels
             least[blocks], step[blocks] = low, size
         else:
-            low, high = _finite_range(rows, away)
-            apart = away.any(1)
-            size = (high - low) / (coding.levels - apart.to(low.dtype))
-            least[blocks], step[blocks] = low, torch.where(apart, -size, size)
+            low, high = _finite_range(rows, is_extreme)
+            has_extreme = is_extreme.any(1)
+            size = (high - low) / (coding.levels - has_extreme.to(low.dtype))
+            least[blocks], step[blocks] = low, torch.where(has_extreme, -size, size)
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
         moved = exact + _random_numbers(exact, some.start, stream)
         drawn(stream, some.start, moved, coding.levels)
         numbers = moved.floor_().clamp_(0, coding.levels)
-        if away is not None:
-            most = (coding.levels - away.any(1).to(low.dtype))[:, None]
-            numbers = torch.where(away, coding.last, torch.minimum(numbers, most))
+        if is_extreme is not None:
+            most = (coding.levels - is_extreme.any(1).to(low.dtype))[:, None]
+            numbers = torch.where(is_extreme, coding.last, torch.minimum(numbers, most))
         codes[blocks] = _pack_bits(numbers, coding)
 
 
-def _finite_range(rows: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
-    """Return least and largest of each row, without `away` elements; zeros if none is left."""
-    low, high = rows.masked_fill(away, torch.inf).amin(1), rows.masked_fill(away, -torch.inf)
-    none = away.all(1)
+def _finite_range(rows: Tensor, is_extreme: Tensor) -> tuple[Tensor, Tensor]:
+    """Return least and largest of each row, without `is_extreme` elements; zeros if all are."""
+    low, high = (
+        rows.masked_fill(is_extreme, torch.inf).amin(1),
+        rows.masked_fill(is_extreme, -torch.inf),
+    )
+    none = is_extreme.all(1)
     return low.masked_fill(none, 0.0), high.amax(1).masked_fill(none, 0.0)
 
 
@@ -259,10 +262,10 @@ class Ends:
     def note(self, rows: Tensor) -> Tensor:
         """Return a mask of elements without a finite size: infinite, near the dtype's end, or
         NaN."""
-        away = ~(rows.abs() < self.bound)
-        self.least = torch.minimum(self.least, rows.masked_fill(~away, torch.inf).amin())
-        self.most = torch.maximum(self.most, rows.masked_fill(~away, -torch.inf).amax())
-        return away
+        is_extreme = ~(rows.abs() < self.bound)
+        self.least = torch.minimum(self.least, rows.masked_fill(~is_extreme, torch.inf).amin())
+        self.most = torch.maximum(self.most, rows.masked_fill(~is_extreme, -torch.inf).amax())
+        return is_extreme
 
     def one(self) -> Tensor:
         """Return the value that replaces all of them; NaN if there are some on both sides."""
@@ -380,8 +383,8 @@ class Code(Policy):
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `inner`; integers and unquantized tensors go to the offload around it."""
-        given, move = given_whole((args, kwargs)), policies.offload or as_it_is
-        call = _Call(self, _call_identity(self), given, move, Addresses(self.module))
+        excluded, move = given_whole((args, kwargs)), policies.offload or as_it_is
+        call = _Call(self, _call_identity(self), excluded, move, Addresses(self.module))
         try:
             with within(code=call.pack), slot(call.pack):
                 return inner(*args, **kwargs)
@@ -401,13 +404,13 @@ class Code(Policy):
         """Return whether a tensor is a cast of a parameter or buffer of the module."""
         return any(is_copy(tensor, one) for one in own(self.module))
 
-    def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+    def sees(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
         """Ask about the values of a tensor; on an accelerator, answer as at the first call."""
         if not on_accelerator(tensor):
-            return asked(tensor)
-        key = asked.__name__, tensor.dtype, *turn
+            return predicate(tensor)
+        key = predicate.__name__, tensor.dtype, *turn
         if key not in self.looked:
-            self.looked[key] = asked(tensor)
+            self.looked[key] = predicate(tensor)
         return self.looked[key]
 
 
@@ -438,10 +441,10 @@ class _Call:
 
     layer: Code
     words: tuple[object, ...]
-    given: frozenset[int]
+    excluded: frozenset[int]
     move: Pack
     own: Addresses
-    asked: int = 0  # candidates so far; `saved`: those that have numbers
+    candidates: int = 0  # candidates so far; `saved`: those that have numbers
     saved: int = 0
     rows: set[tuple[int, ...]] = field(
         default_factory=set
@@ -450,12 +453,12 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Any:
         """Save a tensor for autograd; one that is saved twice is stored once."""
-        if policies.uncoded or not is_candidate(tensor, self.given):
+        if policies.uncoded or not is_candidate(tensor, self.excluded):
             return self.move(tensor)
         if place(tensor) in self.own:
             return self.move(tensor)
-        self.asked += 1
-        layer, turn = self.layer, (self.asked, tensor.dim())
+        self.candidates += 1
+        layer, turn = self.layer, (self.candidates, tensor.dim())
         if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
             return self.move(tensor)
         reference = reference_to(tensor)  # reserves the address, not the memory

@@ -231,11 +231,11 @@ class Call:
         tensors, before = self.rerun.taken(), versions(modules_in(self.module))
         entered = counts(tensors)
         with ExitStack() as stack:
-            kept: list[tuple[int, ...]] = []
+            saved: list[tuple[int, ...]] = []
             for region in around:  # tensors saved by an inner region go to the outer one
-                kept.append(region.begin(self, tensors, len(kept)))
+                saved.append(region.begin(self, tensors, len(saved)))
                 stack.enter_context(region.dropping())
-            self.inside = tuple(kept)
+            self.inside = tuple(saved)
             stack.enter_context(self.forward)
             output = self.rerun(*tensors)
         written_twice(self.module, before, modules_in(self.module))
@@ -251,8 +251,8 @@ class Call:
             self.module.unshard()  # its backward frees it, as usual
         arguments = self._arguments_of(tensors, _as_input)
         with self.draws, self.before.again(), self.place, self.second, ExitStack() as stack:
-            for kept in self.inside[depth + 1 :]:
-                hold([tensors[k] for k in kept])
+            for saved in self.inside[depth + 1 :]:
+                hold([tensors[k] for k in saved])
                 stack.enter_context(slot(_discard))
             return self.rerun(*arguments)
 
@@ -321,20 +321,20 @@ class Checkpoint(Policy):
         if not self.save:
             return run(*args, **kwargs)
         policy = partial(_policy, operators(self.save))
-        kept = partial(create_selective_checkpoint_contexts, policy)
-        return run(*args, context_fn=kept, **kwargs)
+        saved = partial(create_selective_checkpoint_contexts, policy)
+        return run(*args, context_fn=saved, **kwargs)
 
 
 class Again(Dropped):
     """One call that is run again by itself."""
 
-    def __init__(self, call: Call, kept: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(self, call: Call, saved: Callable[[], Sequence[Tensor]]) -> None:
         super().__init__()
-        self.call, self.kept = call, kept
+        self.call, self.saved = call, saved
 
     def rerun(self) -> None:
         """Run the call again from its saved tensors."""
-        self.call.alone(self.kept())
+        self.call.alone(self.saved())
 
     def names(self) -> str:
         """Return the class of the module."""
@@ -342,10 +342,10 @@ class Again(Dropped):
 
 
 def _policy(
-    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+    saved: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Return torch's policy for the result of an operator: save these names, recompute others."""
-    keep = keeps(kept, operator, args, kwargs)
+    keep = keeps(saved, operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -431,7 +431,7 @@ class _Entry:
     call: Call
     depth: int
     sources: tuple[Source, ...]
-    kept: Callable[[], Sequence[Tensor]]  # tensors from outside that no earlier call has saved
+    saved: Callable[[], Sequence[Tensor]]  # tensors from outside that no earlier call has saved
 
 
 class Region(Dropped):
@@ -447,17 +447,17 @@ class Region(Dropped):
     def begin(self, call: Call, tensors: Sequence[Tensor], depth: int) -> tuple[int, ...]:
         """Add a call; save its tensors that are new in the region, and return their indices."""
         sources: list[Source] = []
-        kept: list[int] = []
+        saved: list[int] = []
         for place, tensor in enumerate(tensors):
             source = next((known.source for known in self._seen if known.is_(tensor)), None)
             if source is None:
-                source = (False, len(self.entries), len(kept))
-                kept.append(place)
+                source = (False, len(self.entries), len(saved))
+                saved.append(place)
                 self._remember(source, tensor)
             sources.append(source)
-        held = hold([tensors[place] for place in kept])
+        held = hold([tensors[place] for place in saved])
         self.entries.append(_Entry(call, depth, tuple(sources), held))
-        return tuple(kept)
+        return tuple(saved)
 
     def made(self, output: Any) -> None:
         """Remember the output tensors of the last call, because a later call may use them."""
@@ -474,10 +474,10 @@ class Region(Dropped):
     def rerun(self) -> None:
         """Run all calls again."""
         made: list[Sequence[Any]] = []
-        kept: list[Sequence[Any]] = []
+        saved: list[Sequence[Any]] = []
         for entry in self.entries:
-            kept.append(entry.kept())
-            tensors = [(made if own else kept)[c][k] for own, c, k in entry.sources]
+            saved.append(entry.saved())
+            tensors = [(made if own else saved)[c][k] for own, c, k in entry.sources]
             output = entry.call.repeat(entry.depth, tensors)
             made.append([_detach(leaf) for leaf in _leaves(output)])
 

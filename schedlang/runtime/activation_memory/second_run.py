@@ -123,13 +123,13 @@ def _differences(
             or (one.function, one.given) != (other.function, other.given)
         ):
             known = one or other
-            alike = one is not None and other is not None and one.function == other.function
+            same_function = one is not None and other is not None and one.function == other.function
             yield Difference(
                 module,
                 known.function,
                 known.place,
                 one.given if one is not None else "",
-                other.given if other is not None and alike else "",
+                other.given if other is not None and same_function else "",
             )
 
 
@@ -211,10 +211,10 @@ class _Result:
 
     def keep(self) -> None:
         """Pass the result through the saved-tensor hooks around the operator's module."""
-        kept = iter(self.copies)
+        saved = iter(self.copies)
         for k, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                version, copy = next(kept)
+                version, copy = next(saved)
                 now = leaf if leaf._version == version else copy
                 self.stale |= self.whole and now is copy
                 with self.place():
@@ -270,8 +270,8 @@ class Results:
         return out
 
     def _replace(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
-        kept = self.found.get(run.turns.of(func, args, kwargs))
-        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()
+        saved = self.found.get(run.turns.of(func, args, kwargs))
+        return func(*args, **kwargs) if saved is None or saved.stale else saved.given()
 
 
 def _is_inside(fqn: str, part: str) -> bool:

@@ -81,8 +81,8 @@ class Turns:
         """Return the key of this call; None for a call that is not counted."""
         if not fresh(operator) or not torch.is_grad_enabled() or draws(operator, args, kwargs):
             return None
-        given = tree_leaves((args, kwargs))
-        if not any(isinstance(one, Tensor) and one.requires_grad for one in given):
+        arguments = tree_leaves((args, kwargs))
+        if not any(isinstance(one, Tensor) and one.requires_grad for one in arguments):
             return None
         name = name_of(operator)
         name = ATTENTION if "_scaled_dot_product_" in name else name
@@ -115,11 +115,11 @@ class Kinds:
             return None
         if self.recorded and not torch.is_grad_enabled():
             return None
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if not any(one.requires_grad for one in given):
+        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not any(one.requires_grad for one in arguments):
             return None
         name = name_of(operator)
-        kind = (name, *((one.shape, one.dtype) for one in given))
+        kind = (name, *((one.shape, one.dtype) for one in arguments))
         self.counts[kind] += 1
         self.order.append(name)
         return kind, self.counts[kind] - 1
@@ -217,17 +217,17 @@ class Chosen:
         key = run.turns.of(func, args, kwargs)
         if key is not None:
             self._check(run.turns.order)
-        kept = self.store.get(key)
-        if kept is None or any(one.stale for one in _plain_results(kept)):
+        saved = self.store.get(key)
+        if saved is None or any(one.stale for one in _plain_results(saved)):
             return func(*args, **kwargs)
-        return tree_map_only((Kept, _CodedResult), lambda one: alias(unpack(one)), kept)
+        return tree_map_only((Kept, _CodedResult), lambda one: alias(unpack(one)), saved)
 
     def _replay_collective(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
-        kept, out = self.sent[run.sent]
+        saved, out = self.sent[run.sent]
         run.sent += 1
-        if any(one.stale for one in kept):
+        if any(one.stale for one in saved):
             return func(*args, **kwargs)
-        for target, source in zip(_written(args), kept, strict=True):
+        for target, source in zip(_written(args), saved, strict=True):
             target.copy_(source.saved)
         return out
 
@@ -295,8 +295,8 @@ def _dropout_rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     found = []
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p" or (not own and "drop" in argument.name):
-            given = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
-            found.append(float(given) if isinstance(given, int | float) else 0.0)
+            rate = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
+            found.append(float(rate) if isinstance(rate, int | float) else 0.0)
     return found
 
 
@@ -344,10 +344,10 @@ def operators(save: tuple[str, ...]) -> frozenset[str]:
     return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
 
 
-def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
+def keeps(saved: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the result of a call is saved: of these operators, functional,
     deterministic."""
-    wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
+    wanted = name_of(operator) in saved or ("attention" in saved and attends(operator))
     return wanted and fresh(operator) and not draws(operator, args, kwargs)
 
 
@@ -357,7 +357,7 @@ def attends(operator: Any) -> bool:
     Such as `flash_attn::_flash_attn_forward`; operators that write into an argument do not count.
     """
     space, _, _ = name_of(operator).partition("::")
-    said = name_of(operator).lower()
-    back = any(word in said for word in ("backward", "bwd", "grad"))
-    named = "attn" in said or "attention" in said
+    text = name_of(operator).lower()
+    back = any(word in text for word in ("backward", "bwd", "grad"))
+    named = "attn" in text or "attention" in text
     return space not in ("aten", "prims") and named and not back and fresh(operator)

@@ -267,7 +267,7 @@ def begun(
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
         raise _bad_keep(keep)
-    kept = together(
+    beside_data = together(
         lambda: _check_beside(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
     )
     target, id_ = comm.broadcast_object(0, (steps.resolved(path), secrets.token_hex(8)))
@@ -286,8 +286,8 @@ def begun(
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
-    if kept is not None:
-        values[*BESIDE, str(rank)] = kept
+    if beside_data is not None:
+        values[*BESIDE, str(rank)] = beside_data
     tensors = _box_tensors(program, model_parts(program), moment_parts(program))
     tensors += boxed_residue(program)
     return Begun(target, id_, program.step, rank, world, keep, tensors, values)
@@ -403,10 +403,10 @@ def _read(
     _check_fit(program, contents, optim)
     model, moments, sums = reading(lambda: _allocate(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
-    lies = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
-    keyed = {f"model.{name}": sharding for name, sharding in lies.items()}
-    for name in filter(lies.__contains__, optim.parts):  # same order on all ranks
-        keyed |= {f"optim.state.{name}.{key}": lies[name] for key in optim.parts[name]}
+    shardings = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
+    keyed = {f"model.{name}": sharding for name, sharding in shardings.items()}
+    for name in filter(shardings.__contains__, optim.parts):  # same order on all ranks
+        keyed |= {f"optim.state.{name}.{key}": shardings[name] for key in optim.parts[name]}
     tensors = [*_box_tensors(program, model, moments), *sums]
     read_together(target, index, tensors, keyed, partial(_unread, folder, target))
     reading(lambda: _check_unchanged(target, before))
@@ -458,8 +458,8 @@ def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Box
     mesh, rank = a.ranks.mesh, a.ranks.rank
 
     def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> Boxed:
-        lies, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
-        return Boxed(path, part, holding.layout.shape, lies, primary)
+        held_part, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
+        return Boxed(path, part, holding.layout.shape, held_part, primary)
 
     where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
     found = [boxed(("model", name), where[name], part) for name, part in model.items()]

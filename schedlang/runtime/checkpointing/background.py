@@ -89,14 +89,14 @@ class Background:
             for place, one in enumerate(tensors):
                 if not one.primary:
                     continue
-                lies = one.local.detach()
+                source = one.local.detach()
                 into = self.copies.get(place)
-                if into is None or (into.shape, into.dtype) != (lies.shape, lies.dtype):
-                    into = devices.host_empty(lies.shape, lies.dtype, beside=lies.device)
+                if into is None or (into.shape, into.dtype) != (source.shape, source.dtype):
+                    into = devices.host_empty(source.shape, source.dtype, beside=source.device)
                     self.copies[place] = into
-                into.copy_(lies, non_blocking=True)
-                if devices.on_accelerator(lies):
-                    streams[lies.device] = devices.current_stream(lies.device)
+                into.copy_(source, non_blocking=True)
+                if devices.on_accelerator(source):
+                    streams[source.device] = devices.current_stream(source.device)
                 found.append(replace(one, local=into))
         events = [devices.record(stream) for stream in streams.values()]
         return found, [event for event in events if event is not None]

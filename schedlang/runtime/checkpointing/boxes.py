@@ -340,7 +340,7 @@ def read_together(
     folder: Path,
     index: Index,
     tensors: Sequence[Boxed],
-    lies: Mapping[str, Sharding],
+    shardings: Mapping[str, Sharding],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
     """Read the parts of all ranks, with shared work: each rank reads as few bytes as it holds.
@@ -353,13 +353,13 @@ def read_together(
     keys = [
         (set(found), ranks) for found, ranks in world.ranks_by_object([one.key for one in tensors])
     ]
-    there = {
+    holders = {
         key: one.on([r for found, ranks in keys if key in found for r in ranks])
-        for key, one in lies.items()
+        for key, one in shardings.items()
     }
 
     def first() -> list[_Round]:
-        turns, but = _plan_rounds(index, there, world.size()), defaultdict[str, list[int]](list)
+        turns, but = _plan_rounds(index, holders, world.size()), defaultdict[str, list[int]](list)
         for turn in turns:
             for (key, _), (_, some) in turn.items():
                 but[key] += some
@@ -373,7 +373,7 @@ def read_together(
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
         move(
             {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in turn.items()},
-            {name: TensorLayout(there[name[0]], item[name]) for name in turn},
+            {name: TensorLayout(holders[name[0]], item[name]) for name in turn},
             mine.__getitem__,
             lambda name: local[name[0]],
             ALIVE // 4,
@@ -386,13 +386,13 @@ def read_together(
 _Round = dict[tuple[str, int], tuple[Sharding, list[int]]]
 
 
-def _plan_rounds(index: Index, lies: Mapping[str, Sharding], size: int) -> list[_Round]:
+def _plan_rounds(index: Index, shardings: Mapping[str, Sharding], size: int) -> list[_Round]:
     """Return which rank reads which boxes that are split over ranks: balanced, equal on all
     ranks."""
     known: dict[Any, Array] = {}
     turns: list[_Round] = []
     loads, alive = np.zeros(size, np.int64), np.full(size, ALIVE)
-    for key, sharding in lies.items():
+    for key, sharding in shardings.items():
         entry = index.tensors.get(key)
         if entry is None or entry.shape != sharding.shape:
             continue  # who holds a part refuses it

@@ -44,7 +44,7 @@ def rounds_of(source: Mapping[Any, TensorLayout], sizes: Sequence[int]) -> tuple
     sizes   of the axes of the mesh, the slowest first: blocks are runs of ranks along them
     """
     known: dict[Any, list[Sharding]] = {}
-    steps = {name: rounds(lying.sharding, sizes, known) for name, lying in source.items()}
+    steps = {name: rounds(layout.sharding, sizes, known) for name, layout in source.items()}
     done = list[Route]()
     for k in range(max(map(len, steps.values()), default=1) - 1):
         some = [name for name, each in steps.items() if each[k] is not each[k + 1]]
@@ -72,8 +72,8 @@ def rounds(
         for factor in (1, *_factors(sizes)):
             block *= factor
             one = _block_sharding(sharding, block)
-            apart = one.sizes.sum() == total
-            more = apart and (not found or one.key != found[-1].key)
+            disjoint = one.sizes.sum() == total
+            more = disjoint and (not found or one.key != found[-1].key)
             found.append(one if more else found[-1])
         found[-1] = every if found[-1].key == every.key else found[-1]
         known[sharding.key] = [*found, every]
@@ -325,10 +325,10 @@ def copies(
     def made() -> Way:
         source, target = {}, {}
         for name, one in holdings.items():
-            lies = one.sharding(mesh)
+            sharding = one.sharding(mesh)
             speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
             source[name], target[name] = (
-                TensorLayout(s, sizes[name]) for s in (lies.on(speak), lies)
+                TensorLayout(s, sizes[name]) for s in (sharding.on(speak), sharding)
             )
         return Way((route(kinds_of(source, target), world.size()),))
 
@@ -407,14 +407,14 @@ def _plan_assembly(
     dtypes = {name: dtype for found, _ in having for name, dtype in found.items()}
     source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
-        lies, dtype = holdings[name].sharding(mesh), dtypes[name]
+        sharding, dtype = holdings[name].sharding(mesh), dtypes[name]
         there = [rank for found, some in having if name in found for rank in some]
-        wanted[name] = to(lies) if to is not None else range(mesh.world)
-        source[name] = TensorLayout(lies.on(there), dtype.itemsize)
+        wanted[name] = to(sharding) if to is not None else range(mesh.world)
+        source[name] = TensorLayout(sharding.on(there), dtype.itemsize)
         target[name] = TensorLayout(
-            everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize
+            everywhere(sharding.shape, wanted[name], mesh.world), dtype.itemsize
         )
-        shapes[name] = lies.shape, dtype
+        shapes[name] = sharding.shape, dtype
     if to is None:
         return Way(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)
     return Way((route(kinds_of(source, target), world.size(), gaps=True),), shapes, wanted)

@@ -88,8 +88,8 @@ def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
 
 def is_laid_like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
     """Return whether a value of the optimizer's state is sharded as the parameter."""
-    alike = isinstance(value, Tensor) and local(value).shape == local(parameter).shape
-    return alike and not hasattr(value, "of_whole")
+    same_shape = isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+    return same_shape and not hasattr(value, "of_whole")
 
 
 def of_whole(value: Any) -> Any:
@@ -362,8 +362,8 @@ def _error_box(
     shape = holding.layout.shape
     at = tuple((at, place, 1) for at, place in enumerate(places))
     part = (at, *holding.part(mesh, rank))
-    lies = held.reshape(len(places), *local(a.parameters[name]).shape)
-    return Boxed((*ERRORS, name), lies, (count, *shape), part, _is_primary(program, name))
+    tensor = held.reshape(len(places), *local(a.parameters[name]).shape)
+    return Boxed((*ERRORS, name), tensor, (count, *shape), part, _is_primary(program, name))
 
 
 def _place_in_group(program: Program) -> int:

@@ -88,7 +88,7 @@ class Stream:
         """Restore the position of `state`, and the generators. Raises Ended."""
         self.epoch, self._peeked, self._it = saved["epoch"], [], None
         self.taken, self._began = 0, saved["began"]
-        kept = generators(self.data)
+        current = generators(self.data)
         if saved["data"] is not None and self.stateful:
             self.data.load_state_dict(saved["data"])
             self.taken = saved["taken"]
@@ -99,7 +99,7 @@ class Stream:
             self._begin()
             for _ in range(saved["taken"]):
                 next(self)
-        put_back(self.data, saved["generators"] if generators_too else kept)
+        put_back(self.data, saved["generators"] if generators_too else current)
 
     def _begin(self) -> Iterator[Any]:
         if not self.stateful:
@@ -116,8 +116,8 @@ class Stream:
 
 def versions() -> Plain:
     """Return the versions of schedlang, torch and Python, as saved in a checkpoint."""
-    kept = {"schedlang": schedlang.__version__, "python": platform.python_version()}
-    return {**kept, "torch": str(torch.__version__)}  # torch's class for versions is no plain text
+    found = {"schedlang": schedlang.__version__, "python": platform.python_version()}
+    return {**found, "torch": str(torch.__version__)}  # torch's class for versions is no plain text
 
 
 def check_same(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> None:

@@ -133,8 +133,8 @@ class Sums(Lattice):
             mix = {LABELS: True}
         with torch._C.DisableTorchFunction():  # no mode sees these reads
             rowed = [place for place, tensor in enumerate(call.inputs) if self._has_rows(tensor)]
-            gone = rowed and not any(map(self._has_rows, call.outputs))
-        if gone:
+            summed_up = rowed and not any(map(self._has_rows, call.outputs))
+        if summed_up:
             mix = {**mix, **self._summed(call, rowed[0])}
         else:
             self._count_call(call.name)
@@ -303,10 +303,10 @@ class _GlobalSumMode(TorchFunctionMode):
         counts = not own.is_floating_point()
         narrow = own.dtype in (torch.float16, torch.bfloat16)
         wide = own.double() if counts else own.float() if narrow else own
-        told = torch.cat(
+        message = torch.cat(
             [(wide * count if one.mean else wide).flatten(), wide.new_full((1,), count)]
         )
-        total = self.total(told)
+        total = self.total(message)
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
         found = found.to(torch.get_default_dtype() if counts else own.dtype)
@@ -349,8 +349,8 @@ def _keeps_fraction(name: str, args: tuple[Any, ...]) -> bool:
     others = [one for one in args[1:] if isinstance(one, Tensor | float | int)]
     if name in TIMES:  # a constant, or 1 / rows?  An integer is no such quotient
         return all(isinstance(one, int) for one in others)
-    alike = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
-    return name in KEPT or name in BOUNDS or name in ADDS and alike
+    shares = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
+    return name in KEPT or name in BOUNDS or name in ADDS and shares
 
 
 def _changed_forward(one: BatchSum) -> Diagnostic:

@@ -174,8 +174,10 @@ class LocalParameters(dict[str, nn.Parameter]):
 
     def _can_flatten(self, parameter: nn.Parameter) -> bool:
         """Return whether a gradient may be part of a flat tensor, and is not yet."""
-        away = offloads_gradient(parameter) or tier_of(parameter) != DEVICE
-        return not away and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
+        offloaded = offloads_gradient(parameter) or tier_of(parameter) != DEVICE
+        return (
+            not offloaded and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
+        )
 
     def buckets(self, names: tuple[str, ...], most: int | None) -> list[Flat | list[nn.Parameter]]:
         """Return the buckets in which gradients are reduced, each of at most `most` bytes.
@@ -367,8 +369,8 @@ def square_sum(
         return torch.zeros((), dtype=torch.float64, device=home)
     kinds = dict.fromkeys([g.device for g in present])
     alone = len(kinds) == 1  # as almost always: one pass
-    apart = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
-    norms = [torch.stack(torch._foreach_norm(some)).double() for some in apart]
+    by_device = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
+    norms = [torch.stack(torch._foreach_norm(some)).double() for some in by_device]
     sums = [one.square_().sum() for one in norms]
     if on_accelerator(device):
         sums = [one.to(device, non_blocking=True) for one in sums]
@@ -386,8 +388,8 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
         norm = nn.utils.get_total_norm(grads)
     else:  # torch would copy norms to the first device one by one
         there = next(filter(on_accelerator, kinds), kinds[0])
-        apart = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
-        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in apart])
+        by_device = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
+        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in by_device])
     if clip is not None and (on_accelerator(norm) or float(norm) > clip):
         for kind in kinds:
             held: Any = [SimpleNamespace(grad=g) for g in grads if g.device == kind]

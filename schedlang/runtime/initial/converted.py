@@ -82,11 +82,11 @@ def _run_library_loader(known: Mapping[str, Stored], on_meta: Any) -> Named:
 
     rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(on_meta))
     with _no_progress_bar():
-        told, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
+        report, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
     return Named(
         {name: value for name, value in _tensors(on_meta) if isinstance(value, Stored)},
-        {name: tuple(shape) for name, shape, _ in told.mismatched_keys},
-        {name: _last_line(lines) for name, lines in told.conversion_errors.items()},
+        {name: tuple(shape) for name, shape, _ in report.mismatched_keys},
+        {name: _last_line(lines) for name, lines in report.conversion_errors.items()},
     )
 
 
@@ -99,12 +99,12 @@ def _no_progress_bar() -> Iterator[None]:
     """Disable the progress bar of the library, because nothing is read yet."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 

@@ -141,21 +141,21 @@ class Record:
                 )
             of.setdefault(view.storage, []).append((room, view))
 
-        def given(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
+        def fill_rooms(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
             for room, view in some:
                 with torch.no_grad():
                     copied(view.of(data), whole(room.shape), room.part, room.cells)
 
-        self.replay({storage: partial(given, some) for storage, some in of.items()})
+        self.replay({storage: partial(fill_rooms, some) for storage, some in of.items()})
 
     def digest(self) -> str:
         """Return a text that is equal for records that make the same values."""
-        told = hashlib.blake2b(repr(sorted(self.views.items())).encode(), digest_size=8)
+        hasher = hashlib.blake2b(repr(sorted(self.views.items())).encode(), digest_size=8)
         for entry in self.entries:
             parts = pytree.tree_leaves((entry.args, dict(entry.kwargs), entry.state))
             for part in (entry.func, *parts):
-                told.update((checksum(part) if isinstance(part, Tensor) else repr(part)).encode())
-        return told.hexdigest()
+                hasher.update((checksum(part) if isinstance(part, Tensor) else repr(part)).encode())
+        return hasher.hexdigest()
 
     def note(self, entry: Entry) -> None:
         """Add an operator."""
@@ -318,13 +318,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return lifted and given.numel() > 0
         if not _takes_device(func):
             return False
-        asked = kwargs.get("device")
-        return asked is None or torch.device(asked) in (self.record.device, torch.device("meta"))
+        device = kwargs.get("device")
+        return device is None or torch.device(device) in (self.record.device, torch.device("meta"))
 
     def _record_call(self, func: Any, args: Any, kwargs: dict[str, Any], draws: bool) -> Any:
         record = self.record
         state = record.seeded() if draws else None
-        told, by_name = pytree.tree_map(self._as_recorded, (args, kwargs))
+        recorded, by_name = pytree.tree_map(self._as_recorded, (args, kwargs))
         on_meta = pytree.tree_map(lambda v: v.to("meta") if _is_real(v) else v, (args, kwargs))
         if _takes_device(func):
             on_meta[1]["device"] = torch.device("meta")
@@ -340,10 +340,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(one, Tensor) and record.number(one) is None
         ]
         if (writes or made or draws) and func not in _EMPTY:
-            leaves = pytree.tree_leaves((told, by_name))
+            leaves = pytree.tree_leaves((recorded, by_name))
             reads = {leaf.storage for leaf in leaves if isinstance(leaf, View)} - writes
             some = (frozenset(reads), frozenset(writes), frozenset(over), tuple(made))
-            record.note(Entry(func, told, by_name, *some, record.drawn if draws else None, state))
+            record.note(
+                Entry(func, recorded, by_name, *some, record.drawn if draws else None, state)
+            )
         return out
 
     def _as_recorded(self, value: Any) -> Any:

@@ -146,10 +146,10 @@ def _lazy_result(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     there = {"device": "meta"} if kwargs.get("device") is not None else {}
     shapes = func(*pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs | there))
-    given = _RULES.get(func.overloadpacket)
+    rule = _RULES.get(func.overloadpacket)
 
     def made(number: int | None, like: Tensor) -> Stored:
-        read = given(number, like, args, kwargs) if given is not None else None
+        read = rule(number, like, args, kwargs) if rule is not None else None
         read = read or partial(_read_full, func, args, kwargs, number)
         one = Stored(read, like.shape, like.dtype, leaves)
         one.place = _result_address(func.overloadpacket, args, one.place)

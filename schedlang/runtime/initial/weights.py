@@ -41,14 +41,14 @@ class Slice:
 class _RecordingLeaf(Leaf):
     """A tensor of a file that records the boxes that are read, and returns meta tensors."""
 
-    asked: list[Slice] = field(repr=False, compare=False)
+    boxes: list[Slice] = field(repr=False, compare=False)
 
     def read(self, box: Box) -> Tensor:
         """Record a box."""
         shape = [high - low for low, high in box]
         made = torch.empty(shape, dtype=DTYPES[KINDS.get(self.kind, "uint8")], device="meta")
         size = math.prod(shape) * made.element_size()
-        self.asked.append(Slice(self.file.name, self.name, box, size))
+        self.boxes.append(Slice(self.file.name, self.name, box, size))
         return made
 
 
@@ -90,8 +90,8 @@ class Files:
     def digest(self) -> str:
         """Return a text that is equal for files with equal names, shapes and dtypes of tensors."""
         every = self.leaves.values()
-        told = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
-        return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+        facts = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     def fill(self, rooms: Sequence[Room]) -> None:
         """Read all parts, slice by slice. Raises Refusal S643 before any is written."""
@@ -108,13 +108,13 @@ class Files:
 
     def reads(self, rooms: Sequence[Room]) -> tuple[Slice, ...]:
         """Return the slices that `fill` would read, for parts on the meta device; raises alike."""
-        asked: list[Slice] = []
+        boxes: list[Slice] = []
         noted = {
-            name: _RecordingLeaf(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, asked)
+            name: _RecordingLeaf(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, boxes)
             for name, leaf in self.leaves.items()
         }
         replace(self, leaves=noted).fill(rooms)
-        return tuple(asked)
+        return tuple(boxes)
 
     def _find(self, room: Room, every: Named) -> Stored:
         """Return the tensor of the files for a part, after checks of shape and dtype."""
@@ -124,12 +124,12 @@ class Files:
                 return every.tensors[name]
             if name in every.shapes:
                 raise self._wrong_shape(name, every.shapes[name], room)
-        near = closest(room.names[0], tuple(self.leaves))
+        nearest = closest(room.names[0], tuple(self.leaves))
         why = [line for name, line in every.errors.items() if name in room.names]
         raise self._unreadable(
             f"there is no `{room.names[0]}`",
             *(f"its library cannot make it of what is there: {line}" for line in why),
-            *((f"the nearest name there is `{near}`",) if near else ()),
+            *((f"the nearest name there is `{nearest}`",) if nearest else ()),
             helps=(
                 "give files with the names of the model, as `program.export` writes them",
                 "or load them into the model as its library does, and build it with its values",
@@ -149,8 +149,8 @@ class Files:
     def _check_model(self) -> None:
         """Refuse files of a model of another type, and quantised ones, by their configuration."""
         if "quantization_config" in self.config:
-            told = self.config["quantization_config"]
-            method = told.get("quant_method") if isinstance(told, dict) else None
+            quantization = self.config["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
             method = f" by {method}" if method else ""
             raise self._unreadable(f"the values are quantised{method}", *QUANTISED, helps=BEFORE)
         ours = getattr(getattr(self.model, "config", None), "model_type", None)
@@ -197,19 +197,19 @@ def is_weights(path: Path) -> bool:
     return where.is_file() or any((where / mark).is_file() for mark in (ONE, INDEX))
 
 
-def heads_of(given: Path) -> Heads:
+def heads_of(path: Path) -> Heads:
     """Read the heads of the files of a path: one file, or a folder with one or with an index.
 
     In a folder of a hub's cache, the revision `main` is read. Raises Refusal S643 if there are no
     files, if a file of the index is missing, or if one cannot be read.
     """
-    where = _snapshot(given)
+    where = _snapshot(path)
     if where.is_dir():
         where = where / (INDEX if (where / INDEX).exists() else ONE)
     if not where.exists():
         raise unread(
-            given,
-            f"there is no `{where.name}`" if given.is_dir() else "it does not exist",
+            path,
+            f"there is no `{where.name}`" if path.is_dir() else "it does not exist",
             helps=(
                 f"give a file of safetensors, or a folder with `{ONE}` or `{INDEX}`",
                 "or a folder that `program.save` has written",
@@ -218,12 +218,12 @@ def heads_of(given: Path) -> Heads:
     names: dict[str, set[str]] = {where.name: set()}
     if where.suffix == ".json":  # an index, also of a variant with another name
         names = {}
-        for name, file in _read(given, where)["weight_map"].items():
+        for name, file in _read(path, where)["weight_map"].items():
             names.setdefault(Path(file).name, set()).add(name)
     for name in sorted(names):
         if not (where.parent / name).exists():
             raise unread(
-                given,
+                path,
                 f"the index names `{name}`, which is not there",
                 helps=("fetch all files of the model",),
             )
@@ -231,11 +231,11 @@ def heads_of(given: Path) -> Heads:
     also: dict[str, str] = {}
     open_: dict[Path, Any] = {}
     for name, wanted in sorted(names.items()):
-        found, told = _leaves(given, where.parent / name, open_)
+        found, others = _leaves(path, where.parent / name, open_)
         leaves |= {n: leaf for n, leaf in found.items() if not wanted or n in wanted}
-        also |= told
+        also |= others
     config = where.parent / CONFIG
-    return Heads(leaves, also, _read(given, config) if config.is_file() else {})
+    return Heads(leaves, also, _read(path, config) if config.is_file() else {})
 
 
 def _snapshot(path: Path) -> Path:
@@ -244,19 +244,19 @@ def _snapshot(path: Path) -> Path:
     return path / "snapshots" / revision.read_text().strip() if revision.is_file() else path
 
 
-def _read(given: Path, file: Path) -> dict[str, Any]:
+def _read(path: Path, file: Path) -> dict[str, Any]:
     """Read a JSON file that maps names."""
     try:
         found = json.loads(file.read_text())
         if not isinstance(found, dict) or file.name != CONFIG and "weight_map" not in found:
             raise ValueError("it does not map names to files")
     except (OSError, ValueError) as error:
-        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
+        raise unread(path, f"`{file.name}` cannot be read: {error}") from error
     return found
 
 
 def _leaves(
-    given: Path, file: Path, open_: dict[Path, Any]
+    path: Path, file: Path, open_: dict[Path, Any]
 ) -> tuple[dict[str, Leaf], dict[str, str]]:
     """Return the tensors of a file, of which only the head is read, and their other names."""
     from safetensors import safe_open
@@ -268,10 +268,10 @@ def _leaves(
                 name: Leaf(file, name, one.get_dtype(), tuple(one.get_shape()), open_)
                 for name, one in slices.items()
             }
-            told = (head.metadata() or {}).items()
-            return leaves, {other: name for other, name in told if name in leaves}
+            metadata = (head.metadata() or {}).items()
+            return leaves, {other: name for other, name in metadata if name in leaves}
     except Exception as error:  # a file may have any contents
-        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
+        raise unread(path, f"`{file.name}` cannot be read: {error}") from error
 
 
 def unread(path: Path, *notes: str, helps: Sequence[str] = ()) -> Refusal:

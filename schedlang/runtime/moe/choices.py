@@ -86,17 +86,17 @@ class Choices(Carrying):
 
 def of_floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether the input of an operator is a float tensor."""
-    given = args[0] if args else kwargs.get("input")
-    return isinstance(given, Tensor) and given.is_floating_point()
+    tensor = args[0] if args else kwargs.get("input")
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()
 
 
 def as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operator with forced indices."""
     if isinstance(out, Tensor):
         return right
-    given = args[0] if args else kwargs["input"]
+    tensor = args[0] if args else kwargs["input"]
     place = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-    if right.dim() == given.dim():
-        return type(out)((given.gather(dim, right), right))
-    return type(out)((given.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))
+    if right.dim() == tensor.dim():
+        return type(out)((tensor.gather(dim, right), right))
+    return type(out)((tensor.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))

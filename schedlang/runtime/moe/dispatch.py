@@ -52,15 +52,15 @@ def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
 
 
 def sent_by(
-    experts: Tensor, away: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
+    experts: Tensor, leaving: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
 ) -> Tensor:
-    """Count the rows that each rank sends to each expert, by chunk; only those `away`."""
-    goes = torch.ones_like(experts) if away is None else away.long()
-    at, number = goes.cumsum(0) - goes, goes.sum()  # as tensor_split: larger chunks first
+    """Count the rows that each rank sends to each expert, by chunk; only those `leaving`."""
+    sends = torch.ones_like(experts) if leaving is None else leaving.long()
+    at, number = sends.cumsum(0) - sends, sends.sum()  # as tensor_split: larger chunks first
     size, larger = number // chunks, number % chunks
     beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
     chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
-    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, goes)
+    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, sends)
     return everywhere(table, steps).flatten()
 
 
@@ -80,11 +80,11 @@ class Counts:
     chunks: list[list[Told]]
 
     @staticmethod
-    def of(told: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
+    def of(numbers: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
         """Return the counts from the numbers of `sent_by`; None if there are none."""
-        if not told:
+        if not numbers:
             return None
-        table = np.array(told).reshape(*(step.group.size for step in steps), chunks, count)
+        table = np.array(numbers).reshape(*(step.group.size for step in steps), chunks, count)
         found = []
         for chunk in range(chunks):
             here, made = table[..., chunk, :], []
@@ -160,17 +160,17 @@ class Step:
             return self._without_values(way)
         way.arrive()
         assert way.told is not None
-        group, told, device = self.group, way.told[0], way.rows.device
+        group, counts, device = self.group, way.told[0], way.rows.device
         key, mine = self._constants(device)
         order = torch.argsort(key[way.experts], stable=True)
-        give, take = told.give, told.take
+        give, take = counts.give, counts.take
         works: list[Any] = []
         rows = way.rows[order]
         if ahead and group.pg is not None:
             arrived: Tensor = _AsyncExchange.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
         else:
             arrived = exchange(rows, group, give, take)
-        coming = sent(torch.tensor(told.coming), device)
+        coming = sent(torch.tensor(counts.coming), device)
         experts = mine.repeat_interleave(coming, output_size=sum(take))
 
         def home(y: Tensor) -> Tensor:

@@ -263,9 +263,9 @@ class ShardedExperts:
 
     def _local_choices(self, index: Tensor, over: Sequence[Edge]) -> Tensor | None:
         """Return a mask of the choices that this rank handles; None: all."""
-        near, every = self._experts_here(over), None
-        if len(near) < self.count:
-            every = (self._places(near, index.device) >= 0)[index].flatten()
+        reachable, every = self._experts_here(over), None
+        if len(reachable) < self.count:
+            every = (self._places(reachable, index.device) >= 0)[index].flatten()
         if self.routing.capacity is None:
             return every
         within = self._capacity_mask(index, over).flatten()
@@ -287,23 +287,23 @@ class ShardedExperts:
                 everywhere(flat.new_empty(self.routing.chunks, self.count), self.steps)
             return rows, stay, None
         with torch.no_grad(), _disable_current_modes():  # a second run skips this
-            near = self._shadowed_choices(flat, mine)
-            asked = [one.sum()[None] for one in (mine, near) if one is not None]
+            stays = self._shadowed_choices(flat, mine)
+            counts = [one.sum()[None] for one in (mine, stays) if one is not None]
             if sends:
-                away = mine if near is None else ~near if mine is None else mine & ~near
-                asked.append(sent_by(flat, away, self.routing.chunks, self.count, self.steps))
-            told = torch.cat(asked).tolist() if asked else []
-        rows = told.pop(0) if mine is not None else count
-        stay = told.pop(0) if near is not None else 0
-        return rows, stay, Counts.of(told, self.routing.chunks, self.count, self.steps)
+                leaving = mine if stays is None else ~stays if mine is None else mine & ~stays
+                counts.append(sent_by(flat, leaving, self.routing.chunks, self.count, self.steps))
+            numbers = torch.cat(counts).tolist() if counts else []
+        rows = numbers.pop(0) if mine is not None else count
+        stay = numbers.pop(0) if stays is not None else 0
+        return rows, stay, Counts.of(numbers, self.routing.chunks, self.count, self.steps)
 
     def _shadowed_choices(self, flat: Tensor, mine: Tensor | None) -> Tensor | None:
         """Return a mask of choices that stay, as their experts are fetched; None: there are
         none."""
         if not self.shadowed:
             return None
-        near = (self._places(self.shadowed, flat.device) >= 0)[flat]
-        return near if mine is None else near & mine
+        stays = (self._places(self.shadowed, flat.device) >= 0)[flat]
+        return stays if mine is None else stays & mine
 
     def _order_choices(
         self, index: Tensor, mine: Tensor | None, noted: Noted
@@ -312,10 +312,10 @@ class ShardedExperts:
         flat = index.flatten()
         if flat.is_meta:
             return flat.new_empty(noted.rows), flat.new_empty(noted.rows)
-        near = self._shadowed_choices(flat, mine)
-        if near is not None:
-            away = ~near if mine is None else mine & ~near
-            places = torch.cat([first(near, noted.stay), first(away, noted.rows - noted.stay)])
+        stays = self._shadowed_choices(flat, mine)
+        if stays is not None:
+            leaving = ~stays if mine is None else mine & ~stays
+            places = torch.cat([first(stays, noted.stay), first(leaving, noted.rows - noted.stay)])
         elif mine is not None:
             places = first(mine, noted.rows)
         else:
@@ -363,8 +363,8 @@ class ShardedExperts:
         assert capacity is not None
         limit = min(within(choices * ranks, self.count, capacity), choices)
         local = self._places(held, index.device)[index.flatten()]
-        taken = (local >= 0) & self._capacity_mask(index, over).flatten()
-        place, used = places_of_rows(local.masked_fill(~taken, len(held)), len(held), limit)
+        chosen = (local >= 0) & self._capacity_mask(index, over).flatten()
+        place, used = places_of_rows(local.masked_fill(~chosen, len(held)), len(held), limit)
         token = place // count
         experts = self._numbers(held, x.device)[:, None].expand(-1, limit).reshape(-1)
         y = self._run_experts(x[token], experts, w.dtype, parameters, held)
@@ -378,21 +378,23 @@ class ShardedExperts:
     ) -> Tensor:
         """Dispatch rows to the ranks of their experts, chunk by chunk, and return the results."""
         chunks, done, own = self.routing.chunks, [], self._own_parameters()
-        told = [None] * chunks if counts is None else counts.chunks
+        by_chunk = [None] * chunks if counts is None else counts.chunks
         parts = [
             Way(*all_)
-            for all_ in zip(rows.tensor_split(chunks), experts.tensor_split(chunks), told)
+            for all_ in zip(rows.tensor_split(chunks), experts.tensor_split(chunks), by_chunk)
         ]
-        near = self._dispatch(parts.pop(0), chunks > 1)
+        current = self._dispatch(parts.pop(0), chunks > 1)
         while True:
             after = self._dispatch(parts.pop(0), True) if parts else None
-            near.arrive()
+            current.arrive()
             done.append(
-                near.home(self._run_experts(near.rows, near.experts, dtype, own, self.held))
+                current.home(
+                    self._run_experts(current.rows, current.experts, dtype, own, self.held)
+                )
             )
             if after is None:
                 return torch.cat(done) if chunks > 1 else done[0]
-            near = after
+            current = after
 
     def _dispatch(self, way: Way, ahead: bool) -> Way:
         """Dispatch rows along all axes; `ahead`: without a wait for the last one."""

@@ -94,11 +94,11 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
 def _find_list(module: nn.Module) -> NoExperts | None:
     """Return a refusal for experts that are modules in a list; None if there is no such list."""
     for name, child in module.named_modules():
-        alike = {
+        kinds = {
             (type(one), tuple((n, p.shape) for n, p in one.named_parameters()))
             for one in child.children()
         }
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(alike) == 1:
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(kinds) == 1:
             where = f"`{name}` holds" if name else "it is a list of"
             return NoExperts(
                 f"{where} {len(child)} modules of their own, which are called one by one",
@@ -320,8 +320,8 @@ def _find_split(trial: Trial, split: tuple[str, ...]) -> Inner | None:
         cuts = {name: cut for name, cut in zip(split, chosen)}
         for numbers in _size_attributes(trial, cuts):
             if _split_error(trial, cuts, numbers) <= TOLERANCE:
-                told = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
-                return Inner(told, tuple(n for n, cut in cuts.items() if cut is None), numbers)
+                sharded = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
+                return Inner(sharded, tuple(n for n, cut in cuts.items() if cut is None), numbers)
     return None
 
 

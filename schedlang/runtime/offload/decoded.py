@@ -40,13 +40,13 @@ class Decoding:
             held.hide()
 
 
-def _pack(held: Coded, dtype: torch.dtype, lies: int) -> Pack:
+def _pack(held: Coded, dtype: torch.dtype, weight_key: int) -> Pack:
     """Return a pack function: a reference for the weight; other tensors go to the outer hooks."""
     outer = outside()
 
     def pack(tensor: Tensor) -> Any:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and place(tensor) == lies:
+        if plain and place(tensor) == weight_key:
             return Viewed(partial(held.value, dtype), View.of(tensor))
         return outer(tensor)
 

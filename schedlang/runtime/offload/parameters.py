@@ -217,9 +217,9 @@ def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _device(given: Any, usual: torch.device) -> torch.device:
+def _device(arguments: Any, usual: torch.device) -> torch.device:
     """Return the device of the first tensor among the arguments."""
-    return next((v.device for v in pytree.tree_leaves(given) if isinstance(v, Tensor)), usual)
+    return next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), usual)
 
 
 def _in_backward() -> bool:

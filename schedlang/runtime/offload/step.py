@@ -122,19 +122,19 @@ class Peer:
 
     def _send_round(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
         places = self._moved_entries(turn, optimizer)
-        there = [state[key].is_meta for state, key in places]
-        assert all(there) or not any(there), "state of one round is half out"
-        kept = any(there)
-        parts = [] if kept else [_raw(_dense(local(state[key]))) for state, key in places]
+        are_out = [state[key].is_meta for state, key in places]
+        assert all(are_out) or not any(are_out), "state of one round is half out"
+        unchanged = any(are_out)
+        parts = [] if unchanged else [_raw(_dense(local(state[key]))) for state, key in places]
         out = torch.cat(parts) if parts else self._empty(0)
-        size = self._exchange_size(_UNCHANGED if kept else out.numel())
+        size = self._exchange_size(_UNCHANGED if unchanged else out.numel())
         into = self._empty(max(size, 0))
         self._exchange(out, into, home=False)
         if size != _UNCHANGED:
             self.held.pop(turn, None)
             if size:
                 self.held[turn] = mark(into, PEER)
-        for state, key in () if kept else places:
+        for state, key in () if unchanged else places:
             state[key] = torch.empty_like(local(state[key]), device="meta")
 
     # -- messages ----------------------------------------------------------------------------------
@@ -404,9 +404,9 @@ class Offloaded:
     def _devices(self) -> list[torch.device]:
         """Return the devices from which copies to the host are asynchronous."""
         some = list(self.parameters.values())
-        there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
-        lies = dict.fromkeys(one.device for one in there)
-        return [device for device in lies if has_streams(device)]
+        tensors = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
+        devices = dict.fromkeys(one.device for one in tensors)
+        return [device for device in devices if has_streams(device)]
 
     def _fetch(
         self, names: Sequence[str], behind: Mapping[torch.device, torch.Event | None]
@@ -414,7 +414,7 @@ class Offloaded:
         """Bring the inputs of the step on some parameters to where it is computed."""
         found, copied = [], False
 
-        def came(value: Tensor) -> Tensor:
+        def fetch(value: Tensor) -> Tensor:
             return copies.to_host(value, behind=behind.get(value.device))
 
         for name in names:
@@ -424,14 +424,14 @@ class Offloaded:
                 continue
             if tiers.step == CPU:
                 own = tiers.parameter == CPU and not self.disk
-                value = value if own else came(value)
-                grad = grad if tiers.gradient != DEVICE else came(grad)
+                value = value if own else fetch(value)
+                grad = grad if tiers.gradient != DEVICE else fetch(grad)
                 copied |= not own or tiers.gradient == DEVICE
                 found.append(_StepInput(name, value, grad))
             else:
                 value = value.clone() if self.disk else value
-                near = tiers.gradient == DEVICE
-                grad, event = (grad, None) if near else copies.to_device(grad, value.device)
+                on_device = tiers.gradient == DEVICE
+                grad, event = (grad, None) if on_device else copies.to_device(grad, value.device)
                 found.append(_StepInput(name, value, grad, event))
         return _Batch(found, [copies.mark(device) for device in self._devices if copied])
 

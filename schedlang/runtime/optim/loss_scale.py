@@ -73,10 +73,10 @@ class LossScale:
         """Return the state for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
-    def put_back(self, told: Mapping[str, Any] | None) -> None:
+    def put_back(self, saved: Mapping[str, Any] | None) -> None:
         """Restore the state of a checkpoint; unchanged if it was saved without a scale."""
-        if told is not None:
-            self.scale, self.good = told["scale"], told["good"]
+        if saved is not None:
+            self.scale, self.good = saved["scale"], saved["good"]
 
 
 def _largest(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -121,8 +121,10 @@ def _group_names(optimizer: Make, dims: Dims) -> list[list[str]]:
     named = _small_parameters(dims, {})
     names, found = {id(p): name for name, p in named}, dict[str, list[str]]()
     for group in optimizer(named).param_groups:
-        said = repr(sorted((key, one) for key, one in group.items() if key not in _IGNORED))
-        found.setdefault(said, []).extend(names[id(p)] for p in group["params"] if id(p) in names)
+        settings = repr(sorted((key, one) for key, one in group.items() if key not in _IGNORED))
+        found.setdefault(settings, []).extend(
+            names[id(p)] for p in group["params"] if id(p) in names
+        )
     return [kind for kind in found.values() if kind]
 
 
@@ -130,8 +132,10 @@ def _trial_values(count: int) -> Iterator[Tensor]:
     """Yield, for each trial, the values of `count` matrices, and their gradients in each step."""
     generator = torch.Generator().manual_seed(7)
     for shape, sizes in TRIED:
-        drawn = torch.randn(1 + len(sizes), count, *shape, generator=generator, dtype=torch.float64)
-        yield drawn * torch.tensor([1.0, *sizes]).reshape(-1, 1, 1, 1)
+        values = torch.randn(
+            1 + len(sizes), count, *shape, generator=generator, dtype=torch.float64
+        )
+        yield values * torch.tensor([1.0, *sizes]).reshape(-1, 1, 1, 1)
 
 
 def _moves_by_quarters(
@@ -160,22 +164,24 @@ def _moves_one_by_one(
     optimizer: Make, dims: Dims, pair: Sequence[str], draws: Tensor, in_turns: bool
 ) -> bool:
     moved = []
-    for apart in (False, True):
+    for separately in (False, True):
         held = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
-        one = apart and not in_turns
+        one = separately and not in_turns
         made = [_make_optimizer(optimizer, dims, own) for own in _singles(held, one)]
         for here in draws[1:]:
             for parameter, grad in zip(held.values(), here):
                 parameter.grad = grad.clone()
             for each, own in zip(made, _singles(held, one)):
-                for some in _singles(own, apart and in_turns):
+                for some in _singles(own, separately and in_turns):
                     step_on(each, {id(p): p for p in some.values()})
         moved.append(torch.stack([p.detach() for p in held.values()]))
     return torch.equal(*moved)
 
 
-def _singles(held: Mapping[str, nn.Parameter], apart: bool) -> list[Mapping[str, nn.Parameter]]:
-    return [{name: p} for name, p in held.items()] if apart else [held]
+def _singles(
+    held: Mapping[str, nn.Parameter], separately: bool
+) -> list[Mapping[str, nn.Parameter]]:
+    return [{name: p} for name, p in held.items()] if separately else [held]
 
 
 def check_closure(made: torch.optim.Optimizer) -> None:
@@ -184,8 +190,8 @@ def check_closure(made: torch.optim.Optimizer) -> None:
         title = f"`optimizer` returns {kind_of(made)}, not an optimizer"
         helps = ("let it return one: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",)
         raise Refusal.of("S618", title, helps=helps)
-    given = inspect.signature(made.step).parameters.get("closure")
-    if given is not None and given.default is inspect.Parameter.empty:
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refusal.of(
             "S622",
             f"`{type(made).__name__}` computes the loss again within its step",
@@ -303,8 +309,8 @@ def _split_by_mesh(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
 
 def _updates_lists(group: dict[str, Any]) -> bool:
     """Return whether a group is updated in one call; with None the device decides."""
-    asked = [group[key] for key in _LISTS if key in group]
-    if any(asked):
+    flags = [group[key] for key in _LISTS if key in group]
+    if any(flags):
         return True
     undecided = "foreach" in group and group["foreach"] is None
     return undecided and any(on_accelerator(one) for one in group["params"])

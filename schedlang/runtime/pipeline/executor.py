@@ -313,7 +313,7 @@ class Pipeline:
             return found
         stage, at = self.stages[work.stage], work.stage
 
-        def near(other: int) -> bool:
+        def is_local(other: int) -> bool:
             return self.home(other, work.replica) == self.place
 
         tokens = {
@@ -324,12 +324,13 @@ class Pipeline:
         }
         outgoing = {end: message(False, at, end, work) for end in stage.outgoing}
         returned = [
-            (message(True, at, end, work), near(end), some) for end, some in stage.returned.items()
+            (message(True, at, end, work), is_local(end), some)
+            for end, some in stage.returned.items()
         ]
         self._routes[work] = found = Route(
             tuple((message(False, end, at, work), some) for end, some in stage.incoming.items()),
             tuple(
-                (name, near(end), stage.outgoing[end], stage.awaited[end])
+                (name, is_local(end), stage.outgoing[end], stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(

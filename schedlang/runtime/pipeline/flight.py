@@ -144,10 +144,10 @@ class Bag:
 
     def _pack(self, tensor: Tensor) -> Any:
         key = address(tensor)
-        taken = key in self._known or (
+        collected = key in self._known or (
             plain(tensor) and (self._on_meta or not tensor.is_meta) and key not in self._stays
         )
-        return self._put(tensor) if taken else as_it_is(tensor)
+        return self._put(tensor) if collected else as_it_is(tensor)
 
     def _put(self, tensor: Tensor) -> _SavedTensor:
         known = self._known.get(address(tensor))

@@ -83,10 +83,10 @@ class EarlySums:
 
     def _sums_of(self, wanted: Container[str]) -> list[Sum]:
         """Return the reductions, restricted to these parameters."""
-        kept = [
+        restricted = [
             replace(one, names=tuple([n for n in one.names if n in wanted])) for one in self.sums
         ]
-        return [one for one in kept if one.names]
+        return [one for one in restricted if one.names]
 
 
 class Learned:

@@ -105,13 +105,13 @@ class Mail:
         """Start sending; the tensors are held until `free(key)` or `finish()`."""
         if self._frees_early:
             self.sweep()
-        kept = self._sent.setdefault(key, [])
+        sends = self._sent.setdefault(key, [])
         lane = self._group_for(self.rank, to)
         with DisableTorchFunction():
             first = [_header(layout_of(tensors), self.device)] if header else []
             for part in map(_wire_tensor, [*first, *tensors]):
                 if part.numel():
-                    kept.append((world.isend(part, to, lane), part))
+                    sends.append((world.isend(part, to, lane), part))
 
     def post(
         self,

@@ -57,10 +57,10 @@ class Parking:
         work, to = work_of(op), step.pipe.ranks[op.peer]
         self._free()
         bag, self._last = bag_of(step, work), work
-        told = bag.sizes()
-        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
+        sizes = bag.sizes()
+        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(sizes))
         if not not_there(self.out.device):
-            self._send_sizes(to, told)
+            self._send_sizes(to, sizes)
         self.out.send(to, work, bag.pack(), header=False)
         if not_there(self.out.device):
             self._free()  # a dry run sends nothing

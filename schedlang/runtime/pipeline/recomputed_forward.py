@@ -52,12 +52,12 @@ def recompute(step: Step, op: Op) -> None:
     """Run a forward again, now with its graph; its outputs were already sent and are not sent
     again."""
     work = work_of(op)
-    kept = step.recompute_inputs.pop(work)
+    inputs = step.recompute_inputs.pop(work)
     model = step.pipe.stages[work.stage].model
     before = _snapshot_buffers(model)
-    remember(kept.noted)
-    with kept.drawn, kept.before.again():
-        step.launch(work, kept.received)
+    remember(inputs.noted)
+    with inputs.drawn, inputs.before.again():
+        step.launch(work, inputs.received)
     _restore_statistics(model, before)
 
 

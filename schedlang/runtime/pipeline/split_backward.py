@@ -49,16 +49,16 @@ class SplitBackward:
         early = [w for w, times in count.items() if times > 1 or not self.waits(_variable(w))]
         done = set(early)
         late = [[w for w in weights if w not in done] for weights in below]
-        kept: dict[Node, tuple[Any, ...]] = {}
+        stored: dict[Node, tuple[Any, ...]] = {}
         wanted = [*self.leaves, *(_variable(weight) for weight in early)]
-        with hooked(_store_gradients(node, kept) for node in branches):
+        with hooked(_store_gradients(node, stored) for node in branches):
             found = torch.autograd.grad(
                 self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
             )
         for weight, grad in zip(wanted[len(self.leaves) :], found[len(self.leaves) :]):
             _accumulate(weight, grad)
         for node, weights in zip(branches, late):
-            arrived = [(k, g) for k, g in enumerate(kept.get(node, ())) if g is not None]
+            arrived = [(k, g) for k, g in enumerate(stored.get(node, ())) if g is not None]
             edges = [GradientEdge(node, k) for k, _ in arrived]
             self._defer(edges, [g for _, g in arrived], weights)
         for k, weights in zip(loose, late[len(branches) :]):
@@ -129,9 +129,9 @@ def _node(root: Any) -> Node:
     return node
 
 
-def _store_gradients(node: Node, kept: dict[Node, tuple[Any, ...]]) -> Any:
+def _store_gradients(node: Node, stored: dict[Node, tuple[Any, ...]]) -> Any:
     def hook(grads: tuple[Any, ...]) -> None:
-        kept[node] = grads
+        stored[node] = grads
 
     return node.register_prehook(hook)
 

@@ -238,7 +238,7 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
         device: torch.device,
         module: nn.Module,
-        kept: AbstractContextManager[None] | None = None,
+        context: AbstractContextManager[None] | None = None,
     ) -> Any:
         """Return the output of a unit: received leaves, and placeholders for all others."""
         key = _key(unit, self.training[unit], (args, kwargs), device.type)
@@ -250,7 +250,7 @@ class Stub:
                 return blank.detach()
         known = self._known.get(key)
         if known is None:
-            with kept or kept_outside(module), imitated(device.type):
+            with context or kept_outside(module), imitated(device.type):
                 known = self._known[key] = self._shapes(unit, args, kwargs, module)
         leaves, spec, draws, hook_calls, written = known
         if written and any((unit, k) not in {**self.leaves, **received} for k in written):

@@ -101,8 +101,8 @@ class Step:
         else:
             done = self.launch(work, received)
         made = done.made
-        for name, near, tokens, awaited in route.outgoing:
-            if near:  # each stage of this rank writes into its own copy
+        for name, is_local, tokens, awaited in route.outgoing:
+            if is_local:  # each stage of this rank writes into its own copy
                 self.local_messages[name] = [
                     (made[t].clone() if t in route.written else made[t]).detach() for t in tokens
                 ]
@@ -116,10 +116,10 @@ class Step:
         if stage.last:
             if self.train and (done.loss is None or not is_loss(done.loss)):
                 batch = self.batches[work.microbatch]
-                said = stage.loss is not None
+                has_loss = stage.loss is not None
                 raise Refusal(
                     not_a_loss(done.loss, stage.model, batch)
-                    if said
+                    if has_loss
                     else no_loss(stage.model, done.output, batch)
                 )
             loss = None if done.loss is None else done.loss.detach()
@@ -151,8 +151,8 @@ class Step:
         """Return a bag for the tensors that a forward saves, except weights, buffers and model
         inputs."""
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
-        given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        stays = Addresses(stage.model, address, given)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        stays = Addresses(stage.model, address, tensors)
         return Bag(stays, on_meta=not_there(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ class Step:
             self.layouts.pop(sent, None)
             for token, value in zip(tokens, values):
                 total[token] = total[token] + value if token in total else value
-        there = [token for token in total if token in flight.edges]
-        roots: list[Any] = [flight.edges[token] for token in there]
-        grads: list[Any] = [total[token] for token in there]
+        reached = [token for token in total if token in flight.edges]
+        roots: list[Any] = [flight.edges[token] for token in reached]
+        grads: list[Any] = [total[token] for token in reached]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
             grads.append(filled(flight.loss, self.weight(work)))
@@ -212,13 +212,13 @@ class Step:
 
     def give_back(self, flight: Flight, work: Work) -> None:
         """Send the gradients of the received values back to their stages."""
-        for name, near, tokens in self.pipe.route(work).returned:
+        for name, is_local, tokens in self.pipe.route(work).returned:
             grads = []
             for token in tokens:
                 leaf = flight.leaves[token]
                 grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
                 leaf.grad = None
-            if near:
+            if is_local:
                 self.local_messages[name] = [grad.detach() for grad in grads]
             else:
                 self.outbox[name] = grads, None
