@@ -91,7 +91,7 @@ class Pool:
             self._path = before
         found = block.tensor
         if found._version != block.version:
-            raise _written_into("a tensor that its backward needs")
+            raise _mutation_refusal("a tensor that its backward needs")
         block.used = self.clock
         return found
 
@@ -198,7 +198,7 @@ class Outside:
     def get(self) -> Tensor:
         """Return the tensor; refuse if it was written into."""
         if self.version is not None and self.tensor._version != self.version:
-            raise _written_into("what it makes again for its backward")
+            raise _mutation_refusal("what it makes again for its backward")
         return self.tensor
 
 
@@ -234,7 +234,7 @@ class Node:
         """Run the operator again; return its outputs."""
         self.refill([one.tensor for one in self._outside])
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
-            copied = None if self.into is None else _copy(self.into)
+            copied = None if self.into is None else _copy_values(self.into)
 
             def value(one: Ref | Outside) -> Tensor:
                 if isinstance(one, Outside):
@@ -250,7 +250,7 @@ class Node:
         return [one if isinstance(one, Tensor) else None for one in tree_leaves(made)]
 
 
-def _written_into(what: str) -> Refusal:
+def _mutation_refusal(what: str) -> Refusal:
     return Refusal.of(
         "S846",
         "a module with a memory budget reads a tensor that was changed in place",
@@ -259,7 +259,7 @@ def _written_into(what: str) -> Refusal:
     )
 
 
-def _copy(block: Block) -> Tensor:
+def _copy_values(block: Block) -> Tensor:
     """Return a copy of the values of a block, to be written into."""
     shape, stride, offset = block.base
     assert not offset, "a storage is known by the tensor that it was made as"
@@ -353,7 +353,7 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        written = list(_written(func, args, kwargs))
+        written = list(_written_tensors(func, args, kwargs))
         if written:
             return self._write(func, args, kwargs, arguments, written)
         if not _is_repeatable(func) or not all(map(_is_plain, arguments)):
@@ -496,7 +496,7 @@ def _is_collective(operator: Any) -> bool:
     return operator._schema.name.partition("::")[0] in _SENDS
 
 
-def _written(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
+def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operator writes into; for a collective, all its arguments."""
     schema = operator._schema
     sends = _is_collective(operator)

@@ -46,7 +46,7 @@ def _is_collective(func: Any) -> bool:
     return namespace == "c10d" and name in _NAMES
 
 
-def _written(args: tuple[Any, ...]) -> list[Tensor]:
+def _written_tensors(args: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors that a collective writes: its first argument, however nested."""
 
     def flat(value: Any) -> list[Tensor]:
@@ -195,7 +195,7 @@ class Chosen:
         self.order = run.turns.order
         if self.collectives and _is_collective(func):
             out = func(*args, **kwargs)
-            self.sent.append(([Kept(tensor) for tensor in _written(args)], out))
+            self.sent.append(([Kept(tensor) for tensor in _written_tensors(args)], out))
             return out
         key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -227,7 +227,7 @@ class Chosen:
         run.sent += 1
         if any(one.stale for one in saved):
             return func(*args, **kwargs)
-        for target, source in zip(_written(args), saved, strict=True):
+        for target, source in zip(_written_tensors(args), saved, strict=True):
             target.copy_(source.saved)
         return out
 

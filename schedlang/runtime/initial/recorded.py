@@ -304,10 +304,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not ours and not self._makes(func, tensors, kwargs):
             if draws:
-                raise _refused(func, "draws into a tensor that was there before")
+                raise _refusal(func, "draws into a tensor that was there before")
             return func(*args, **kwargs)
         if draws and kwargs.get("generator") is not None:
-            raise _refused(func, "draws from a generator of its own")
+            raise _refusal(func, "draws from a generator of its own")
         return self._record_call(func, args, kwargs, draws)
 
     def _makes(self, func: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
@@ -332,7 +332,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 by_name["device"] = record.device
         if func is _aten.lift_fresh.default:
             func = _aten.clone.default
-        writes, over = _written(func, args, kwargs, record)
+        writes, over = _written_storages(func, args, kwargs, record)
         out = func(*on_meta[0], **on_meta[1])
         made = [
             (place, record.add(one))
@@ -442,7 +442,7 @@ def _fill_buffers(model: nn.Module, record: Record) -> None:
             table[name] = found[view]
 
 
-def _written(
+def _written_storages(
     func: Any, args: Any, kwargs: Mapping[str, Any], record: Record
 ) -> tuple[set[Storage], set[Storage]]:
     """Return the storages into which an operator writes, and those that it overwrites
@@ -482,7 +482,7 @@ def _is_type(device: Any, kind: str) -> bool:
     return device is not None and torch.device(device).type == kind
 
 
-def _refused(func: Any, why: str) -> Refusal:
+def _refusal(func: Any, why: str) -> Refusal:
     return Refusal.of(
         "S626",
         f"`deferred_init` cannot record `{func._schema.name.removeprefix('aten::')}`: it {why}",

@@ -200,13 +200,13 @@ def _replace_span(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
 # `number`: index of the result among several; `like` has its shape and dtype
 
 
-def _same(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _copy_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     if args[0].dtype == like.dtype:
         return args[0].part  # type: ignore[no-any-return]
     return lambda box: args[0].part(box).to(like.dtype)
 
 
-def _permuted(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _permute_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, *dims = args
     order = list(range(source.ndim))
     if len(dims) == 2:
@@ -222,41 +222,41 @@ def _permuted(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     return read
 
 
-def _sliced(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+def _slice_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
     more: tuple[Any, ...] = (0, None, None, 1)
     source, dim, start, end, step = tuple(args) + more[len(args) - 1 :]
     if step != 1:
         return None
     low = slice(start, end).indices(source.shape[dim])[0]
-    return _shifted(source, dim % source.ndim, low)
+    return _read_shifted(source, dim % source.ndim, low)
 
 
-def _shifted(source: Stored, dim: int, by: int) -> Read:
+def _read_shifted(source: Stored, dim: int, by: int) -> Read:
     return lambda box: source.part(_replace_span(box, dim, (box[dim][0] + by, box[dim][1] + by)))
 
 
-def _pieces(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _split_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, sizes = args[:2]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % source.ndim
     at = (number or 0) * sizes if isinstance(sizes, int) else sum(sizes[:number])
-    return _shifted(source, dim, at)
+    return _read_shifted(source, dim, at)
 
 
-def _selected(source: Stored, dim: int, at: int) -> Read:
+def _read_selected(source: Stored, dim: int, at: int) -> Read:
     inner = dim % source.ndim
     return lambda box: source.part((*box[:inner], (at, at + 1), *box[inner:])).squeeze(inner)
 
 
-def _unbound(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
-    return _selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
+def _unbind_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    return _read_selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
 
 
-def _one(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _select_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, dim, at = args
-    return _selected(source, dim, at % source.shape[dim])
+    return _read_selected(source, dim, at % source.shape[dim])
 
 
-def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _cat_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
     ends = [0, *accumulate(one.shape[dim] for one in parts)]
@@ -274,7 +274,7 @@ def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     return read
 
 
-def _stacked(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _stack_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
 
@@ -293,7 +293,7 @@ def _size(box: Box) -> list[int]:
     return [high - low for low, high in box]
 
 
-def _viewed(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+def _view_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
     """Return the rule for a view that splits or merges dims: read the touched rows, then crop."""
     source = args[0]
     if source.dtype != like.dtype or like.numel() == 0:
@@ -340,13 +340,13 @@ def _groups(
 
 
 _RULES: dict[Any, Callable[[int | None, Tensor, Any, Any], Read | None]] = {
-    **dict.fromkeys((_aten.detach, _aten.alias, _aten.clone, _aten._to_copy), _same),
-    **dict.fromkeys((_aten.transpose, _aten.permute, _aten.t), _permuted),
-    **dict.fromkeys((_aten.split, _aten.split_with_sizes), _pieces),
-    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten.squeeze, _aten.unsqueeze), _viewed),
-    _aten.slice: _sliced,
-    _aten.unbind: _unbound,
-    _aten.select: _one,
-    _aten.cat: _joined,
-    _aten.stack: _stacked,
+    **dict.fromkeys((_aten.detach, _aten.alias, _aten.clone, _aten._to_copy), _copy_rule),
+    **dict.fromkeys((_aten.transpose, _aten.permute, _aten.t), _permute_rule),
+    **dict.fromkeys((_aten.split, _aten.split_with_sizes), _split_rule),
+    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten.squeeze, _aten.unsqueeze), _view_rule),
+    _aten.slice: _slice_rule,
+    _aten.unbind: _unbind_rule,
+    _aten.select: _select_rule,
+    _aten.cat: _cat_rule,
+    _aten.stack: _stack_rule,
 }

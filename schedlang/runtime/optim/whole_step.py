@@ -167,18 +167,18 @@ def _moves_one_by_one(
     for separately in (False, True):
         held = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
         one = separately and not in_turns
-        made = [_make_optimizer(optimizer, dims, own) for own in _singles(held, one)]
+        made = [_make_optimizer(optimizer, dims, own) for own in _split_parameters(held, one)]
         for here in draws[1:]:
             for parameter, grad in zip(held.values(), here):
                 parameter.grad = grad.clone()
-            for each, own in zip(made, _singles(held, one)):
-                for some in _singles(own, separately and in_turns):
+            for each, own in zip(made, _split_parameters(held, one)):
+                for some in _split_parameters(own, separately and in_turns):
                     step_on(each, {id(p): p for p in some.values()})
         moved.append(torch.stack([p.detach() for p in held.values()]))
     return torch.equal(*moved)
 
 
-def _singles(
+def _split_parameters(
     held: Mapping[str, nn.Parameter], separately: bool
 ) -> list[Mapping[str, nn.Parameter]]:
     return [{name: p} for name, p in held.items()] if separately else [held]

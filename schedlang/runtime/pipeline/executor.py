@@ -48,7 +48,7 @@ class _Slice:
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         return self.carried.roots(self.index)
 
-    def returned(self) -> None:
+    def release(self) -> None:
         self.carried.free(self.index)
 
 
@@ -430,7 +430,7 @@ class Pipeline:
                 for k, op in enumerate(rows)
                 if op.kind in BACKWARD and (op.kind is not Kind.W or op.stage in halves)
             }
-            waits = _unreduced(rows) if Kind.UNSHARD in self.handlers else ()
+            waits = _unreduced_backwards(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
                 Event(
@@ -459,7 +459,7 @@ class Pipeline:
         return order
 
 
-def _unreduced(rows: Sequence[Op]) -> set[int]:
+def _unreduced_backwards(rows: Sequence[Op]) -> set[int]:
     """Return the rows of backwards between UNSHARD and REDUCE, except the last one of each."""
     found: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
     waits: set[int] = set()

@@ -257,7 +257,7 @@ class Transfer(NamedTuple):
 class Carried(Protocol):
     """The values that slices of one microbatch pass on within a stage, beside the messages.
 
-    `leaves()` came from earlier slices and get gradients in the backward; then `returned()` is
+    `leaves()` came from earlier slices and get gradients in the backward; then `release()` is
     called. `roots()` are values that later slices used, with the gradients that these computed.
     """
 
@@ -267,7 +267,7 @@ class Carried(Protocol):
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         """Return the values that later slices used, and their gradients."""
 
-    def returned(self) -> None:
+    def release(self) -> None:
         """Note that the leaves have their gradients."""
 
 

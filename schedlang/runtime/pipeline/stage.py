@@ -445,8 +445,8 @@ class Stage:
         if self.whole:
             return self._last_result(called(self.model, batch), batch, train, {}, {})
         if self.through is None:
-            return self._replayed(batch, received, train)
-        return self.through(lambda: self._replayed(batch, received, train))
+            return self._replay(batch, received, train)
+        return self.through(lambda: self._replay(batch, received, train))
 
     def _last_result(
         self,
@@ -460,7 +460,7 @@ class Stage:
         loss = loss_of(output, batch, self.loss) if train else None
         return Forwarded(made, edges, output, loss)
 
-    def _replayed(
+    def _replay(
         self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
     ) -> Forwarded:
         """Run the model's own forward, with only the units of this stage."""

@@ -223,7 +223,7 @@ class Step:
             else:
                 self.outbox[name] = grads, None
         if flight.carried is not None:
-            flight.carried.returned()
+            flight.carried.release()
 
     # -- between stages ----------------------------------------------------------------------------
 
