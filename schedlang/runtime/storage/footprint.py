@@ -203,7 +203,6 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
         self.stretches = [Stretch(None, 0)]
         self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> weak reference, block
-        self._plain_resize: Any = None
         self._watching = True
         self.host = 0  # peak bytes in host memory, after `ran`
         # runs an operator; a dry run may replace it by a cache of results
