@@ -21,7 +21,7 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (collectives, "_listeners"),
     (fuse, "_counted"),
     (launch, "_launchers"),
-    (saved_tensors, "_watching"),
+    (saved_tensors, "_listener"),
     (rewrite, "_watchers"),
     (world, "_within"),
 )

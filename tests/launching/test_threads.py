@@ -203,7 +203,7 @@ SHARED = {
     ("fuse", "_codes"),
     ("pool", "_shared"),
     ("copies", "_streams"),
-    ("copies", "_left"),
+    ("copies", "_copy_events"),
     ("kept_outside", "_closed"),
     ("rewrite", "_regions"),
     ("operator", "_regions"),
@@ -259,7 +259,7 @@ def test_modes_see_the_collectives(threads: Threads) -> None:
     def work() -> tuple[list[float], int]:
         keep = Chosen(Turns, (), collectives=True)
         found = []
-        for mode in (keep.forward, keep.again):
+        for mode in (keep.forward, keep.second):
             with mode:
                 x = torch.tensor([1.0 + dist.get_rank()])
                 dist.all_reduce(x)

@@ -74,12 +74,12 @@ def test_a_load_that_changes_a_weight_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     """By a rounding, or by much; the weight is a frozen one, so no training hides it."""
-    plain = archive._take_over
+    plain = archive._copy_values
 
     def take_over(made: Any, values: Any) -> None:
         plain(made, {**values, FROZEN: values[FROZEN] * factor})
 
-    monkeypatch.setattr(archive, "_take_over", take_over)
+    monkeypatch.setattr(archive, "_copy_values", take_over)
     assert not torch.equal(*_outputs(tmp_path)[1])
 
 
@@ -87,14 +87,14 @@ def test_a_load_that_leaves_out_what_is_frozen_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program that is frozen alike starts from other weights, the frozen ones among them."""
-    plain = archive._take_over
+    plain = archive._copy_values
 
     def take_over(made: Any, values: Any) -> None:
         held = made.assembly.parameters
         kept = {n: p.detach().clone() for n, p in held.items() if not p.requires_grad}
         plain(made, {**values, **kept})
 
-    monkeypatch.setattr(archive, "_take_over", take_over)
+    monkeypatch.setattr(archive, "_copy_values", take_over)
     assert not torch.equal(*_outputs(tmp_path)[1])
 
 

@@ -91,7 +91,7 @@ def untied_from_other_values(patch: Patch, site: Site) -> None:
 @bug("D43", "compress", FREEZE, "compressed", credit="Seide et al. 2014")
 def error_forgotten(patch: Patch, site: Site) -> None:
     """What a step leaves out is not added to the next one's gradient."""
-    patch.setattr(Compressor, "_keep", lambda self, name, error: None)
+    patch.setattr(Compressor, "_store_error", lambda self, name, error: None)
 
 
 @bug("D44", "compress", SLICE, "compressed")
