@@ -115,7 +115,7 @@ DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # the items that a libra
 
 @dataclass(frozen=True)
 class Spliced:
-    """The items and headers of a file and its bases, and the problems of its overrides and drops."""
+    """The items and headers of a file and its bases, and problems of overrides and drops."""
 
     items: tuple[n.Item, ...] = ()
     headers: tuple[n.Header, ...] = ()
