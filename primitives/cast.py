@@ -52,7 +52,7 @@ class cast(Uniform):  # noqa: N801
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is never called, casts within casts, and weights stored in few bits."""
+        """Refuse uncalled modules, nested casts, and weights stored in 16 bits."""
         check_called(self, site, plan)
         self._check_others(site, plan)
         names = plan.model.names_below(site.fqn)
@@ -70,7 +70,7 @@ class cast(Uniform):  # noqa: N801
             )
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse arguments without meaning, for this dtype or for any."""
+        """Refuse arguments without meaning for this dtype, and loss scales out of range."""
         if self.dtype == "fp32" and self.params:
             refuse(
                 "S890",
@@ -93,7 +93,7 @@ class cast(Uniform):  # noqa: N801
             )
 
     def _check_others(self, site: Site, plan: Plan) -> None:
-        """One row for a module, one level of casts, one loss scale."""
+        """Refuse a second cast of a module (S892), and a second loss scale (S893)."""
         for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
                 refuse(
@@ -122,6 +122,6 @@ class cast(Uniform):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note it."""
+        """Add the cast to the plan."""
         made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth, row=plan.next_row)
         return replace(plan, casts=(*plan.casts, made))

@@ -40,7 +40,7 @@ class complete(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a second row for one axis, and one inside of a module."""
+        """Refuse a second row for one axis, and a row inside a module."""
         refuse_inside("complete", site.fqn)
         if any(one.axis == self.over for one in plan.completing):
             refuse(
@@ -50,6 +50,6 @@ class complete(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the axis; rows are added when there is a batch to follow the model with."""
+        """Add the axis to the plan; rows are added later, when there is a batch for the trace."""
         made = Completion(str(self.over), row=plan.next_row)
         return replace(plan, completing=(*plan.completing, made))

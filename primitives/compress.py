@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-LEAST, MOST = 2.0, 8.0  # of a budget
+LEAST, MOST = 2.0, 8.0  # bounds of `bits`
 SUMS = ("powersgd", "int8", "onebit")
-# of activations
+# facets of `compress(activations)`
 READS = frozenset({Facet.STRUCTURE, Facet.PLACEMENT, Facet.RECOMPUTE})
 WRITES = frozenset({Facet.RESIDENCE})
 
@@ -78,13 +78,13 @@ class compress(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding", "lossy"})
 
     def __post_init__(self) -> None:
-        """Sums have a place in the order of a step; activations rely on other facets."""
+        """Set the facets of a row about activations; the class has those about gradients."""
         if self.what == "activations":
             object.__setattr__(self, "reads", READS)
             object.__setattr__(self, "writes", WRITES)
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse codes that there are not, and what belongs to the other kind of row."""
+        """Refuse unknown codes, and arguments of the other kind of row."""
         sums = self.what == "gradients"
         if self.how not in (SUMS if sums else (*BITS, "adaptive")):
             words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
@@ -116,7 +116,7 @@ class compress(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse sums of what is not whole, and modules that are not named."""
+        """Refuse reductions that do not exist, and activations without a selected module."""
         if self.what == "gradients":
             self._check_sums(site, plan)
         elif not site.fqn:
@@ -130,7 +130,7 @@ class compress(Primitive):  # noqa: N801
             check_called(self, site, plan)
 
     def _check_budget(self) -> None:
-        """A budget is about tensors that share it, and lies between what each may have."""
+        """Refuse `bits` for fixed codes (S856), and values out of range (S304)."""
         if self.bits != 4.0 and self.how != "adaptive":
             refuse(
                 "S856",
@@ -149,7 +149,7 @@ class compress(Primitive):  # noqa: N801
             )
 
     def _check_sums(self, site: Site, plan: Plan) -> None:
-        """Sums are the whole model's, over axes whose ranks hold whole gradients."""
+        """Refuse a row inside a module, a second row, a loss scale, and axes without all-reduce."""
         refuse_inside("compress(gradients)", site.fqn)
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
@@ -175,16 +175,18 @@ class compress(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note it."""
+        """Add the compression to the plan."""
         if self.what == "activations":
-            return replace(plan, kept=(*plan.kept, self._kept(site.fqn, plan.next_row)))
+            return replace(plan, kept=(*plan.kept, self._compression_of(site.fqn, plan.next_row)))
         axes = tuple(map(str, self.over or ()))
         codec = Codec(self.how, self.rank, self.block, self.error_feedback)
         return replace(plan, compression=Compression(axes, codec, row=plan.next_row))
 
-    def _kept(self, fqn: str, row: int) -> Kept:
-        """Return the coding of a module's saved activations; beside a table, one that fits the
-        budget."""
+    def _compression_of(self, fqn: str, row: int) -> Kept:
+        """Return the compression of a module's saved activations.
+
+        With a budget, its bits are the largest that fit; the table of bits replaces them.
+        """
         if self.how != "adaptive":
             return Kept(fqn, BITS[self.how], self.block, row=row)
         fits = max(bits for bits in BITS.values() if bits <= self.bits)

@@ -54,7 +54,7 @@ class context_parallel(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse one axis for two levels."""
+        """Refuse a method of two levels without two axes."""
         if self.method in TWO and len(self.over) != 2:
             refuse(
                 "S303",
@@ -67,7 +67,7 @@ class context_parallel(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes with other work, and sequences that would be split in two ways."""
+        """Refuse axes with another use, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):
@@ -89,9 +89,9 @@ class context_parallel(Primitive):  # noqa: N801
                 f"`{axis}` cannot split sequences: it already {use}",
                 helps=("name another axis of the mesh",),
             )
-        self._check_again(site, plan)
+        self._check_other_rows(site, plan)
 
-    def _check_again(self, site: Site, plan: Plan) -> None:
+    def _check_other_rows(self, site: Site, plan: Plan) -> None:
         here = plan.contexts.get(site.fqn, ())
         mine = set(plan.mesh.fold(self.over))
         both = {self.method, *(one.method for one in here)}
@@ -117,7 +117,7 @@ class context_parallel(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note how this module attends."""
+        """Add the attention method of this module to the plan."""
         from dataclasses import replace
 
         own = Context(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)

@@ -55,7 +55,7 @@ class expert_parallel(Primitive):  # noqa: N801
 
     @property
     def gives_up(self) -> frozenset[str]:
-        """Rounding; and which experts a token meets, where some are dropped."""
+        """Return what the row relaxes: rounding, and routing where a capacity drops tokens."""
         return frozenset({"rounding"} | ({"routing"} if self.capacity is not None else set()))
 
     def agree(self, axes: Collection[str]) -> None:
@@ -78,14 +78,14 @@ class expert_parallel(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is not a module of experts, and numbers of experts that do not divide."""
-        found = self._experts(site, plan)
+        """Refuse modules that are no experts, and numbers of experts that ranks do not divide."""
+        found = self._probe_experts(site, plan)
         if hasattr(found, "reason"):
-            said, helps = (found.said,), found.helps
+            notes, helps = (found.said,), found.helps
             refuse(
                 "S421",
                 f"`{site}` does not have the form of an experts module",
-                notes=said,
+                notes=notes,
                 helps=helps,
             )
         self._check_options(site, found.count)
@@ -110,7 +110,7 @@ class expert_parallel(Primitive):  # noqa: N801
                 )
 
     def _check_options(self, site: Site, count: int) -> None:
-        """Refuse experts that there are not."""
+        """Refuse (S422) numbers of experts that do not exist."""
         beyond = [number for number in self.shadow if not 0 <= number < count]
         if beyond:
             refuse(
@@ -120,7 +120,7 @@ class expert_parallel(Primitive):  # noqa: N801
             )
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
-        """Refuse experts that cannot be sharded inside, or not over this axis (S428)."""
+        """Refuse (S428) experts that cannot be sharded inside, or not over this axis."""
         if self.inner is None:
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
@@ -129,7 +129,7 @@ class expert_parallel(Primitive):  # noqa: N801
             free = [axis for axis in plan.mesh.names if axis not in plan.mesh.fold(self.over)]
             other = f"name another axis: `inner={free[0]}`" if free else "leave out `inner=`"
             refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
-        found = self._inner(site, plan)
+        found = self._inner_split(site, plan)
         if found is None:
             refuse(
                 "S428",
@@ -153,18 +153,18 @@ class expert_parallel(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Split the experts over every plain axis of `over`."""
+        """Split the experts over each mesh axis of `over`, and add the routing."""
         from schedlang.runtime.moe.experts import Routing
 
-        found = self._experts(site, plan)
+        found = self._probe_experts(site, plan)
         axes = plan.mesh.fold(self.over)
         for name, layout in self._layouts(site, plan):
             plan = plan.with_spread(name, layout)
         for axis in axes if self.inner is None else (*axes, str(self.inner)):
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
-        inner = self._inner(site, plan) if self.inner is not None else None
-        # sizes are known where tokens are not cut into parts that go different ways
+        inner = self._inner_split(site, plan) if self.inner is not None else None
+        # sizes of messages are known if tokens are not split into chunks or by shadowed experts
         known = self.capacity is not None and self.chunks == 1 and not hot
         dispatch = self.dispatch or ("gather" if known else "all_to_all")
         routing = Routing(
@@ -173,13 +173,13 @@ class expert_parallel(Primitive):  # noqa: N801
         return plan.with_kind(site.fqn, "experts", routing)
 
     def _layouts(self, site: Site, plan: Plan) -> Iterator[tuple[str, Layout]]:
-        """Each parameter that has a part for each expert, as this row lays it out.
+        """Yield the layout of each parameter that has a slice for each expert.
 
-        A tied one has been laid out by the row's first site: it is split once.
+        A tied parameter has its layout from the row's first site: it is split once.
         """
-        inner = self._inner(site, plan) if self.inner is not None else None
+        inner = self._inner_split(site, plan) if self.inner is not None else None
         cuts = {name: (dim, blocks) for name, dim, blocks in inner.cuts} if inner else {}
-        for name in self._experts(site, plan).split:
+        for name in self._probe_experts(site, plan).split:
             first = site.parameters[name].name
             layout = Layout.whole(plan.layout(first).shape)
             for axis in plan.mesh.fold(self.over):
@@ -190,9 +190,8 @@ class expert_parallel(Primitive):  # noqa: N801
                 layout = layout.split(str(self.inner), dim, sizes)
             yield first, layout
 
-    def _inner(self, site: Site, plan: Plan) -> Any:
-        """Return how every expert of the module is cut inside, or None; tried once for all equal
-        ones."""
+    def _inner_split(self, site: Site, plan: Plan) -> Any:
+        """Return how each expert is split inside, or None; cached for equal modules."""
         from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)
@@ -200,11 +199,11 @@ class expert_parallel(Primitive):  # noqa: N801
         if key not in plan.model.cache:
             from schedlang.runtime.moe.probe import probe_inner
 
-            plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
+            plan.model.cache[key] = probe_inner(module, self._probe_experts(site, plan))
         return plan.model.cache[key]
 
-    def _experts(self, site: Site, plan: Plan) -> Any:
-        """The experts of the module, or why it has none; tried once for all that are equal."""
+    def _probe_experts(self, site: Site, plan: Plan) -> Any:
+        """Return the experts of the module, or the reason why not; cached for equal modules."""
         from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)

@@ -19,9 +19,9 @@ from schedlang.language.kinds import Axis
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
-MOVES = ("activations", "parameters")  # what comes back module by module
+MOVES = ("activations", "parameters")  # reloaded module by module
 SENT = "offload(activations, to=peer, over={})"
-# what no peer holds: why not, and who does it with ranks at the same place of the pipeline
+# tensors that cannot be sent to a peer: the reason, and a row that shards them over replicas
 STAY = {
     "parameters": (
         "each microbatch would fetch them twice, {}, from a rank that works on another microbatch",
@@ -74,7 +74,7 @@ class offload(Uniform):  # noqa: N801
     writes = frozenset({"residence"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse a distance that means nothing, and half of a peer."""
+        """Refuse a `prefetch` without effect, and a peer without its axis or the reverse."""
         if self.prefetch < 0:
             refuse(
                 "S304",
@@ -88,10 +88,13 @@ class offload(Uniform):  # noqa: N801
                 helps=("leave out `prefetch`",),
             )
         if (self.to == "peer") != (self.over is not None):
-            self._refuse_half(axes)
+            self._refuse_incomplete_peer(axes)
 
-    def _refuse_half(self, axes: Collection[str]) -> None:
-        """A peer is named with its axis; where none can hold this, `check` says why not."""
+    def _refuse_incomplete_peer(self, axes: Collection[str]) -> None:
+        """Refuse (S851) `to=peer` without `over` or the reverse.
+
+        For tensors that no peer can hold, `check` refuses with the reason.
+        """
         row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in STAY or self.over is not None:
@@ -105,17 +108,19 @@ class offload(Uniform):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is never called, what no peer holds, and what another row decides."""
+        """Refuse uncalled modules, tensors that no peer can hold, and conflicts with plans."""
         if self.what == "activations":
             check_called(self, site, plan)
         self._check_peer(site, plan)
         self._check_plans(site, plan)
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
-        """No row beside a plan that says by itself what is kept, or moved."""
-        near = [(a, a.primitive) for a in plan.rows_near(site.fqn) if _meet(a.sites, site.fqn)]
-        met = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
-        row = next((a for a, one in met if one.keeps), None)
+        """Refuse (S844, S847) a row at modules whose plan of recomputation decides itself."""
+        near = [
+            (a, a.primitive) for a in plan.rows_near(site.fqn) if _are_nested(a.sites, site.fqn)
+        ]
+        plans = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
+        row = next((a for a, one in plans if one.keeps), None)
         if row is not None and self.what in MOVES:
             refuse(
                 "S844",
@@ -128,7 +133,7 @@ class offload(Uniform):  # noqa: N801
                 also=(Label(row.span, "drops and recomputes activations"),),
             )
 
-        row = next((a for a, one in met if one.moves), None)
+        row = next((a for a, one in plans if one.moves), None)
         if row is not None and self.what == "activations":
             refuse(
                 "S847",
@@ -142,7 +147,7 @@ class offload(Uniform):  # noqa: N801
             )
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
-        """Refuse what cannot lie on a peer."""
+        """Refuse (S851) tensors that cannot be sent to a peer."""
         if self.to == "peer" and self.what in STAY:
             why, slices = STAY[self.what]
             over = plan.mesh.names if self.over is None else (self.over,)
@@ -161,15 +166,15 @@ class offload(Uniform):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what lies where."""
+        """Add the offload to the plan; a peer along an axis of one rank changes nothing."""
         if self.over is not None and plan.mesh.size(self.over) == 1:
             return plan
         made = Stored(site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row)
         return replace(plan, stores=(*plan.stores, made))
 
 
-def _meet(sites: tuple[str, ...], fqn: str) -> bool:
-    """Return whether one of these modules is that one, lies in it or around it."""
+def _are_nested(sites: tuple[str, ...], fqn: str) -> bool:
+    """Return whether a module is equal to, inside or around one of `sites`."""
     return any(
         f"{one}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{one}.")
         for one in sites

@@ -52,7 +52,7 @@ class pipeline_split(Primitive):  # noqa: N801
     takes = "selection"
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse a second axis, cuts at the model itself, and what `tied=refuse` forbids."""
+        """Refuse a second axis, cuts at the root module, and ties under `tied=refuse`."""
         other = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
         if other is not None:
             refuse(
@@ -86,7 +86,7 @@ class pipeline_split(Primitive):  # noqa: N801
             )
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("only one row may cut a list",))
-        self._check_enough(lists, plan)
+        self._check_count(lists, plan)
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]
             refuse(
@@ -96,8 +96,8 @@ class pipeline_split(Primitive):  # noqa: N801
                 helps=("keep a copy on each stage and sum their gradients: `tied=replicate`",),
             )
 
-    def _check_enough(self, lists: list[Site], plan: Plan) -> None:
-        """Refuse more stages than there are modules to cut between."""
+    def _check_count(self, lists: list[Site], plan: Plan) -> None:
+        """Refuse (S613) more stages than modules."""
         times, ranks = dict(plan.unrolled), plan.mesh.size(self.over)
         parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
         if lists and parts < ranks:
@@ -116,7 +116,7 @@ class pipeline_split(Primitive):  # noqa: N801
             )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
-        """Note the cuts; stages are numbered when the number of chunks is known."""
+        """Add the cut to the plan; stages are numbered when the number of chunks is known."""
         axis = str(self.over)
         names = tuple(site.fqn for site in sites)
         trunk = any(self._is_trunk(site, plan) for site in sites)

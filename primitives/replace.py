@@ -44,7 +44,7 @@ class replace(Renewing):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse a name that stands for nothing, the model itself, and rows above, inside."""
+        """Refuse an unknown name, the root module, and rows above at modules inside."""
         known = plan.model.replacements
         if self.module not in known:
             there = ", ".join(f"`{name}`" for name in known)
@@ -58,10 +58,10 @@ class replace(Renewing):  # noqa: N801
                     "the model itself cannot be replaced",
                     helps=("select a module: `layers.*.mlp  replace(my_mlp)`",),
                 )
-            self._above(one, plan)
+            self._check_rows_above(one, plan)
 
-    def _above(self, site: Site, plan: Plan) -> None:
-        """Rows inside a module that is replaced come after it: they act on what is there then."""
+    def _check_rows_above(self, site: Site, plan: Plan) -> None:
+        """Refuse (S503) rows above at modules inside: such rows must act on the new module."""
         for action in plan.actions:
             inside = any(s == site.fqn or s.startswith(f"{site.fqn}.") for s in action.sites)
             if inside and action.changes(*(FACETS - {Facet.TRAINED})):
@@ -72,7 +72,7 @@ class replace(Renewing):  # noqa: N801
                 )
 
     def transform(self, site: tuple[Site, ...], plan: Plan) -> Plan:
-        """Go on with a copy of the model in which the modules are replaced."""
+        """Return the plan of a copy of the model in which the modules are replaced."""
         from schedlang.runtime.kernel_injection.replaced_module import Replace
 
         known: Mapping[str, Any] = plan.model.replacements

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
 
 
-# kernel -> its package, how to install it, what does without
+# kernel -> its package, how to install it, a row that needs no package
 PACKAGES = {
     "flash_attention": (
         "flash_attn",
@@ -30,7 +30,7 @@ PACKAGES = {
     "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
 }
 
-# kernels that replace a part of what their module computes, and which
+# kernels that replace a part of their module's computation -> the part
 PARTS = {"rope": "rotation"} | dict.fromkeys(
     ("sdpa", "flex_attention", "flash_attention"), "attention"
 )
@@ -90,16 +90,16 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     @property
     def waits(self) -> bool:
-        """Whether the module's parameters are needed after its forward."""
+        """Whether the kernel needs the module's parameters after the module's forward."""
         return self.kernel in ("cross_entropy", "linear_cross_entropy")
 
     @property
     def part(self) -> str:
-        """An attention turns by one kernel and attends by another."""
+        """Return the replaced part of an attention ("rotation", "attention"), or "" for all."""
         return PARTS.get(self.kernel, "")
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse a size of what only one kernel has."""
+        """Refuse `chunk` for kernels that have no chunks."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
@@ -108,9 +108,9 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a module that computes something else, with the measured mismatch."""
+        """Refuse a module that computes something else than the kernel, with the mismatch."""
         self._check_package()
-        found = self._found(site, plan)
+        found = self._probe(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
                 "S410",
@@ -132,7 +132,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
-        """Refuse a kernel that would not be run: another row computes in its place."""
+        """Refuse (S875, S878) a kernel that would not run, because another row replaces it."""
         if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
             refuse(
                 "S878",
@@ -164,14 +164,14 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel_injection.kernel import replace
 
-        replace(copy.at(site.fqn), self._found(site, copy.plan), int(self.chunk or 0))
+        replace(copy.at(site.fqn), self._probe(site, copy.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, calls: Mapping[str, Any]) -> list[Trial]:
-        """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
+        """Run the Triton kernel, on a GPU or in Triton's interpreter, and compare it."""
         from schedlang.kernels.check import run_kernel_check
         from schedlang.runtime.kernel_injection.kernel import cases_of
 
-        cases = cases_of(self._found(site, plan))
+        cases = cases_of(self._probe(site, plan))
         return [
             Trial(
                 f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
@@ -184,8 +184,8 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             for c in k.comparisons
         ]
 
-    def _found(self, site: Site, plan: Plan) -> Any:
-        """Return what probing finds of a module, run once for all that are equal."""
+    def _probe(self, site: Site, plan: Plan) -> Any:
+        """Return the result of probing a module; cached for equal modules."""
         from schedlang.kernels.probe import judged
         from schedlang.runtime.kernel_injection.kernel import match
 

@@ -28,7 +28,7 @@ class split_backward(Primitive):  # noqa: N801
     writes = frozenset({"order"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse modules without weights."""
+        """Refuse modules without parameters, and a second row."""
         if not _has_parameters(site, plan):
             refuse(
                 "S411",
@@ -40,7 +40,7 @@ class split_backward(Primitive):  # noqa: N801
             refuse("S509", "its backward is split already", helps=("drop one of the two rows",))
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the module."""
+        """Add the module to the plan."""
         return replace(plan, late=(*(plan.late or ()), site.fqn))
 
 

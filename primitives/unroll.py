@@ -35,7 +35,7 @@ class unroll(Primitive):  # noqa: N801
     gives_up = frozenset()
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is no count, the model itself, a second row, and one below the cut."""
+        """Refuse a count below 1, the root module, a second row, and a row below the cut."""
         if self.times < 1:
             refuse("S304", "`unroll` needs 1 call or more", helps=("use 1 or more",))
         if not site.fqn:
@@ -67,5 +67,5 @@ class unroll(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the number of calls; they are counted when there is a batch."""
+        """Add the number of calls to the plan; a forward checks the number."""
         return replace(plan, unrolled=(*plan.unrolled, (site.fqn, self.times)))

@@ -35,7 +35,7 @@ class untie(Primitive):  # noqa: N801
     gives_up = frozenset({"model"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is not shared, and what cannot be told apart."""
+        """Refuse parameters that are not shared, and a module that has two names itself."""
         for name in self.names:
             if name not in site.parameters:
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
@@ -63,12 +63,12 @@ class untie(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Go on with a copy of the model in which the module has its own."""
+        """Return the plan of a copy of the model in which the module has its own parameters."""
         from schedlang.runtime.changed import Untie
 
         return replace(plan, model=plan.model.changed(Untie(self._shared(site, plan))))
 
     def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
-        """Full names of what becomes the module's own."""
+        """Return the full names of the parameters that become the module's own."""
         found = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
         return tuple(f"{site.fqn}.{name}".lstrip(".") for name in found)

@@ -43,10 +43,10 @@ class verify(Checking):
     takes = "model"
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Any plan may be verified."""
+        """Refuse nothing: any plan may be verified."""
 
     def agree(self, axes: Collection[str]) -> None:
-        """Bounds and counts must be possible ones."""
+        """Refuse bounds and counts out of range, and arguments that conflict."""
         for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
             if value is not None and value <= 0:
                 refuse("S304", f"`{name}` of `verify` must be above 0", f"this is {value}")
@@ -60,7 +60,7 @@ class verify(Checking):
             refuse("S305", "`within` needs `loss`", helps=["write `verify(loss, within=0.01)`"])
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what is asked; a proof reads it."""
+        """Add the check to the plan; a proof reads it."""
         made = Check(
             self.what, self.rtol, self.steps, self.within, self.mode == "eval", row=plan.next_row
         )

@@ -61,7 +61,7 @@ class zero(Slicing):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse unknown stages, and what a stage has no use for."""
+        """Refuse unknown stages, and arguments that a stage does not use."""
         if self.stage not in (0, 1, 2, 3):
             refuse(
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
@@ -98,7 +98,7 @@ class zero(Slicing):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes that already have other work, and `rows` that are not one for each rank."""
+        """Refuse axes with another use, and `rows` without exactly one number per rank."""
         refuse_inside("zero", site.fqn)
         mine = set(plan.mesh.fold(self.over))
         if self.rows and len(self.rows) != (size := plan.mesh.size(self.over)):
@@ -142,7 +142,7 @@ class zero(Slicing):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what the ranks along these axes keep whole or sliced."""
+        """Add the replicas along these axes, and the stage of slicing."""
         from dataclasses import replace
 
         bucket = None if self.bucket is None else int(self.bucket)
@@ -152,7 +152,7 @@ class zero(Slicing):  # noqa: N801
 
     @property
     def slices(self) -> bool:
-        """Whether optimizer state is split: from stage 1 on."""
+        """Whether optimizer state is sliced: from stage 1 on."""
         return self.stage > 0
 
     @property
@@ -161,5 +161,5 @@ class zero(Slicing):  # noqa: N801
         return self.stage > 1
 
     def unsliced(self) -> zero:
-        """The row at stage 0; what else it says is about slices."""
+        """Return the row at stage 0; its other arguments are about slices."""
         return zero(stage=0, over=self.over, rows=self.rows)
