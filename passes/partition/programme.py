@@ -92,13 +92,13 @@ def _stage_peak(known: Vector, way: Way, micro: int, after: int) -> Vector:
 
 
 def _stage_pivot(known: Vector, way: Way, micro: int, after: int) -> Vector:
-    """Longest paths through the pipeline that turn in one stage and stay there for the rest."""
+    """Return the longest paths that turn in one stage and stay there for the other microbatches."""
     first = max(micro * way.both, way.both + known[0])
     return first, max(way.forward + known[1], first + way.sync)
 
 
 def _stage_rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
-    """As `_stage_pivot`, with paths that go down and up all stages, then again from one stage."""
+    """Extend `_stage_pivot` by paths that go down and up all stages, then again from one stage."""
     first, ended, below = known
     below += way.both
     stays = micro - 2 - after
