@@ -26,31 +26,31 @@ class adapt(Settled):  # noqa: N801
     """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
 
     before   y = x W + b
-    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is drawn, B begins with zeros
+    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is random, B begins with zeros
     dora     y = m / |W'| (x W + (alpha / rank) dropout(x) A B) + b     W' = W + (alpha / rank) A B;
-             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is taken
-             as it is, without a gradient
+             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is a
+             constant in backward
 
-    The first such row freezes every parameter of the model; `keep` excepts some, as in `freeze`:
-    `keep="score.*"` trains a new head as well.  A row `shard` below splits the adapter with its
-    projection: where outputs are split so are B and m; where inputs are, so is A, and both results
-    are summed in one message.  What stays whole has its gradient summed.
+    The first such row freezes all parameters of the model; `keep` excepts some, as in `freeze`:
+    `keep="score.*"` trains a new head as well.  A `shard` row below splits the adapter with its
+    projection: B and m along split outputs, A along split inputs, and one all-reduce sums both
+    results.  The gradient of a replicated parameter of the adapter is summed over ranks.
 
-    The projection keeps its name and its parameters; `lora_A` [rank, in], `lora_B` [out, rank] and
-    `lora_magnitude` [out] are further ones, in the dtype of its weight, drawn by `seed` and their
-    names.  `program.export` merges them into the weights.
+    The projection keeps its name and its parameters, and gets `lora_A` [rank, in], `lora_B` [out,
+    rank] and `lora_magnitude` [out], in the dtype of its weight; their initial values depend on
+    `seed` and their names.  `program.export` merges them into the weights.
 
     Results are those of training the original with the same adapters: `relax(model)`.
 
-    `base` lets the frozen weight lie on each rank in codes, with a scale for each `block` elements
-    along its inputs (a whole row, if that is shorter): its largest value.  It is decoded in forward
-    and again in backward, and is nowhere else between them.  Every rank keeps those of its part,
-    also where `zero` slices what is trained.
+    `base` quantizes the frozen weight on each rank, with a scale for each `block` elements along
+    its inputs (a full row, if that is shorter): the largest absolute value.  The weight is decoded
+    in forward and again in backward, and is not stored in between.  Each rank holds the codes of
+    its shard, also where `zero` slices the trained parameters.
 
-    int8, int4   127 or 7 steps on each side of zero, evenly apart
+    int8, int4   127 or 7 equal steps on each side of zero
     nf4          16 levels, the quantiles of a normal distribution
 
-    The original trains with the values that these codes mean, and so does what is exported.
+    The original is trained with the decoded values, and exported weights are made of these.
 
     LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them; LLM.int8 (Dettmers et
     al. 2022), QLoRA (Dettmers et al. 2023).

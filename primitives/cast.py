@@ -26,17 +26,18 @@ class cast(Uniform):  # noqa: N801
     after    y = bf16(w) bf16(x)           w, its gradient and its moments in float32
 
       bf16, fp16      torch.autocast: each operation in the dtype of torch's lists
-      params=true     the whole module: what comes in, and each parameter where it is used, is cast
-      fp32            an island inside of these: computed in float32
+      params=true     all operations: the inputs, and each parameter where it is used, are cast
+      fp32            a module inside such a module: computed in float32
 
-    What a module gives goes on in the dtype that came in.  Without a selector the row is for the
-    whole model and for the loss after it.  Gradients of parameters are added up in the dtype that
-    they are stored in, over microbatches and over ranks.
+    Outputs of a module have the dtype of its inputs.  Without a selector the row is for the full
+    model and the loss.  Gradients of parameters are accumulated in the dtype in which parameters
+    are stored, over microbatches and over ranks.
 
-    Any `fp16` row scales the loss, as torch.amp.GradScaler does: from `scale` on, halved where any
-    rank finds an infinite gradient (then no rank steps), doubled after `growth` steps without one.
+    An `fp16` row scales the loss, as torch.amp.GradScaler does: the scale starts at `scale`, is
+    halved if any rank finds an infinite gradient (then no rank steps), and doubled after `growth`
+    steps without one.
 
-    A float64 tensor is never cast: there the model is the original, to the last rule.
+    Float64 tensors are never cast: in float64 the program computes what the original computes.
 
     Micikevicius et al., Mixed precision training (2018); torch.amp; FSDP2's MixedPrecisionPolicy.
     """

@@ -34,19 +34,20 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     before   y = f(x)                  backward finds every intermediate of f
     after    y = checkpoint(f)(x)      backward finds x and what `save` names, and runs f again
 
-    `save` keeps the results of whole classes of operators: `linear` (matrix products), `attention`
+    `save` saves the results of classes of operators: `linear` (matrix products), `attention`
     (fused attention of torch, flash_attn and other packages), `collective` (communication, which is
-    then not repeated).  Random numbers are replayed, so dropout gives the same masks.
+    then not repeated).  Random numbers are replayed, so that dropout draws the same masks.
 
-    `group=4` recomputes elements of a list that follow each other four at a time, so that one input
-    is kept for four of them; `group=sqrt` takes the square root of their number.  `every=2` leaves
-    every second module (or group) as it is.
+    `group=4` recomputes four consecutive elements of a list together, so that only the input of the
+    first is saved; `group=sqrt` uses the square root of their number.  `every=2` recomputes only
+    every second module (or group).
 
-    `plan=rotor, memory=2GiB` chooses regions, and regions within regions, that keep at most so many
-    bytes on a rank and compute least again; operations and bytes of each module are counted with
-    the first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
-    `plan=pofo, memory=2GiB, bandwidth=25GiB` also moves what modules save to the host: so many
-    bytes per second are copied, while `tflops` (100) trillion operations per second are done.
+    `plan=rotor, memory=2GiB` chooses nested regions that save at most this number of bytes on a
+    rank with the least recomputation; operations and bytes of each module are counted with the
+    first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
+    `plan=pofo, memory=2GiB, bandwidth=25GiB` may also offload saved tensors to the host, copied
+    at `bandwidth` bytes per second, while the device does `tflops` (100) trillion operations per
+    second.
 
     Chen et al., Training deep nets with sublinear memory cost (2016); selective recomputation:
     Korthikanti et al. (2022); chains: Beaumont et al., Rotor (2019); stages: AdaPipe (2024);

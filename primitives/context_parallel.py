@@ -23,20 +23,20 @@ class context_parallel(Primitive):  # noqa: N801
     before   y = attention(q, k, v)            of the whole sequence
     after    y = attention(q, k of all, v of all)   for the queries of this rank's tokens
 
-      gather       keys and values of all ranks are gathered, gradients reduced and scattered
-      ring         blocks of keys and values go round, softmax is merged block by block
-      double_ring  rings of `over`'s last axis inside of a ring of its first
-      ulysses      all-to-all: whole sequences of some of the heads, and back
-      usp          ulysses over `over`'s last axis inside of a ring over its first
-      nbody        teams of `over`'s last axis share their queries, and the steps of a ring of teams
+      gather       all-gather of keys and values, reduce-scatter of their gradients
+      ring         blocks of keys and values go around a ring, softmax is merged block by block
+      double_ring  rings over the last axis of `over`, inside a ring over its first axis
+      ulysses      all-to-all: full sequences of some of the heads, and back
+      usp          ulysses over the last axis of `over`, inside a ring over its first axis
+      nbody        teams over the last axis of `over` share queries and the steps of a ring of teams
 
-    Two rows at one module, one `ulysses`, say `usp` as well.  `layout` says which tokens a rank
-    has: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
+    Two rows at one module, one of them `ulysses`, are `usp` as well.  `layout` sets the tokens of a
+    rank: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
 
-    The inputs of the batch that run along the sequence, labels among them, are split so; positions
-    are those of the whole sequence.  The model is tried on a small stand-in before it runs, and
-    refused where it mixes tokens by other means than its attention.  Parameters are whole on all
-    ranks and their gradients summed; `zero(..., over=(dp, cp))` may slice them over both.
+    Inputs of the batch that run along the sequence are split, also labels; positions are those of
+    the full sequence.  A small stand-in of the model is run before, and a model that mixes tokens
+    outside its attention is refused.  Parameters are replicated and their gradients summed;
+    `zero(..., over=(dp, cp))` may slice them over both axes.
 
     Llama 3 (2024) for gather; Liu et al., Ring Attention (2023), Brandon et al., Striped Attention
     (2023); Jacobs et al., DeepSpeed-Ulysses (2023); Fang and Zhao, USP (2024); Gu et al.,

@@ -19,9 +19,9 @@ class decompose(Lowered):  # noqa: N801
     before   y = linear(x, w, b)
     after    y = linear(x, w) + b     the sum may be fused with what follows
 
-    The layer keeps its parameters and their names.  Alone it only rounds otherwise; with
-    `fuse(name)` of a module around it, and `pattern name(x, b) { gelu(x + b) }`, the sum is read
-    and written with what follows it.
+    The layer keeps its parameters and their names.  Alone the row only changes rounding; with
+    `fuse(name)` of a module around the layer, and `pattern name(x, b) { gelu(x + b) }`, the sum is
+    part of the fused kernel.
 
     Slapo (Chen et al. 2024): `.decompose`.
     """

@@ -22,21 +22,22 @@ class expert_parallel(Primitive):  # noqa: N801
     before   y = experts(tokens, index, weights)         every rank holds all experts
     after    the same, with 1/n of the experts on each of n ranks
 
-    The module is called with tokens, the experts of each token, and their weights, as
-    transformers' modules of experts are; its own forward computes the experts of a rank.  Along an
-    axis that splits the batch tokens are sent by all-to-all; along any other axis all ranks see the
-    same tokens, each takes those of its experts, and the sum is reduced.  `over` may be a view of
-    both.
+    The module is called with tokens, the experts of each token, and their weights, as the experts
+    of transformers are; the module's own forward computes the experts of a rank.  Along an axis
+    that splits the batch, tokens are sent by all-to-all; along any other axis ranks have the same
+    tokens, each computes its experts' tokens, and the results are all-reduced.  `over` may be a
+    view of both kinds.
 
-    dispatch  `all_to_all`; `gather`: tokens of all ranks come to all; `fetch`: experts come to the
-              tokens, gradients go back to the experts.  Default: `all_to_all`, with a `capacity`
-              `gather`, which then never has to wait for the device to know how many rows go where
-    capacity  an expert takes so many times its even share of the batch's tokens, the first ones;
-              the rest is dropped, which the step has to allow: `relax(routing)`.  Default: all
-    chunks    tokens are sent in so many parts, each under way while the one before is computed
-    shadow    numbers of experts that come to all tokens, while the tokens of the others are sent
-    inner     an axis over which every expert is split along its own hidden dim, as Megatron splits
-              a pair of a column and a row; its ranks see the same tokens
+    dispatch  `all_to_all`; `gather`: all-gather of tokens; `fetch`: weights of experts are sent to
+              the tokens, and gradients back to the experts.  Default: `all_to_all`; with a
+              `capacity` it is `gather`, which never waits for the device to know sizes of messages
+    capacity  the tokens of an expert, as a multiple of its even share of the batch's tokens; the
+              first tokens stay, the others are dropped, which the step must allow:
+              `relax(routing)`.  Default: no limit
+    chunks    number of parts in which tokens are sent, each while the part before is computed
+    shadow    experts whose weights are sent to all ranks; tokens of the other experts are sent
+    inner     an axis that splits each expert along its hidden dim, like Megatron's column and row
+              pairs; its ranks have the same tokens
 
     GShard (Lepikhin et al. 2020), FastMoE (He et al. 2021), DeepSpeed-MoE (Rajbhandari et al.
     2022), FasterMoE (He et al. 2022), PipeMoE (Shi et al. 2023), Janus (Liu et al. 2023).

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class freeze(Primitive):  # noqa: N801
     """Leave parameters as they are: no gradient, no optimizer state, no reduction, no update.
 
-    before   w' = w - lr g      of every parameter that requires a gradient
-    after    w' = w             of those of the module; the gradients of all others stay the same
+    before   w' = w - lr g      for every parameter that requires a gradient
+    after    w' = w             for those of the module; the gradients of all others do not change
 
-    Names choose among a module's parameters, whole (`"attn.bias"`), by their end (`bias`) or with
-    `*`; `keep` excepts some: `freeze(keep="*lora*")` trains nothing but adapters.  A tied parameter
-    is frozen under all its names.  Backward ends where nothing before it is trained: a pipeline
-    sends no gradient to stages that are frozen from the start of the model.
+    Names select parameters of a module: by full name (`"attn.bias"`), last part (`bias`) or with
+    `*`; `keep` excepts some: `freeze(keep="*lora*")` trains only adapters.  A tied parameter is
+    frozen under all its names.  Backward ends where no earlier parameter is trained: a pipeline
+    sends no gradient to frozen stages at the start of the model.
 
     Results are those of training the original with the same parameters frozen: `relax(updates)`.
 

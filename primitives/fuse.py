@@ -36,28 +36,28 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
     before   y = f(x)               one kernel for each operator of f
     after    y = compiled(f)(x)     as few kernels as inductor finds
 
-    `fuse()` takes the whole module, forward and backward.  It must be one graph: a graph break, or
-    more shapes and numbers than the limit of recompilations, is an error and not a silent return to
-    eager.
+    `fuse()` compiles the full module, forward and backward.  It must be one graph: a graph break,
+    or more shapes and numbers than the limit of recompilations, is an error, and no silent fallback
+    to eager.
 
-    `fuse(name)` takes what a pattern says, `pattern bias_gelu(x, b) { gelu(x + b) }`, wherever it
-    stands in the data flow of the module's forward; the rest, and children, run as they are, also
-    sharded.  Children are looked into; a linear layer is one call unless `decompose(bias)` of it
-    stands above.  What a pattern leaves out (a rate, a dim) may be anything and stays what it is.
-    Masks of dropout are drawn as the model draws them.  A region is compiled once for all modules
-    where it is the same.
+    `fuse(name)` compiles the matches of a pattern, `pattern bias_gelu(x, b) { gelu(x + b) }`,
+    anywhere in the data flow of the module's forward; all else, and children, run unchanged, also
+    sharded.  Matches may extend into children; a linear layer is one call unless a row above
+    selects it with `decompose(bias)`.  Arguments that a pattern leaves out (a rate, a dim) match
+    any value.  Dropout masks are drawn as the model draws them.  Equal regions of several modules
+    are compiled once.
 
     `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
     rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern
-    or for a module that is nothing else.  What reduces over rows is refused by name (S887).  `auto`
-    is inductor.
+    or for a module that has no other operators.  Reductions over rows are refused by name (S887).
+    `auto` is inductor.
 
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
                  stay in float32 until they leave the region
 
-    Under `verify` in float64 regions run uncompiled, and the compiled ones are checked by
-    themselves in their working dtype, called with other values, masks and shapes one after the
-    other: generated kernels on a GPU, or in Triton's interpreter.
+    `verify` runs regions uncompiled in float64, and checks the compiled regions separately in
+    their working dtype, with several values, masks and shapes: generated kernels on a GPU, or in
+    Triton's interpreter.
 
     Slapo (Chen et al. 2024): `.find` and `.fuse`.
     """

@@ -25,20 +25,20 @@ MOST = 16  # ranks along one side of the grids that a refusal names
 class grid(Primitive):  # noqa: N801
     """Split a module's weight, and what goes through it, over several axes at once.
 
-    before   y = f(x)                 every rank holds f whole, and every activation
-    after    y_part = f_part(x_part)  weights and activations both lie in parts
+    before   y = f(x)                 each rank holds the full f, and full activations
+    after    y_part = f_part(x_part)  weights and activations are both sharded
 
-    Along the first axis ranks see different rows of the batch (`zero(stage=0, over=...)` names it
-    too), over the others the hidden dim of every activation is split:
-      summa  over=(r, c): each weight lies in r x c parts, inputs down the rows and outputs along
-             the columns; panels are broadcast, products summed (Optimus, 2-D)
-      cube   over=(x, y, z): inputs arrive with their hidden dim over (z, y) and leave with it over
-             (y, z), so that the next layer says `over=(x, z, y)` (3-D)
+    Along the first axis ranks have different rows of the batch (`zero(stage=0, over=...)` must name
+    it, too); the other axes split the hidden dim of all activations:
+      summa  over=(r, c): each weight has r x c shards, inputs down the rows and outputs along the
+             columns; panels are broadcast, products summed (Optimus, 2-D)
+      cube   over=(x, y, z): the hidden dim of inputs is split over (z, y), that of outputs over
+             (y, z), so that the next layer needs `over=(x, z, y)` (3-D)
     With one more data axis, `zero(stage=0, over=(d, r))`, the grid has replicas (Tesseract, 2.5-D).
 
-    It fits linear layers, embeddings, and modules whose parameters all run along the hidden dim:
-    norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer keeps
-    the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
+    It supports linear layers, embeddings, and modules whose parameters all run along the hidden
+    dim: norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer
+    leaves the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
 
     Xu et al. 2021 (Optimus), Wang et al. 2022 (Tesseract), Bian et al. 2021 (3-D).
     """

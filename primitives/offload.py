@@ -37,27 +37,28 @@ STAY = {
 class offload(Uniform):  # noqa: N801
     """Keep what a module needs in host memory, on disk or on a peer while it does not need it.
 
-    activations  move after its forward, and come back before its backward
-    parameters   come for its forward and again for its backward; their gradients leave as they are
-                 made, and the optimizer steps on the host: the device holds a few modules at a time
-    gradients    leave as they are made, and wait for the step
-    optimizer    its state stays; the step is made there, some parameters at a time
+    activations  leave the device after the module's forward, and are reloaded before its backward
+    parameters   are loaded for the forward and again for the backward; their gradients leave when
+                 they are computed, and the optimizer steps on the host: the device holds the
+                 parameters of a few modules at a time
+    gradients    leave the device when they are computed, until the step
+    optimizer    state stays off the device; the step runs there, some parameters at a time
 
-    A row without a selector is about the model; of parameters then each element of the trunk comes
-    by itself.  `prefetch` modules come before it is their turn.  With a checkpoint on the same
-    module its inputs are what moves of activations.  On a GPU copies are pinned and run on a stream
-    of their own.  Files have no name and are gone with the process (folder: `TMPDIR`); if they do
-    not fit, the step is refused and undone.
+    A row without a selector is about the full model; parameters are then loaded for each element of
+    the trunk.  `prefetch` modules are loaded ahead.  With `checkpoint` on the same module only its
+    inputs are offloaded.  On a GPU copies are pinned and run on a separate stream.  Files have no
+    name and vanish with the process (folder: `TMPDIR`); if they do not fit, the step is refused and
+    undone.
 
-    `offload(optimizer, to=peer, over=pp)` keeps state in the memory of the next rank of the
-    pipeline (of the last one: of the first). It comes home for the step, some parameters at a time,
-    so a stage that is full can give to one that is not: select its layers. What is sent each step
-    is twice the state that lies there. An axis of size 1 has no peer, and the row does nothing.
+    `offload(optimizer, to=peer, over=pp)` stores state in the memory of the next rank of the
+    pipeline (for the last rank: of the first). It returns for the step, some parameters at a time,
+    so that a full stage can use the memory of another: select its layers. Each step sends twice the
+    bytes of this state. An axis of size 1 has no peer, and the row does nothing.
 
-    `offload(activations, to=peer, over=pp)` sends what these modules save to that rank after the
-    forward of a microbatch, and has it back `prefetch` operations of the pipeline before its
-    backward. What would be back at once stays. With 1F1B the first stages keep most: theirs is a
-    microbatch instead of as many as there are stages behind them.
+    `offload(activations, to=peer, over=pp)` sends saved activations of these modules to that rank
+    after the forward of a microbatch, and gets them back `prefetch` operations of the pipeline
+    before its backward. Activations that would return at once stay. With 1F1B the first stages save
+    most; they then hold one microbatch instead of one for each later stage.
 
     Rhu et al., vDNN (2016); Pudipeddi et al., L2L (2020); Ren et al., ZeRO-Offload (2021);
     Rajbhandari et al., ZeRO-Infinity (2021); Kim et al., BPipe (2023).

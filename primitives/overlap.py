@@ -20,10 +20,10 @@ class overlap(Primitive):  # noqa: N801
     """Say which communication runs beside the computation.
 
     transfers   receives between stages are posted `ahead` operations before they are needed
-                (without a row: 1; 0 posts each when it is needed); a message more is held for each
-    gradients   sums over replicas begin in a stage's last backward, bucket by bucket as gradients
-                arrive, and run beside it and the backwards of other stages (DDP, Li et al. 2020);
-                without a row they follow the whole step
+                (without a row: 1; 0: when they are needed); each needs memory for one more message
+    gradients   all-reduces over replicas begin in a stage's last backward, bucket by bucket as
+                gradients are computed, and overlap with this backward and those of other stages
+                (DDP, Li et al. 2020); without a row they run after the last backward
     """
 
     what: Many[Literal["transfers", "gradients"]] = ()

@@ -21,8 +21,8 @@ class pad(Uniform):  # noqa: N801
     before   weight[50257, 768]
     after    weight[50304, 768]        the last 47 rows are zero and stay zero
 
-    The padding exists only where a later `shard` splits the dim; logits are cut back to the true
-    size, and the state dict never shows it.  A tied weight is padded under all its names.
+    The padding exists only if a later `shard` splits the dim; logits are cut to the true size, and
+    the state dict has no padding.  A tied weight is padded under all its names.
     """
 
     dim: Literal["vocab", "out"]

@@ -30,18 +30,18 @@ MOST_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices: two 
 class pipeline(Located, Resolved):  # noqa: N801
     """Split each rank's rows into microbatches and say in which order stages run them.
 
-    order    a name of the literature, case does not matter: "1F1B", "ZB-H1", "Chimera", .. (all of
-             them with their papers: docs/pipelines.md); a table "orders/mine.csv" beside the
-             schedule; or `search`
-    micro    microbatches a step; the last may be smaller
+    order    a name from the literature, in upper or lower case: "1F1B", "ZB-H1", "Chimera", .. (all
+             names with their papers: docs/pipelines.md); a table "orders/mine.csv" in the folder of
+             the schedule; or `search`
+    micro    microbatches per step; the last may be smaller
     chunks   stages on each rank, for orders that leave it open; otherwise it follows from the order
-    slices   runs of the sequence into which each microbatch is cut, for "Seq1F1B" and "TeraPipe"
-    memory   the most activations a rank may hold, in microbatches of one rank's share of the model
-             (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
-    every    microbatches of an update, for the orders with stale weights; default: the paper's
+    slices   slices of the sequence of each microbatch, for "Seq1F1B" and "TeraPipe"
+    memory   the most activations that a rank may hold, in microbatches of one rank's share of the
+             model (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
+    every    microbatches per update, for orders with stale weights; default: the paper's
 
     Without a cut it is plain gradient accumulation: `pipeline(order="GPipe", micro=4)`.  Orders
-    with stale weights (PipeDream and its kin) need `relax(staleness)` on their step.
+    with stale weights (such as PipeDream) need `relax(staleness)` on their step.
     """
 
     order: str = field(kw_only=True)

@@ -24,21 +24,22 @@ class pipeline_split(Primitive):  # noqa: N801
     before   every rank runs every module
     after    rank k of the axis runs the k-th run of modules (and, with chunks, others in turn)
 
-    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists, and
-    modules beside them (`encoder.block, decoder.block`), are one trunk, in the order in which the
-    model calls them.  Single modules (`transformer.h[4, 8]`) are where stages start.  What stands
-    before and after the trunk goes with the first and the last stage.
+    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists and
+    modules (`encoder.block, decoder.block`) are one trunk, in the order in which the model calls
+    them.  Stages start at single modules (`transformer.h[4, 8]`).  Modules before and after the
+    trunk belong to the first and the last stage.
 
-    `balance` makes the heaviest stage as light as can be:
+    `balance` minimizes the weight of the heaviest stage:
       even    elements of the trunk, in equal numbers
-      params  parameters; one that units share counts once in a stage
+      params  parameters; a parameter that units share counts once in a stage
       time    floating-point operations, counted on the meta device
-      memory  bytes of parameters, gradients, AdamW's state, and of activations for as many
-              microbatches as the order keeps alive on that stage
+      memory  bytes of parameters, gradients, AdamW's state, and of activations of the microbatches
+              that are in flight on the stage
 
-    A tied weight that several stages use lives on each and its gradients are summed; `tied=refuse`
-    makes that an error.  Each stage replays the model's own forward; nothing is rewritten or
-    traced.  A module that is called in a loop is cut between its calls once `unroll` stands above.
+    A tied weight that several stages use is replicated on these stages, and its gradients are
+    summed; `tied=refuse` makes this an error.  Each stage replays the model's own forward; nothing
+    is rewritten or traced.  To cut a module that is called in a loop between its calls, write an
+    `unroll` row above.
     """
 
     over: Axis = field(kw_only=True)

@@ -43,12 +43,13 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
     after    y = rms_norm(x, w)            one kernel forward, one backward
 
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
-                             order are found by probing, and of an RMSNorm that is called with a
-                             gate (Mamba-2, Qwen3-Next) which it is and where it stands
+                             order are found by probing, and the function and place of the gate of a
+                             gated RMSNorm (Mamba-2, Qwen3-Next)
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
       add_norm               residual sums and the norms after them, in a module that has both
       rope                   rotary embeddings of an attention's queries and keys, in one launch
-      cross_entropy          a head and the loss after it: logits once, their gradient over them
+      cross_entropy          a head and the loss after it: logits are stored once, and overwritten
+                             by their gradient
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
@@ -57,10 +58,10 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
       flash_attention        by the package flash_attn, where it is installed: in transformers'
                              modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
-                             product for all of them, nothing padded and no token left out
+                             product for all experts, without padding or dropped tokens
       liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
-    An attention may have `rope` and one of the kernels that attend, in rows of either order.
+    An attention may have `rope` and one attention kernel, in rows of any order.
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.

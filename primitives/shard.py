@@ -44,24 +44,24 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     before   y = f(x)                          every rank holds f whole
     after    y = leave(f_part(enter(x)))       every rank holds one part of f's parameters
 
-    Styles state both ends:
+    A style sets the placements of parameters, input and output:
       col    splits the outputs (`weight=S(out), bias=S(out), input=R, output=S(-1)`)
       row    splits the inputs and sums the results (`weight=S(in), input=S(-1), output=R`)
       vocab  splits the rows of an embedding, or the classes of an output layer, whose loss is then
-             computed without ever gathering the logits
-    Of an embedding, or a bag of embeddings, `row` is `vocab`, and `col` splits what each row holds.
-    `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
-    `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
-    q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
-    instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can
-    be given `input` and `output` alone; `input=S(2)` where `S(1)` arrives is one all-to-all (Zhao
-    et al.: DSP, 2024).  Sizes that a module counts by (heads, widths) are found by tracing.
+             computed without gathering the logits
+    For an embedding or an embedding bag `row` means `vocab`, and `col` splits the embedding dim.
+    `output=S(seq)` with `row` reduce-scatters the sum along the sequence (sequence parallelism);
+    `output=R` with `col` all-gathers.  `blocks` describes a fused weight: 3 for q, k and v of one
+    size, `[4096, 1024, 1024]` for different sizes.  Placements of parameters may replace a style:
+    `shard(weight=S(out), bias=S(out), over=tp)`.  For a module of any class, `input` and `output`
+    may be given alone; `input=S(2)` for a tensor with `S(1)` is one all-to-all (Zhao et al.: DSP,
+    2024).  Sizes in attributes of modules (heads, widths) are found by tracing, and divided.
 
-    Every part is of one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros that no
-    result, gradient, norm or state dict ever sees.  `heads` says into how many pieces a dim may be
-    cut, where not between any two elements: `heads=6, uneven=pad` makes 6 heads 8 on 4 ranks (the
-    rows of an attention's four projections say the same).  `heads=2, uneven=replicate` lets 2 of 4
-    ranks hold each of 2 key-value heads; their gradients are summed.
+    All shards have one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros, which
+    change no result, gradient, norm or state dict.  `heads` is the number of pieces of a dim that
+    must not be split: `heads=6, uneven=pad` pads 6 heads to 8 on 4 ranks (all four projections of
+    an attention need the same arguments).  `heads=2, uneven=replicate` stores each of 2 key-value
+    heads on 2 of 4 ranks; the gradients of the copies are summed.
 
     Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
     """

@@ -19,9 +19,10 @@ class split_backward(Primitive):  # noqa: N801
     after    the gradient of the stage's input first, which the stage before waits for; then those
              of the modules' weights
 
-    Under an order that splits backwards itself (ZB-H1, ZB-V, ..) only the weights of these modules
-    wait; without such a row all do.  Under another (1F1B, ..) the weights follow at once, beside
-    the transfer (Oh et al., Out-of-order backprop, 2022; Qi et al., Zero Bubble, 2401.10241).
+    If the order splits backwards itself (ZB-H1, ZB-V, ..), only the weight gradients of these
+    modules are delayed; without such a row those of all modules.  With other orders (1F1B, ..) the
+    weight gradients follow at once, while the input gradient is sent (Oh et al., Out-of-order
+    backprop, 2022; Qi et al., Zero Bubble, 2401.10241).
     """
 
     example = "layers.*  split_backward()"

@@ -19,9 +19,9 @@ class tie(Primitive):  # noqa: N801
     before   y = f(f(x; w1); w2)       two parameters, a gradient for each
     after    y = f(f(x; w1); w1)       one parameter; its gradient is the sum of both
 
-    The modules are alike: what is at one place in them has one shape and dtype.  Names choose some
-    of it: `embed, head  tie(weight)`.  State dicts keep all names, with one value under those that
-    are tied; on several stages the copies' gradients are summed, in the norm they count once.
+    The modules must have parameters of the same names, shapes and dtypes.  Names select some of
+    them: `embed, head  tie(weight)`.  State dicts have all names, with equal values for tied ones;
+    gradients of copies on several stages are summed, and count once in the norm.
 
     Results are those of training the original so tied: `relax(model)`.
 

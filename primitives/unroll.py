@@ -18,10 +18,10 @@ class unroll(Primitive):  # noqa: N801
     before   for k in range(times): x = f(x)      one module, called often: a cut is refused
     after    x = f(x); x = f(x); ...; x = f(x)    as many units, which share f's parameters
 
-    A `pipeline_split` of the module below this row cuts its calls in equal shares; of a list that
-    holds it, calls and modules together, in the order in which the model makes them.  Parameters
-    keep their names; each stage that calls the module holds them, and their gradients are summed,
-    as those of tied weights are.  The model must make exactly `times` calls in every forward.
+    A `pipeline_split` of the module, below this row, splits its calls into equal shares; one of a
+    list that contains the module splits calls and modules together, in the order of the model.
+    Parameters have the same names; each stage that calls the module holds them, and their gradients
+    are summed like those of tied weights.  The model must make exactly `times` calls in a forward.
 
     Alone it changes nothing.  ALBERT (Lan et al. 2020) and Universal Transformers (Dehghani et al.
     2019) call one block in a loop.

@@ -19,9 +19,9 @@ class untie(Primitive):  # noqa: N801
     before   one parameter under two names; its gradient is the sum over both uses
     after    two parameters of the same values, each with the gradient of its own use
 
-    Without names all that the module shares becomes its own.  State dicts have the same names as
-    before, and from the first update on values of their own; a configuration that says that the two
-    are tied (`tie_word_embeddings`) has to be changed before such a state is loaded by it.
+    Without names, all shared parameters of the module are copied.  State dicts have the same names
+    as before, with different values from the first update on; a configuration that ties them
+    (`tie_word_embeddings`) must be changed before a model is loaded with this state.
 
     Results are those of training the original so untied: `relax(model)`.
     """

@@ -21,16 +21,16 @@ What = Literal["forward", "backward", "train", "loss", "exact"]
 class verify(Checking):
     """Ask for more than every comparison checks; it changes nothing, and `verify` alone acts on it.
 
-    `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared,
-    and say what the other arguments are about; without any they are about all.
+    `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared;
+    these words select what the other arguments apply to, by default to all.
 
-    rtol    the bound of relative errors in the working dtype, in place of the rule of rounding;
-            the comparison in float64 has its own bound, which nothing widens
-    steps   compare so many optimizer steps, if more than three
-    within  with `loss`: over `steps` steps of AdamW in the working dtype the loss stays within this
-            share of the original's
+    rtol    the bound of relative errors in the working dtype, instead of the rule of rounding; the
+            comparison in float64 has its own bound, which does not change
+    steps   number of optimizer steps to compare, if more than three
+    within  with `loss`: over `steps` steps of AdamW in the working dtype the loss must stay within
+            this fraction of the original's loss
     exact   the rows of this step must be equal bit by bit; refused if they cannot be
-    mode    `eval`: also train in eval mode, without dropout, statistics as they stand
+    mode    `eval`: also train in eval mode, without dropout and with fixed statistics
     """
 
     what: Many[What] = ()

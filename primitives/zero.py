@@ -25,24 +25,26 @@ class zero(Slicing):  # noqa: N801
     stage 2   gradients too: reduced after every microbatch
     stage 3   parameters too: gathered for each block's forward and backward, then freed
 
-    In a pipeline, stage 3 gathers a stage once for a run of its forwards or backwards, where a rank
-    has several stages and its order runs each of them in runs only (`BFS`). Its gradients are then
-    reduced once a run; one stage at a time is whole on a rank, and its gradients with it.
+    In a pipeline, stage 3 gathers a pipeline stage once for a run of its forwards or backwards, if
+    a rank has several stages and its order runs each of them in consecutive runs (`BFS`). Its
+    gradients are then reduced once a run; a rank holds one gathered stage at a time, and its full
+    gradients.
 
-    A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  Slice within and replicate
-    across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.  Parameters are then
-    gathered along `a` alone, and what `a` has reduced is summed over `b` once a step (MiCS, HSDP).
+    A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  To slice within a group and
+    replicate across groups, write two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.
+    Parameters are then gathered along `a` only, and gradients reduced over `a` are summed over `b`
+    once a step (MiCS, HSDP).
 
-    `prefetch` gathers as many units before they are called, in forward and in backward (0: as torch
-    does by itself: none in forward, one in backward).  `reshard=false` keeps parameters gathered
-    from a unit's forward to its backward: one gather less, and as much memory as stage 2.
+    `prefetch` gathers this number of units ahead, in forward and in backward (0: torch's default:
+    none in forward, one in backward).  `reshard=false` leaves parameters gathered from a unit's
+    forward to its backward: one gather less, and as much memory as stage 2.
 
-    `bucket=25MiB` sums whole gradients (stage 0) in buckets of up to so many bytes, the last layers
-    first where `overlap(gradients)` lets them begin in the backward (DDP, Li et al. 2020; the
-    fusion buffer of Horovod, Sergeev and Del Balso 2018).  Without it: 25 MiB.
+    `bucket=25MiB` all-reduces full gradients (stage 0) in buckets of at most this size, the last
+    layers first if `overlap(gradients)` starts them in the backward (DDP, Li et al. 2020; the
+    fusion buffer of Horovod, Sergeev and Del Balso 2018).  Default: 25 MiB.
 
-    `rows=[3, 1]` deals rows unevenly, as to ranks of unlike speed (Whale, Jia et al. 2022): of four
-    rows the first rank along `over` gets three.  The loss stays the mean over all rows.
+    `rows=[3, 1]` splits rows unevenly, for ranks of different speed (Whale, Jia et al. 2022): of
+    four rows the first rank along `over` gets three.  The loss stays the mean over all rows.
 
     ZeRO (Rajbhandari et al. 2020), MiCS (Zhang et al. 2022), by torch's fully_shard.
     """
