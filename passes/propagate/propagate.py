@@ -18,9 +18,15 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.dryrun import Choice, Loss, Run
 from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts
+from schedlang.passes.propagate.sharded_modules import (
+    hoist_gather,
+    leaves_of,
+    same_module_of_layers,
+    shards_module,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +126,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     hoists: Any = plan.model.cache.setdefault("hoisted", {})
     gathers: list[tuple[str, str]] = [*hoists.get(lies, ())]  # by which module, over which axis
     for fqn, axis in gathers:
-        leaves[fqn] = hoisted(fqn, leaves.get(fqn), axis)
+        leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), axis)
     # divided numbers; the call and the reason of the failure without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
         (found, (-1, "")) for found in (frozenset(), *served)
@@ -140,8 +146,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         try:
             failure = run.attempt()
         except Hoist as place:
-            for fqn in alike(plan, place.fqn):
-                leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
+            for fqn in same_module_of_layers(plan, place.fqn):
+                leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), place.axis)
                 gathers.append((fqn, place.axis))
             tries.append((divided, reached))
             continue
@@ -338,7 +344,7 @@ def _blamed_row(plan: Plan, failure: Mismatch) -> Action | None:
     fqn, by = failure.frame[0], failure.by
     shards = plan.rows_changing(Facet.PLACEMENT)
     exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
-    return next(exact, next((a for a in shards if touches(a, fqn)), None))
+    return next(exact, next((a for a in shards if shards_module(a, fqn)), None))
 
 
 def _heads_message(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
