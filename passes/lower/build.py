@@ -274,21 +274,16 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         check_build(staged, options.optimizer, options.clip, options.on_meta)
     if options.check is not None:
         options.check(plan, batch, prepared)
-    module = _local_copy(plan, prepared, ranks, options)
-    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
-    if prepared.tokens is not None:
-        exchange(plan, module, prepared.tokens, ranks)
-    lower(builder, lambda: shard_modules(module, traced, builder.with_group))
+    builder = _lowered_copy(plan, prepared, ranks, options)
+    module = builder.module
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
     found = _local_parameters(builder, holdings)
-    stores = plan.stores and not options.on_meta
-    offloaded_state = (
-        offload_state(builder, holdings, found, sliced, options.optimizer) if stores else None
-    )
+    offloaded = None
+    if plan.stores and not options.on_meta:
+        offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    asked = _dropout_options(plan, batch, options) if traced.random else None
-    dropout = Dropout() if asked is None else dropout_of(plan, prepared, ranks, module, asked)
+    dropout = _make_dropout(plan, prepared, ranks, module, batch, options)
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -323,7 +318,18 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         dealt=plan.dealt if any(one.rows for one in plan.replicas) else None,
         **(_stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
-    return _make_program(plan, staged, assembly, offloaded_state, options)
+    return _make_program(plan, staged, assembly, offloaded, options)
+
+
+def _lowered_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) -> Builder:
+    """Return the builder after the plan was lowered into the local copy of the model."""
+    traced, staged = prepared.traced, prepared.staged
+    module = _local_copy(plan, prepared, ranks, options)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
+    if prepared.tokens is not None:
+        exchange(plan, module, prepared.tokens, ranks)
+    lower(builder, lambda: shard_modules(module, traced, builder.with_group))
+    return builder
 
 
 def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
@@ -340,7 +346,7 @@ def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> Loca
 
 
 def _make_program(
-    plan: Plan, staged: Staged, a: Assembly, offloaded_state: Any, options: Options
+    plan: Plan, staged: Staged, a: Assembly, offloaded: Any, options: Options
 ) -> Program:
     """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
     from schedlang.runtime.comm.agreement import agree, shared_store
@@ -364,7 +370,7 @@ def _make_program(
         optimizer,
         options.clip,
         whole=whole,
-        offloaded=offloaded_state,
+        offloaded=offloaded,
         loss_scale=loss_scale(plan) if plan.casts else None,
         comparing=comparing,
     )
@@ -382,13 +388,23 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
     return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
 
 
-def _dropout_options(plan: Plan, batch: Mapping[str, Any], options: Options) -> DropoutOptions:
-    """Return the requested kind of dropout, its seed, and the number of rows of a microbatch."""
+def _make_dropout(
+    plan: Plan,
+    prepared: Prepared,
+    ranks: Ranks,
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    options: Options,
+) -> Dropout:
+    """Return the random draws of this rank, of the kind that the options request."""
     from schedlang.runtime.batch import rows_of, sample_of
 
+    if not prepared.traced.random:
+        return Dropout()
     kind = options.dropout or ("logical" if options.seed is not None else None)
     sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
-    return DropoutOptions(kind, options.seed, rows_of(sample), options.on_meta)
+    requested = DropoutOptions(kind, options.seed, rows_of(sample), options.on_meta)
+    return dropout_of(plan, prepared, ranks, module, requested)
 
 
 def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
