@@ -283,7 +283,7 @@ def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
         offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    dropout = _make_dropout(plan, prepared, ranks, module, batch, options)
+    dropout = _make_dropout(builder, prepared, batch, options) if traced.random else Dropout()
     loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
@@ -389,22 +389,16 @@ def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared
 
 
 def _make_dropout(
-    plan: Plan,
-    prepared: Prepared,
-    ranks: Ranks,
-    module: nn.Module,
-    batch: Mapping[str, Any],
-    options: Options,
+    builder: Builder, prepared: Prepared, batch: Mapping[str, Any], options: Options
 ) -> Dropout:
     """Return the random draws of this rank, of the kind that the options request."""
     from schedlang.runtime.batch import rows_of, sample_of
 
-    if not prepared.traced.random:
-        return Dropout()
+    plan = builder.plan
     kind = options.dropout or ("logical" if options.seed is not None else None)
     sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
     requested = DropoutOptions(kind, options.seed, rows_of(sample), options.on_meta)
-    return dropout_of(plan, prepared, ranks, module, requested)
+    return dropout_of(plan, prepared, builder.ranks, builder.module, requested)
 
 
 def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:

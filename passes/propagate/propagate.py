@@ -18,15 +18,17 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run
-from schedlang.passes.propagate.original import Original, Recording, record
-from schedlang.passes.propagate.saved_parts import Parts
-from schedlang.passes.propagate.sharded_modules import (
+from schedlang.passes.propagate.dryrun import (
+    Choice,
+    Loss,
+    Run,
     hoist_gather,
     leaves_of,
     same_module_of_layers,
     shards_module,
 )
+from schedlang.passes.propagate.original import Original, Recording, record
+from schedlang.passes.propagate.saved_parts import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor

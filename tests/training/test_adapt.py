@@ -20,7 +20,7 @@ from schedlang import create_schedule, deferred_init
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir.plan import Plan
 from schedlang.passes.lower.build import build
-from schedlang.passes.propagate import sharded_modules
+from schedlang.passes.propagate import dryrun
 from schedlang.passes.static_checks.static import static
 from schedlang.passes.verify.changed import KIND
 from schedlang.runtime import adapted, shards
@@ -165,7 +165,7 @@ def test_a_gradient_that_nobody_sums_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is whole beside a split weight has a part of its gradient on each rank."""
-    monkeypatch.setattr(sharded_modules, "_full_adapter_parameters", lambda *_: ())
+    monkeypatch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
     with pytest.raises(AssertionError, match=r"lora_A|lora_B"):
         proven(threads, planned(models.llama(2), LORA + SPLIT, "tp=2", "model"), BATCHES[:2])
 

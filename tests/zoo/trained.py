@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from schedlang.passes.lower import build
-from schedlang.passes.propagate import sharded_modules
+from schedlang.passes.propagate import dryrun
 from schedlang.runtime.adapted import Adapted
 from schedlang.runtime.grad_reduction import compressed
 from schedlang.runtime.grad_reduction.compressed import Compressor
@@ -50,7 +50,7 @@ def frozen_and_updated(patch: Patch, site: Site) -> None:
 @bug("D70", "adapt", REDUCTION, "low rank", planning=True)
 def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
     """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
-    patch.setattr(sharded_modules, "_full_adapter_parameters", lambda *_: ())
+    patch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
 
 
 @bug("D71", "adapt", CONSTANT, "low rank")
