@@ -125,7 +125,7 @@ def test_who_guesses_tells_it_as_a_fact() -> None:
         imports = re.search(
             r"diagnostic import [^\n]*\bguess\b", text
         )  # and no function of a probe
-        ours = {"_choice", *(["guess"] if imports else [])}
+        ours = {"_suggest_choice", *(["guess"] if imports else [])}
         for function in _functions(nodes(path)):
             every = list(ast.walk(function))
             asks = any(
