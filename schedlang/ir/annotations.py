@@ -74,7 +74,7 @@ class Order(Annotation):
     slices   slices of the sequence into which each microbatch is cut
     memory   limit of a search, in microbatches of one rank's share of the model
     table    the text of a table that lists the order; "": `name` names the order
-    every    microbatches per update, for orders that update inside a step; None: the order's default
+    every    microbatches per update, for orders that update within a step; None: the default
     """
 
     axis: str | None
