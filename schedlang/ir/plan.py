@@ -112,7 +112,7 @@ class Plan:
     computes    module -> the kind of computation that a row chose for it; else its class decides
     told        module -> the options of that computation, from the row
     spread      parameters (first names) sharded over an axis that splits the batch too: collectives
-                of their modules make the gradients full over it; the sums over replicas leave it out
+                of their modules make the gradients full over it; sums over replicas leave it out
     """
 
     model: ModelFacts = field(compare=False, repr=False)

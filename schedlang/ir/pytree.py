@@ -267,7 +267,7 @@ def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
     return flatten
 
 
-# -- classes that pytree does not know --------------------------------------------------------------
+# -- classes that pytree does not know -----------------------------------------------------------
 
 
 def _form_of_class(kind: type) -> str | None:
