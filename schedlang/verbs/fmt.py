@@ -35,7 +35,7 @@ def fmt(
     from schedlang.verbs.inputs import write_text
 
     made: dict[Path, tuple[str, str]] = {}
-    told: dict[Path, list[str]] = {}  # what was upgraded
+    told: dict[Path, list[str]] = {}  # the changes of an upgrade
     problems: list[Diagnostic] = []
     for file in files:
         try:
@@ -63,5 +63,5 @@ def fmt(
 
 
 def _differs(file: Path, before: str, after: str) -> bool:
-    """Return whether the bytes would change: also line ends and a byte order mark count."""
+    """Return whether the bytes would change; line ends and a byte order mark count, too."""
     return before != after or bytes_of(file) != after.encode()
