@@ -164,7 +164,8 @@ def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
 
 
 def _check_costs(course: Course) -> None:
-    """Before any rank starts, refuse rows that gain nothing (S888); exit 1 for unexpected costs."""
+    """Refuse rows that gain nothing (S888), and exit 1 for unexpected costs, before any rank
+    starts."""
     from schedlang.passes.simulate.expected import counted, counting
     from schedlang.passes.simulate.gains import gained
     from schedlang.verbs.costs import demand_costs
