@@ -50,9 +50,7 @@ class _Scheduled:
         self.state.max_steps = loop.steps
         self.program = loop.fit()
         if loop.evaluate_every and self.program.step % loop.evaluate_every:
-            _LossLogger(self).on_evaluate(
-                loop, loop.evaluate()
-            )  # the end of a run is evaluated, too
+            _LossLogger(self).on_evaluate(loop, loop.evaluate())  # the end of a run, too
         self.model.load_state_dict(self.program.state_dict())
         told = [one["loss"] for one in self.state.log_history if "loss" in one]
         return TrainOutput(self.program.step, told[-1] if told else math.nan, {})

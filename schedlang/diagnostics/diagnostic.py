@@ -237,9 +237,7 @@ def _frame_line(label: Label, sign: str) -> tuple[str, str]:
     span = label.span
     row = span.source.line(span.line).translate(CONTROL)
     end = span.end_col if span.end_line == span.line else len(row) + 1
-    missing = max(
-        0, span.col - 1 - len(row)
-    )  # columns between the end of the line and a span behind it
+    missing = max(0, span.col - 1 - len(row))  # columns from the line's end to a span behind it
     first = max(0, span.col - WIDEST // 4) if len(row) > WIDEST else 0
     last = first + WIDEST if len(row) > WIDEST else len(row)
     left, right = "..." if first else "", "..." if last < len(row) else ""

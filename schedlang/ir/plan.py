@@ -216,9 +216,7 @@ class Plan:
     @property
     def next_row(self) -> int:
         """The number of the row that is added next, for annotations that the row makes."""
-        return len(
-            self.actions
-        )  # not the last row's number plus 1: completed rows are inserted between others
+        return len(self.actions)  # not the last number plus 1: completed rows stand between others
 
     def origin(self, annotation: Annotation) -> Action | None:
         """Return the row that an annotation comes from; None if the row is not in the plan."""

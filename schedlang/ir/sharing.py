@@ -135,12 +135,8 @@ def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[s
     single = {holder for name in shared for holder in holders(name)}
     found: dict[str, int] = {}
     numbers: dict[object, int] = {}
-    looked: dict[
-        tuple[str, ...], list[str]
-    ] = {}  # names in vars(module) -> those among `attributes`
-    for fqn, site in reversed(
-        tuple(facts.sites.items())
-    ):  # children come before the modules that contain them
+    looked: dict[tuple[str, ...], list[str]] = {}  # vars(module) -> those among `attributes`
+    for fqn, site in reversed(tuple(facts.sites.items())):  # children before their parents
         module = facts.module(fqn)
         own, prefix = vars(module), f"{fqn}." if fqn else ""
         said: object = fqn

@@ -39,9 +39,7 @@ class Mended:
     beside: list[str] = field(default_factory=list)
     instead: list[str] = field(default_factory=list)
     why: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by the position of an argument
-    beneath: set[str] = field(
-        default_factory=set
-    )  # arguments that another of the same name replaces
+    beneath: set[str] = field(default_factory=set)  # arguments that one of the same name replaces
 
     def take(self, parts: Sequence[str], value: str) -> None:
         """Add the arguments `parts` that stand for one of another system, with its value for `{}`.
