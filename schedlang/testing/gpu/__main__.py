@@ -49,7 +49,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Examine, tell, write; the exit code."""
+    """Examine the device, print and write the results; return the exit code."""
     parser = options()
     asked = parser.parse_args(words)
 
