@@ -179,8 +179,12 @@ def registry() -> Mapping[str, type[Primitive]]:
 
 @contextmanager
 def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
-    """Primitives defined inside are forgotten afterwards; of those outside, `keep` are known."""
-    load_all()  # a module imported inside would be forgotten, and never imported again
+    """Isolate the registry during a block, for tests of primitives.
+
+    Primitives defined inside are dropped afterwards. `keep`: the names of existing primitives that
+    are known inside; None: all.
+    """
+    load_all()  # else a module imported inside would be dropped, and never imported again
     before = dict(_registry)
     for name in before if keep is not None else ():
         if name not in (keep or ()):
