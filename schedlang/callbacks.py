@@ -136,11 +136,11 @@ _FORMS = {
 
 def line(figures: Figures) -> str:
     """Format figures as a line: step 10  loss 3.1416  gradient norm 1.2  ..."""
-    told = dict(figures)
-    if "memory" in told:
-        told["memory"] /= 2**30
+    values = dict(figures)
+    if "memory" in values:
+        values["memory"] /= 2**30
     form = {**_FORMS, "memory": "{:.1f} GiB"}
-    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(told[name])}" for name in told)
+    return "  ".join(f"{name} {form.get(name, '{:.4g}').format(values[name])}" for name in values)
 
 
 @dataclass

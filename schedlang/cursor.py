@@ -68,16 +68,16 @@ class Cursor:
         called(Caller(self._schedule, self._roots, self._path, verb), args, named)
 
     def __repr__(self) -> str:
-        said = printer.path(self._path)
+        path_text = printer.path(self._path)
         try:
             found = self.modules
         except Refusal as refusal:
-            return f'<sch["{said}"]: {refusal.diagnostic.title}>'
+            return f'<sch["{path_text}"]: {refusal.diagnostic.title}>'
         kinds = dict.fromkeys(self._schedule._facts.sites[fqn].class_name for fqn in found)
         count = f"{len(found)} modules" if len(found) != 1 else "1 module"
         shown = ", ".join(name or "the model" for name in found[:MOST])
         more = f", .. {found[-1]}" if len(found) > MOST else ""
-        return f'<sch["{said}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
+        return f'<sch["{path_text}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
 
     def _repr_html_(self) -> str:
         """Return the modules as a table for notebooks: class, size, and the rows that act on

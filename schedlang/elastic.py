@@ -100,23 +100,23 @@ class Meeting:
         self._store.set(keys[self.rank], pickle.dumps(value))
         self._store.add(f"{room}/count", 1)
 
-        def told() -> bool:
+        def all_sent() -> bool:
             return bool(self._store.add(f"{room}/count", 0) >= self.ranks)
 
-        heard: dict[int, tuple[int, float]] = {}  # heartbeats of a rank, and when it had that many
-        while not until(told, _CHECK_INTERVAL):
-            before, now = heard, time.monotonic()
-            heard = {rank: (beats, now) for rank, beats in self._count_beats(keys).items()}
-            for rank in heard.keys() & before.keys():
-                if before[rank][0] == heard[rank][0]:
-                    heard[rank] = before[rank]
-            gone = [
+        heartbeats: dict[int, tuple[int, float]] = {}  # number of a rank's, and the last one's time
+        while not until(all_sent, _CHECK_INTERVAL):
+            before, now = heartbeats, time.monotonic()
+            heartbeats = {rank: (beats, now) for rank, beats in self._count_beats(keys).items()}
+            for rank in heartbeats.keys() & before.keys():
+                if before[rank][0] == heartbeats[rank][0]:
+                    heartbeats[rank] = before[rank]
+            lost = [
                 rank
-                for rank, (_, since) in heard.items()
+                for rank, (_, since) in heartbeats.items()
                 if now - since > COMES - 2 * _CHECK_INTERVAL
             ]
-            if gone:  # the other ranks end with the store, which this rank holds
-                refuse_missing(gone, self.ranks, COMES)
+            if lost:  # the other ranks end with the store, which this rank holds
+                refuse_missing(lost, self.ranks, COMES)
         return [pickle.loads(one) for one in self._store.multi_get(keys)]
 
     def _count_beats(self, keys: Sequence[str]) -> dict[int, int]:

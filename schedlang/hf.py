@@ -52,8 +52,8 @@ class _Scheduled:
         if loop.evaluate_every and self.program.step % loop.evaluate_every:
             _LossLogger(self).on_evaluate(loop, loop.evaluate())  # the end of a run, too
         self.model.load_state_dict(self.program.state_dict())
-        told = [one["loss"] for one in self.state.log_history if "loss" in one]
-        return TrainOutput(self.program.step, told[-1] if told else math.nan, {})
+        losses = [one["loss"] for one in self.state.log_history if "loss" in one]
+        return TrainOutput(self.program.step, losses[-1] if losses else math.nan, {})
 
     def _loop(self, resume: Any) -> Loop:
         args, owner = self.args, _LossLogger(self)
@@ -150,10 +150,10 @@ class _LossLogger:
 
     def on_evaluate(self, trainer: Loop, figures: dict[str, float]) -> None:
         """Log the evaluation loss; what callbacks return has no effect."""
-        owner, told = self.owner, {"eval_loss": figures["evaluation loss"]}
+        owner, metrics = self.owner, {"eval_loss": figures["evaluation loss"]}
         owner.state.global_step = int(figures["step"])
-        owner.log(dict(told))
-        owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, told)
+        owner.log(dict(metrics))
+        owner.callback_handler.on_evaluate(owner.args, owner.state, owner.control, metrics)
 
 
 @cache

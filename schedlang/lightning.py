@@ -338,15 +338,15 @@ def _with_step_as_forward(module: Any, logs: _Logs) -> Any:
             return super().__call__(*args, **batch)
 
         def forward(self, **batch: Any) -> dict[str, Any]:
-            told: dict[str, Any] = {}
-            self.__dict__["_logged"] = told
+            logged: dict[str, Any] = {}
+            self.__dict__["_logged"] = logged
             try:
                 index = (self.batch_idx,) if len(takes) > 2 else ()
                 output = self.training_step(self.form.batch(batch), *index)
             finally:
                 del self.__dict__["_logged"]
             loss = output["loss"] if isinstance(output, Mapping) else output
-            for name, (value, how) in told.items():
+            for name, (value, how) in logged.items():
                 if name not in logs:
                     logs[name] = how if value is loss else None
                     if value is not loss:

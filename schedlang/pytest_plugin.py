@@ -131,8 +131,8 @@ class SchedFile(pytest.File):
         except Refusal:
             line = 0  # `check` reports the mistake
         if line and not wish.refused:
-            asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [examine.LOCK] if asked else []
+            needs_lock = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
+            questions += [examine.LOCK] if needs_lock else []
         questions += [examine.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
             questions.append(examine.VERIFY)
@@ -170,11 +170,11 @@ class SchedFile(pytest.File):
         """Look up this file in an ini value of lines; names are relative to the rootdir."""
         own = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
         for line in self.config.getini(ini):
-            name, colon, said = (part.strip() for part in line.partition(":"))
-            if not colon or not said:
+            name, colon, value = (part.strip() for part in line.partition(":"))
+            if not colon or not value:
                 raise pytest.UsageError(f"{ini}: `{line}` is not FILE: VALUE")
             if fnmatch.fnmatch(own, name):
-                return str(said)
+                return str(value)
         return ""
 
 
@@ -211,8 +211,8 @@ class SchedItem(pytest.Item):
 
         file = Path(_relative_path(self.path))
         if self.name != examine.VERIFY:
-            asked = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
-            return asked.get(self.name, examine.static)(file, self.wish)
+            examinations = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
+            return examinations.get(self.name, examine.static)(file, self.wish)
         with _session_ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
 

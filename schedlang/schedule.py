@@ -363,8 +363,8 @@ class Schedule(Scope):
             title = "`search` inside an open step or scope"
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         limits = self._state.limits
-        for how, asked in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
-            for name, value in (asked or {}).items():
+        for how, by_name in ((PIN, pin), (FORBID, forbid), (LEAST, least)):
+            for name, value in (by_name or {}).items():
                 values = value if isinstance(value, tuple | list) else (value,)
                 limits = limits.limited(how, name, tuple(values))
         if planner is not None:
@@ -411,8 +411,10 @@ class Schedule(Scope):
     def view(self, name: str, of: str | Sequence[str], size: object | None = None) -> None:
         """Declare a second name for several axes folded together."""
         span = python_span()
-        said = lift.lift(size, span) if size is not None else None
-        self._declare(n.View(name, said, (of,) if isinstance(of, str) else tuple(of), span=span))
+        size_node = lift.lift(size, span) if size is not None else None
+        self._declare(
+            n.View(name, size_node, (of,) if isinstance(of, str) else tuple(of), span=span)
+        )
 
     def require(self, test: lift.Remembered | str | bool) -> None:
         """Declare a condition on knobs, mesh and model; a plain bool is checked and not
@@ -489,9 +491,9 @@ class Schedule(Scope):
             raise Refusal.of("S113", title, Label(python_span()), helps=("close it first",))
         items = self._stack[0]
         if to is None or isinstance(to, int) and to >= 0:
-            for taken in range(1 if to is None else to):
+            for count in range(1 if to is None else to):
                 rows = any(isinstance(x, (n.Step, n.Override, *get_args(n.Stmt))) for x in items)
-                if not items or taken and not rows:
+                if not items or count and not rows:
                     break
                 items = without_last(items)
             self._undo_to(items)

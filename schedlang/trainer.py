@@ -205,24 +205,24 @@ class Trainer:
         assert isinstance(sch, Schedule)
         met = elastic.Meeting(self.build) if self.elastic else elastic.Joined(sch)
         self._stream = Stream(self.data)
-        last = told = None
+        last = saved_state = None
         if self.folder is not None:
             last = met.first(schedlang.last_checkpoint(self.folder))
         if last is not None:
-            told = archive.beside(last, world.rank()) or archive.beside(last)
+            saved_state = archive.beside(last, world.rank()) or archive.beside(last)
             if not self.accept:
-                check_same(told, sch.to_sched(), last)
-            if told is not None:
-                check_parts(told, self._data_parts(), last)
+                check_same(saved_state, sch.to_sched(), last)
+            if saved_state is not None:
+                check_parts(saved_state, self._data_parts(), last)
         try:
-            if told is not None:
-                self._stream.go_to(told["place"])
+            if saved_state is not None:
+                self._stream.go_to(saved_state["place"])
             first = self._stream.look()
         except Ended:
             raise self._refuse_ended(0) from None
         now = generators(self.data)
         given = dict(loss=self.loss, optimizer=self.optimizer, clip=self.clip, **self.build)
-        self.schedule, self._setting, drawing = met.fitted(self, sch, first, told)
+        self.schedule, self._setting, drawing = met.fitted(self, sch, first, saved_state)
         with inside():
             built: Any = self.schedule.build(batch=None if self.local else first, **drawing | given)
             self.program = built
@@ -234,9 +234,9 @@ class Trainer:
             if last is not None:
                 self.program.load(last)
                 self._saved_at = self.program.step
-        if told is not None:
-            self._mean = told["mean"]
-            scheduled_on(self._lr, told["scheduler"])
+        if saved_state is not None:
+            self._mean = saved_state["mean"]
+            scheduled_on(self._lr, saved_state["scheduler"])
         put_back(self.data, now)
         if self.on_spike == "skip":
             a = self.program.assembly

@@ -31,8 +31,8 @@ def annotation(note: Note, environ: Mapping[str, str] = os.environ) -> str:
     pairs = {"file": _workspace_path(note.file, environ)} if note.file else {}
     pairs |= {"line": str(note.line)} if note.file and note.line else {}
     pairs |= {"title": note.title} if note.title else {}
-    said = ",".join(f"{key}={_escape(value, _PROPERTY)}" for key, value in pairs.items())
-    return f"::{note.level} {said}::{_escape(note.text, _DATA)}"
+    properties = ",".join(f"{key}={_escape(value, _PROPERTY)}" for key, value in pairs.items())
+    return f"::{note.level} {properties}::{_escape(note.text, _DATA)}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -115,9 +115,9 @@ def explain(code: str) -> str:
     """Return the page of a code, with its example; raises KeyError for an unknown code."""
     title, text = CODES[code] if code in CODES else WARNINGS[code]
     family = f"Codes {code[:2]}.. are about {FAMILIES[code[1]]}."
-    said = family if code in CODES else "A warning refuses nothing."
+    note = family if code in CODES else "A warning refuses nothing."
     shown = example(code)
-    parts = [f"{code}: {title}\n", f"{text}\n", f"{said}\n"]
+    parts = [f"{code}: {title}\n", f"{text}\n", f"{note}\n"]
     return "\n".join([*parts, shown.page()] if shown else parts)
 
 

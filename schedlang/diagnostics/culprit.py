@@ -32,9 +32,9 @@ def told(error: Exception, name: str, function: Callable[..., Any]) -> Refusal:
     """
     file = file_of(function)
     own, notes = frames_in(file, error)
-    said = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+    message = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
     label = Label(at_frame(own[-1]), "here") if own else Label()
-    title = f"`{name}` of the model file raises {said}"
+    title = f"`{name}` of the model file raises {message}"
     return Refusal.of(CODES[name], title, label, notes=notes, helps=(HELPS[name],))
 
 

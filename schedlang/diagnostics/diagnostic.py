@@ -288,14 +288,14 @@ def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
             yield f"{' ' * gutter} |"
             yield from _frame_source(labels, d.primary, gutter, width)
             yield f"{' ' * gutter} |"
-    told = [] if d.primary.span.source.text else [d.primary.text]
-    told += [
+    extra_notes = [] if d.primary.span.source.text else [d.primary.text]
+    extra_notes += [
         f"{label.span}: {_shorten(label.text)}"
         for label in d.also
         if label.span and label.text and not label.span.source.text
     ]
-    said = [("note", note) for note in (*told, *d.notes) if note]
-    for kind, text in (*said, *(("help", text) for text in _spell_helps(d))):
+    entries = [("note", note) for note in (*extra_notes, *d.notes) if note]
+    for kind, text in (*entries, *(("help", text) for text in _spell_helps(d))):
         yield from wrapped(_shorten(text), width, f"{' ' * gutter} = {kind}: ", None)
 
 
@@ -311,8 +311,8 @@ class OwnError(AssertionError):
     def __init__(self, found: str, *facts: str) -> None:
         from schedlang import __version__
 
-        asked = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
+        details = (f"schedlang {__version__}", *facts, "the model file, and the schedule")
         super().__init__(
             f"an error of schedlang, not of the model: {found}\nplease report it, with\n"
-            + "\n".join(f"  {fact}" for fact in asked)
+            + "\n".join(f"  {fact}" for fact in details)
         )

@@ -56,8 +56,8 @@ def tell(refusal: Refusal) -> None:
     else:
         speaks = store.add(f"{key}/count", 1) == 1
     if speaks:
-        said = refusal.render(for_messages(sys.stderr))
-        print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
+        message = refusal.render(for_messages(sys.stderr))
+        print(f"rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
         if store is not None:
             store.set(f"{key}/told", "1")
     elif store is not None:
@@ -69,9 +69,9 @@ def _key(refusal: Refusal) -> str:
     """Return a key of a refusal's content without places, as ranks may have different paths."""
     import hashlib
 
-    said = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()
+    content = repr([(d.code, d.title) for d in refusal.diagnostics]).encode()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"schedlang/refused/{attempt}/{hashlib.blake2b(said, digest_size=8).hexdigest()}"
+    return f"schedlang/refused/{attempt}/{hashlib.blake2b(content, digest_size=8).hexdigest()}"
 
 
 def job_store() -> Any:

@@ -204,8 +204,8 @@ def hovered(ls: Server, params: types.HoverParams) -> types.Hover | None:
     document = ls.workspace.get_text_document(params.text_document.uri)
     known = ls.about(document.uri)
     rows = known.rows.get(params.position.line + 1, [])
-    said = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
-    return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, said)) if said else None
+    text = hover(document.source, document.offset_at_position(params.position), known.outline, rows)
+    return types.Hover(types.MarkupContent(types.MarkupKind.Markdown, text)) if text else None
 
 
 def defined(ls: Server, params: types.DefinitionParams) -> types.Location | None:
@@ -261,13 +261,15 @@ def _fix_message(
 ) -> list[types.CodeAction]:
     """Replace the wrong name by the guessed one, if the marked text contains it."""
     marked = ls.workspace.get_text_document(document.uri).text_in_client_range(one.range)
-    told = ls.about(document.uri).facts.get(_message_key(one), {})
-    wrong, meant = told.get("unknown"), told.get("meant")
-    if wrong is None or meant is None or wrong not in marked:
+    facts = ls.about(document.uri).facts.get(_message_key(one), {})
+    wrong, suggestion = facts.get("unknown"), facts.get("meant")
+    if wrong is None or suggestion is None or wrong not in marked:
         return []
-    edit = types.TextEdit(one.range, marked.replace(wrong, meant, 1))
+    edit = types.TextEdit(one.range, marked.replace(wrong, suggestion, 1))
     change = types.WorkspaceEdit(changes={document.uri: [edit]})
-    return [types.CodeAction(f"write `{meant}`", types.CodeActionKind.QuickFix, [one], edit=change)]
+    return [
+        types.CodeAction(f"write `{suggestion}`", types.CodeActionKind.QuickFix, [one], edit=change)
+    ]
 
 
 def _message_key(one: types.Diagnostic) -> tuple[object, ...]:

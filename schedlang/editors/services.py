@@ -488,12 +488,12 @@ def _describe_selection(word: str, here: Place, outline: Outline) -> str:
 
 def _describe_plan_rows(rows: Rows) -> str:
     """Describe layouts and collectives of rows in the plan."""
-    said = []
+    lines = []
     for row in rows:
         sent = [
             f"{c['count']} {c['kind']} over {', '.join(c['axes'])} ({c['what']})"
             for c in row["collectives"]
         ]
-        told = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
-        said.append(f"- `{row['pattern']}` {row['do']}: {told or 'planned'}")
-    return "\n\n**In the plan**\n\n" + "\n".join(said) if said else ""
+        effects = "; ".join([*([f"`{row['said']}`"] if row["said"] else []), *sent])
+        lines.append(f"- `{row['pattern']}` {row['do']}: {effects or 'planned'}")
+    return "\n\n**In the plan**\n\n" + "\n".join(lines) if lines else ""

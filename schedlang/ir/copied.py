@@ -48,9 +48,9 @@ def deeply_copied(module: M, memo: dict[int, Any], inside: bool = False) -> M:
     if (plain := _COPIED_BY_HAND.get(kind)) is None:
         from torch import nn
 
-        alike = all(getattr(kind, way) is getattr(nn.Module, way) for way in WAYS)
+        copies_as_torch = all(getattr(kind, way) is getattr(nn.Module, way) for way in WAYS)
         own = kind in copyreg.dispatch_table or any(hasattr(kind, way) for way in OWN)
-        plain = _COPIED_BY_HAND[kind] = alike and not own
+        plain = _COPIED_BY_HAND[kind] = copies_as_torch and not own
     try:
         if not plain or "__deepcopy__" in vars(module):
             return copy.deepcopy(module, memo)
@@ -96,11 +96,11 @@ def _tensor_attributes(module: nn.Module) -> Iterator[Any]:
 
 def _refuse_copy(module: nn.Module, error: Exception) -> Refusal:
     """Return S867 for a module on which `copy.deepcopy` raises this error."""
-    name, said = type(module).__name__, f"{type(error).__name__}: {error}"
+    name, message = type(module).__name__, f"{type(error).__name__}: {error}"
     return Refusal.of(
         "S867",
         f"the model `{name}` cannot be copied",
-        notes=(f"`copy.deepcopy(model)` raises {said}",),
+        notes=(f"`copy.deepcopy(model)` raises {message}",),
         helps=(
             "keep locks, files and generators out of its attributes",
             "or give the class that holds them a `__deepcopy__`",

@@ -180,8 +180,8 @@ class ModelFacts:
         `value`."""
         if not callable(value):
             return value
-        said = getattr(value, "__name__", type(value).__name__)
-        stem = name = said if said.isidentifier() else "replacement"
+        own_name = getattr(value, "__name__", type(value).__name__)
+        stem = name = own_name if own_name.isidentifier() else "replacement"
         number = 1
         while self.given.get(name, value) is not value:
             number += 1
@@ -262,8 +262,8 @@ class ModelFacts:
             if kind not in dtypes:
                 dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
             shape = tuple(tensor.shape)
-            alike = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
-            fact = ParameterFact(same[0], *alike, tuple(same))
+            shared_fields = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
+            fact = ParameterFact(same[0], *shared_fields, tuple(same))
             for name in same:
                 facts[name] = fact
         return {name: facts[name] for name in tensors}

@@ -180,11 +180,11 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
     path = Path(named) if named is not None else (beside or Path()).parent / "model.py"
     if not path.is_file():
         there = beside.parent / path if named is not None and beside is not None else path
-        told = (f"there is one beside the schedule: `--model {there}`",) * there.is_file()
+        hint = (f"there is one beside the schedule: `--model {there}`",) * there.is_file()
         raise Refusal.of(
             "S904",
             f"there is no model file `{path}`",
-            helps=told
+            helps=hint
             or (
                 "put a `model.py` that defines `model()` beside the schedule",
                 "or name one: `--model path/to/file.py`, `--model package.module`",

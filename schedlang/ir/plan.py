@@ -270,8 +270,8 @@ class Plan:
 
     def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
         """Return the plan in which a module computes as `kind`, with the options `told`."""
-        said = self.told if told is None else persistent(self.told).put({fqn: told})
-        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=said)
+        options = self.told if told is None else persistent(self.told).put({fqn: told})
+        return replace(self, computes=persistent(self.computes).put({fqn: kind}), told=options)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """Return the plan with one more boundary at a module."""

@@ -58,8 +58,10 @@ def refuse(
     """Refuse an action. The caller that knows the row adds its place; `also` has places of other
     rows."""
     place = Label(text=label)
-    told = Diagnostic(code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts)
-    raise Refusal(told)
+    diagnostic = Diagnostic(
+        code, title, place, tuple(also), tuple(notes), tuple(helps), facts=facts
+    )
+    raise Refusal(diagnostic)
 
 
 def refuse_inside(row: str, fqn: str) -> None:
@@ -140,8 +142,8 @@ class Primitive:
     def __str__(self) -> str:
         own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
         given = ((f, getattr(self, f.name)) for f in own)
-        said = (f"{f.name}={value}" for f, value in given if value != f.default)
-        return f"{type(self).__name__}({', '.join(said)})"
+        arguments = (f"{f.name}={value}" for f, value in given if value != f.default)
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _check_class(cls: type[Primitive]) -> None:

@@ -69,9 +69,9 @@ class Persistent(Mapping[K, V]):
 
         The last result is cached: one row looks up its modules several times.
         """
-        asked = self._last_answer
-        if asked is not None and asked[:2] == (keys, missing):
-            return asked[2]
+        last = self._last_answer
+        if last is not None and last[:2] == (keys, missing):
+            return last[2]
         base = self._base
         if isinstance(base, Persistent):
             found = base.many(keys, missing)
@@ -139,7 +139,7 @@ def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[s
     for fqn, site in reversed(tuple(facts.sites.items())):  # children before their parents
         module = facts.module(fqn)
         own, prefix = vars(module), f"{fqn}." if fqn else ""
-        said: object = fqn
+        class_key: object = fqn
         if fqn not in single and "forward" not in own:
             held = [(child, found[prefix + child]) for child in site.children]
             tensors = [(n, f.shape, f.dtype, f.requires_grad) for n, f in site.parameters.items()]
@@ -149,8 +149,8 @@ def _number_classes(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[s
             if has not in looked:
                 looked[has] = [n for n in attributes if n in own]
             values = [(n, _attribute_key(own[n])) for n in looked[has]]
-            said = type(module), tuple(values), *held, *tensors, *shapes
-        found[fqn] = numbers.setdefault(said, len(numbers))
+            class_key = type(module), tuple(values), *held, *tensors, *shapes
+        found[fqn] = numbers.setdefault(class_key, len(numbers))
     return found
 
 
@@ -329,10 +329,10 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     if len(groups) == len(sites):
         return None
     changes: list[Change] = []
-    laid: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
+    layered: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
     lists: dict[str, Any] = {name: getattr(plan, name) for name in LISTS}
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
-    now = replace(plan, **laid)
+    now = replace(plan, **layered)
     for group in groups:
         first = plan.model.sites[group[0]]
         target = (first,) if primitive.takes == "selection" else first

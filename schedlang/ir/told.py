@@ -24,9 +24,11 @@ Told = Mapping[str, object]  # attributes by name
 
 def kind_of(facts: ModelFacts, fqn: str) -> object:
     """Return a key that is equal for modules of one model that are equal, contents included."""
-    said = told(facts)
+    attributes = told(facts)
     names = below(facts, fqn)
-    return tuple((n[len(fqn) :], facts.sites[n].kind, frozenset(said[n].items())) for n in names)
+    return tuple(
+        (n[len(fqn) :], facts.sites[n].kind, frozenset(attributes[n].items())) for n in names
+    )
 
 
 def below(facts: ModelFacts, fqn: str) -> Iterator[str]:
@@ -39,10 +41,10 @@ def below(facts: ModelFacts, fqn: str) -> Iterator[str]:
 def apart(facts: ModelFacts, roots: Sequence[str]) -> frozenset[tuple[str, str]]:
     """Return the attributes that differ between layers: the module's path in its layer, and the
     name."""
-    said, found = told(facts), dict[tuple[str, str], set[object]]()
+    attributes, found = told(facts), dict[tuple[str, str], set[object]]()
     for root in roots:
         for fqn in below(facts, root):
-            for name, value in said[fqn].items():
+            for name, value in attributes[fqn].items():
                 found.setdefault((fqn[len(root) :], name), set()).add(value)
     return frozenset(at for at, values in found.items() if len(values) > 1)
 
@@ -58,7 +60,9 @@ def told(facts: ModelFacts) -> Mapping[str, Told]:
             place = tuple("*" if word.isdecimal() else word for word in words)
             groups.setdefault(place, {})[numbers] = fqn
         facts.cache["told"] = {
-            fqn: said for group in groups.values() for fqn, said in _group_attributes(facts, group)
+            fqn: attributes
+            for group in groups.values()
+            for fqn, attributes in _group_attributes(facts, group)
         }
     return cast(Mapping[str, Told], facts.cache["told"])
 

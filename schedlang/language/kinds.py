@@ -386,16 +386,16 @@ class Binder:
         self._add_problem("S302", f"`{name}` is given twice", Label(argument.span), "drop one")
 
     def _report_surplus(self, argument: Argument) -> None:
-        taken = self.surface.positional
+        positional = self.surface.positional
         title = f"`{self.name}` takes no further positional argument"
-        order = (f"it takes {quoted(taken)} in this order",) if taken else ()
-        meant = [
+        order = (f"it takes {quoted(positional)} in this order",) if positional else ()
+        suggested = [
             n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
         ]
-        near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
+        near = tuple(f"did you mean `{name}={argument.word}`?" for name in suggested)
         facts: Facts = ()
-        if meant:
-            facts = (("unknown", argument.word), ("meant", f"{meant[0]}={argument.word}"))
+        if suggested:
+            facts = (("unknown", argument.word), ("meant", f"{suggested[0]}={argument.word}"))
         self._add_problem("S302", title, Label(argument.span), *(near or order), facts=facts)
 
     def _report_missing(self, lacking: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def _evaluate_domain(
         low = _check_type(blank, evaluate(node.domain.low, names), node.domain.low.span)
         high = _check_type(blank, evaluate(node.domain.high, names), node.domain.high.span)
         if node.type not in ("int", "float") or low > high:
-            said = (
+            reason = (
                 "the first number is larger than the second"
                 if node.type in ("int", "float")
                 else "numbers only"
@@ -96,7 +96,7 @@ def _evaluate_domain(
             helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
             if node.type not in ("int", "float"):
                 helps = ("list the values: `in [...]`",)
-            raise Refusal.of("S102", title, Label(node.domain.span, said), helps=helps)
+            raise Refusal.of("S102", title, Label(node.domain.span, reason), helps=helps)
         return None, (low, high)
     values = evaluate(node.domain, names)
     if not isinstance(values, tuple) or not values:
@@ -153,8 +153,8 @@ def _parse_bool(text: str) -> bool:
 
 def _refuse_outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     assert node.domain is not None
-    said = printer.expr(node.domain)
-    many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
+    domain = printer.expr(node.domain)
+    many = f"set `{knob.name}` to one of {domain}" if knob.choices else f"choose from {domain}"
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
     label = Label(node.domain.span, "its allowed values")

@@ -28,15 +28,17 @@ def signature(primitive: type[Primitive]) -> str:
 def explain(primitive: type[Primitive]) -> str:
     """Return the page: signature, documentation, arguments, example, facets and `gives_up`."""
     parts = [signature(primitive), inspect.cleandoc(primitive.__doc__ or "")]
-    told = rows(primitive)
-    if told:
-        width = max(len(name) for name, _ in told)
-        parts.append("\n".join(f"{name:<{width}}  {said}" for name, said in told))
+    arguments = rows(primitive)
+    if arguments:
+        width = max(len(name) for name, _ in arguments)
+        parts.append(
+            "\n".join(f"{name:<{width}}  {description}" for name, description in arguments)
+        )
     parts.append(f"example   {primitive.example}")
     facts = [f"takes     {SUBJECT[primitive.takes]}"]
     facts += [f"{word:<9} {_list_names(getattr(primitive, word))}" for word in ("reads", "writes")]
     facts.append(f"gives up  {gives_up(primitive)}")
-    facts += [f"{word:<9} {said}" for word, said in _ordering(primitive)]
+    facts += [f"{word:<9} {description}" for word, description in _ordering(primitive)]
     return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
 
 
@@ -121,8 +123,10 @@ def _argument_row(primitive: type[Primitive], field: dataclasses.Field[Any]) -> 
     if mark == MANY:
         return field.name, f"any number: {describe(_element_type(kind))}"
     default = _format_default(field)
-    said = f"; {default or 'empty'} unless given" if default is not None else "; must be given"
-    return field.name, describe(kind).replace("`", "") + said
+    default_text = (
+        f"; {default or 'empty'} unless given" if default is not None else "; must be given"
+    )
+    return field.name, describe(kind).replace("`", "") + default_text
 
 
 def _ordering(primitive: type[Primitive]) -> list[tuple[str, str]]:

@@ -362,8 +362,8 @@ def placed(node: Any, span: Span, known: Mapping[int, Span] = MappingProxyType({
     if not isinstance(node, Node):
         return node
     span = known.get(id(node), span)
-    gone = ("span", "remarks") if known else ("span",)  # the printed text has them as comments
-    own = (f.name for f in fields(node) if f.name not in gone)
+    dropped = ("span", "remarks") if known else ("span",)  # the printed text has them as comments
+    own = (f.name for f in fields(node) if f.name not in dropped)
     parts = {name: placed(getattr(node, name), span, known) for name in own}
     return type(node)(**parts, span=span)
 
@@ -462,5 +462,5 @@ def _fold_family(items: Sequence[Any], family: Family) -> list[Any]:
     head = replace(path.segs[place - 1], index=(bounds,))
     segs = (*path.segs[: place - 1], head, *path.segs[place + 1 :])
     one = replace(first, paths=(replace(path, segs=segs),))
-    gone = {id(item) for item, _ in mine[1:]}
-    return [one if item is first else item for item in items if id(item) not in gone]
+    folded_ids = {id(item) for item, _ in mine[1:]}
+    return [one if item is first else item for item in items if id(item) not in folded_ids]

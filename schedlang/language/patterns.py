@@ -138,8 +138,8 @@ def read(text: str) -> Pattern:
 def node_of(text: str) -> n.Pattern:
     """Parse the text of a declaration, with or without its keyword `pattern`, into a syntax
     node."""
-    said = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
-    items = parse(Source("<string>", f"schedule 1\n{said}\n")).items
+    declaration = text if text.lstrip().startswith("pattern ") else f"pattern {text}"
+    items = parse(Source("<string>", f"schedule 1\n{declaration}\n")).items
     if len(items) != 1 or not isinstance(items[0], n.Pattern):
         raise Refusal.of(
             "S885",
@@ -213,8 +213,8 @@ def _call(node: n.Call, params: Sequence[str]) -> Op:
     for arg in node.args:
         word = arg.name if isinstance(arg, n.Keyword) else free[0] if free else ""
         if word not in (*order, *NAMED.get(name, ())):
-            said = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
-            _refuse(f"`{name}` takes no such argument", arg, f"it takes {said}")
+            accepted = ", ".join((*order, *(f"{one}=" for one in NAMED.get(name, ()))))
+            _refuse(f"`{name}` takes no such argument", arg, f"it takes {accepted}")
         if word in free:
             free.remove(word)
         given[word] = _term(arg.value if isinstance(arg, n.Keyword) else arg, params)

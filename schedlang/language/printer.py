@@ -231,8 +231,8 @@ def standing(file: n.File, name: str) -> n.File:
         return Span(source, start, columns[0], end, columns[1])
 
     known = {node: span(*rows) for node, rows in printer.places.items()}
-    said = ((row.comment or row.left, row) for row in printer.rows)
-    comments = (n.Comment(text, span(row, row)) for text, row in said if text.startswith("#"))
+    texts = ((row.comment or row.left, row) for row in printer.rows)
+    comments = (n.Comment(text, span(row, row)) for text, row in texts if text.startswith("#"))
     whole = Span(source, 1, 1, len(source.lines), 1)
     placed: n.File = n.placed(file, whole, known)
     return replace(placed, comments=tuple(comments))
@@ -362,8 +362,8 @@ class Printer:
         start = head(node)
         if len(block.body) == 1 and isinstance(block.body[0], n.Do):
             line = f"{start} {{ {statement(block.body[0])} }}"
-            said = block.body[0].remarks or self._holds_comment(block)
-            if len(INDENT) * self.depth + len(line) <= WIDTH and not said:
+            has_comment = block.body[0].remarks or self._holds_comment(block)
+            if len(INDENT) * self.depth + len(line) <= WIDTH and not has_comment:
                 self._put(line)
                 return
         self._block(start, block)

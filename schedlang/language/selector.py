@@ -255,9 +255,9 @@ class Selector:
         if not found:
             return found
         kept = self._filter_where(at.where, found, names) if at.where is not None else found
-        gone = {m for path in at.except_ for m in self.select(path, roots, names)}
-        left = tuple(fqn for fqn in kept if fqn not in gone)
-        if not left:
+        excluded = {m for path in at.except_ for m in self.select(path, roots, names)}
+        remaining = tuple(fqn for fqn in kept if fqn not in excluded)
+        if not remaining:
             title = "this selection is empty"
             label = Label(at.paths[0].span.to(at.paths[-1].span), _describe_count(found))
             notes: tuple[str, ...] = ("`except` removes all of them",)
@@ -268,7 +268,7 @@ class Selector:
                 )
             helps = ("change the condition, or end the path in `?`: then it may select nothing",)
             raise Refusal.of("S207", title, label, notes=notes, helps=helps)
-        return left
+        return remaining
 
     def _filter_where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
         """Return the modules for which the test is true; a module without a named attribute is

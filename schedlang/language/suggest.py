@@ -228,8 +228,8 @@ def in_our_words(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
     found = mended(binder.name, _call_arguments(surface, arguments), surface.keywords)
     if found is None:
         return binder.problems
-    said = {text.partition("=")[0] for text in found.arguments} | set(binder.bound)
-    found.arguments += _missing_arguments(surface.required, said, example)
+    present = {text.partition("=")[0] for text in found.arguments} | set(binder.bound)
+    found.arguments += _missing_arguments(surface.required, present, example)
     wrong = None if found.instead else _objections(binder, found.call(binder.name))
     helps = found.helps(binder.name) if wrong is None else (f"for example `{example}`",)
     why: dict[Span, tuple[str, ...]] = {
@@ -283,8 +283,8 @@ def _objections(binder: Binder, call: str) -> tuple[str, ...] | None:
     try:
         other.made().agree(axes)
     except Refusal as refusal:
-        told = refusal.diagnostic
-        return (f"`{call}` would be refused: {told.title}", *told.helps)
+        diagnostic = refusal.diagnostic
+        return (f"`{call}` would be refused: {diagnostic.title}", *diagnostic.helps)
     return None
 
 

@@ -304,12 +304,12 @@ def _explain_unexpected(source: Source, token: Token, accepts: set[str]) -> Diag
         helps = list(IN_PYTHON) if source.name.endswith(".py") else helps
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a keyword; in a selector write it in backquotes"]
-    said = (
+    suggestions = (
         tuple(helps)
         or _suggest_punctuation(source.line(place.line), place)
         or _suggest_row_form(source.line(place.line))
     )
-    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=said)
+    return Diagnostic("S003", f"expected {wanted}, found {shown}", Label(place), helps=suggestions)
 
 
 def _suggest_punctuation(line: str, place: Span) -> tuple[str, ...]:

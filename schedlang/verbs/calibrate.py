@@ -133,8 +133,8 @@ def _fit_to_runs(
         kept = f"; not told by them: {', '.join(found.kept)}" if found.kept else ""
         print(f"{len(timed)} runs, {off:.1%} off in the mean, each left out {alone:.1%}{kept}")
     each = [
-        {**asdict(run), "told": told, "alone": left}
-        for run, told, left in zip(timed, found.told, found.alone, strict=True)
+        {**asdict(run), "told": predicted, "alone": left_out}
+        for run, predicted, left_out in zip(timed, found.told, found.alone, strict=True)
     ]
     more = {"mape": off, "left_out": alone, "not_told": found.kept, "runs": each}
     _write_machine(Fitted(found.cluster, found.how), out, as_json, more)

@@ -90,8 +90,10 @@ def _print_result(file: Path, static: Static | None) -> None:
         print(f"{file}: holds")
         return
     holds = all(claim.holds for claim in static.claims)
-    said = "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
-    print(f"{file}: {said}")
+    verdict = (
+        "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
+    )
+    print(f"{file}: {verdict}")
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
     for one in static.unseen:

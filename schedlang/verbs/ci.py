@@ -77,7 +77,7 @@ def ci(
     from schedlang.verbs.examine import Ranks, Wish
 
     files = list(_find_schedules(paths))
-    meant = _expected_refusals(terms.refused or (), files)
+    expected = _expected_refusals(terms.refused or (), files)
     wish = Wish(
         common.model,
         tuple(common.knob or ()),
@@ -91,7 +91,7 @@ def ci(
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:
-            mine = replace(wish, refused=meant.get(file.resolve(), ""))
+            mine = replace(wish, refused=expected.get(file.resolve(), ""))
             for outcome in _examine_file(file, mine, asks, ranks):
                 found.append(outcome)
                 if not as_json:
@@ -195,5 +195,5 @@ def _draw_plan(file: Path, wish: Wish, folder: Path) -> None:
     found = planned(file, wish.model, wish.knobs, wish.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part for part in file.parts if part not in ("..", ".", file.anchor)]
-    drawn = picture(view(found.plan, accounted(found), file.name))
-    write_text(folder / f"{'.'.join(parts)}.svg", drawn)
+    svg = picture(view(found.plan, accounted(found), file.name))
+    write_text(folder / f"{'.'.join(parts)}.svg", svg)

@@ -89,9 +89,9 @@ class Diagnosis:
     @property
     def well(self) -> bool:
         """Whether there is nothing to report."""
-        left = [rank for rank in self.over if len(self.over) < len(self.job.ledgers)]
+        ended_early = [rank for rank in self.over if len(self.over) < len(self.job.ledgers)]
         failed = [one for one in self.job.ledgers.values() if one.error]
-        return not (self.never or self.silent or self.stuck or self.slow or left or failed)
+        return not (self.never or self.silent or self.stuck or self.slow or ended_early or failed)
 
 
 def diagnosed(job: Job, after: float = STUCK) -> Diagnosis:

@@ -155,8 +155,8 @@ def _difference_lines(ranks: tuple[int, int], ops: tuple[Op, Op]) -> list[str]:
 
 
 def _pending_line(one: Missing) -> str:
-    said = f"{_who_waits(one.waiting)} for {one.seconds:.1f} s in {_describe_op(one.op, one.ranks)}"
-    return said + (f", for {_ranks_phrase(one.absent)}" if one.absent else "")
+    text = f"{_who_waits(one.waiting)} for {one.seconds:.1f} s in {_describe_op(one.op, one.ranks)}"
+    return text + (f", for {_ranks_phrase(one.absent)}" if one.absent else "")
 
 
 def _who_waits(ranks: tuple[int, ...]) -> str:

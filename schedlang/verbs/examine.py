@@ -233,13 +233,13 @@ def static(file: Path, wish: Wish) -> Outcome:
         found = planned(file, wish.model, wish.knobs, wish.mesh)
         batch = found.model.batch(wish.seed)
         proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
-        said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        lines = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
         if proven.problems:
             return _refused_outcome(
                 outcome, proven.problems, Refusal(*proven.problems).render(PLAIN)
             )
         code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
-        return replace(outcome, code=code, text="\n".join(said))
+        return replace(outcome, code=code, text="\n".join(lines))
 
     outcome = _answer(Outcome(file, STATIC), ask)
     return _check_refusal(outcome, wish.refused) if wish.refused and outcome.code else outcome

@@ -50,10 +50,10 @@ def fabric(
 
     found = planned(file, common.model, common.knob, common.mesh, rows)
     world = found.plan.mesh.world
-    known, told = cluster_of(found.tree) if on is None else cluster_named(on)
+    known, counted = cluster_of(found.tree) if on is None else cluster_named(on)
     if known is None and on is None:
         bad_option("the cluster is missing", "give it: `--on a100`, `--on cluster.toml`")
-    cluster, _ = ranks_of(known or str(on), world if known is not None else told)
+    cluster, _ = ranks_of(known or str(on), world if known is not None else counted)
     hosts = cluster.node_of(world - 1) + 1
     if hosts < 3:
         title = f"{world} ranks of {cluster.name} are {hosts} hosts: there is nothing to choose"

@@ -280,14 +280,14 @@ def posed(
     else:
         plan = Schedule(module, tree, given).plan()
         batches = _make_batches(found, seed, steps_of(plan))
-    meant = None
+    subject = None
     if only is not None:  # expectations are about all rows, not about a part
         plan = replace(only_lines(plan, only), expected=())
     elif plan.expected:
-        meant = _expectation_subject(
+        subject = _expectation_subject(
             tree, found, given, small.whole if small is not None else plan, seed
         )
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=meant)
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=subject)
     command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     return Posed(case, small, command)
 

@@ -97,12 +97,12 @@ def layouts(
     given = given_of(begun.plan, trial.all) if begun else Given()
     meshes = [dict(begun.plan.mesh.sizes)] if begun else list(_meshes(ranks))
     dtype = _computing_dtype(facts, asked.dtype, begun)
-    said: list[str] = []
+    reasons: list[str] = []
     graph = graph_of(trial, dtype)
     question = Question(job, trial, given, begun, graph, dtype, asked.planner)
     # the simulated step chooses between rows and tensors: the sum of operators is too inexact
     kinds = (None,) if begun else (False, True)
-    made = [_best_for_mesh(question, mesh, kind, said) for mesh in meshes for kind in kinds]
+    made = [_best_for_mesh(question, mesh, kind, reasons) for mesh in meshes for kind in kinds]
     best = min((one for one in made if one), key=_step_seconds, default=None)
     other = _best_proposal(job, meshes, dtype) if begun is None else None
     if best is not None and out is not None:
@@ -110,7 +110,7 @@ def layouts(
     if as_json:
         show_json(_plain(job, best, other))
     else:
-        print(fitted("\n".join(_report_lines(name, job, best, other, said)), columns()))
+        print(fitted("\n".join(_report_lines(name, job, best, other, reasons)), columns()))
         if best is not None and out is None:
             print(f"\n{best.file.text}", end="")
         elif best is not None:
@@ -254,8 +254,8 @@ SAME = 0.005
 
 
 def _describe_mode(one: Chosen) -> str:
-    asked = one.placed.asked
-    return f"splits rows (zero {asked.zero})" if asked.mode == "rows" else "splits tensors"
+    options = one.placed.asked
+    return f"splits rows (zero {options.zero})" if options.mode == "rows" else "splits tensors"
 
 
 def _plain(job: Job, best: Laid | None, other: Tried | None) -> dict[str, object]:

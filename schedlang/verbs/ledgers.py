@@ -176,7 +176,7 @@ def _read_dump(path: Path, rank: int) -> Ledger:
         data = path.read_bytes()
         found = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         config = found.get("pg_config", {})
-        lanes = {name: _parse_ranks(told["ranks"]) for name, told in config.items()}
+        lanes = {name: _parse_ranks(group["ranks"]) for name, group in config.items()}
         ops = [_read_entry(one, lanes) for one in found["entries"]]
     except (OSError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
         raise _damaged(path, error) from None

@@ -160,8 +160,8 @@ def _show_transfer(files: tuple[Path, Path], common: Common, apart: bool, as_jso
     from schedlang.verbs.inputs import planned
 
     first, second = (planned(file, common.model, common.knob, common.mesh) for file in files)
-    told = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
-    show_json(told.to_json()) if as_json else print(told.text(*(file.name for file in files)))
+    report = transferred(first.plan, second.plan, first.batch(), first.model.loss, apart=apart)
+    show_json(report.to_json()) if as_json else print(report.text(*(file.name for file in files)))
 
 
 def _show_rank(file: Path, common: Common, alone: Alone, rows: int | None, as_json: bool) -> None:
@@ -173,8 +173,8 @@ def _show_rank(file: Path, common: Common, alone: Alone, rows: int | None, as_js
         bad_option("`--weights` shows what a rank reads of them", "say which: `--rank 0`")
     found = planned(file, common.model, common.knob, common.mesh, rows)
     batch = found.batch() or found.model.batch(0)  # refuses a file without a batch
-    told = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
-    show_json({"exit": 0, **told.to_json()}) if as_json else print(told.text())
+    report = one_rank(found.plan, batch, alone.rank, found.model.loss, alone.weights)
+    show_json({"exit": 0, **report.to_json()}) if as_json else print(report.text())
 
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:

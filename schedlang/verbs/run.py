@@ -325,11 +325,11 @@ def _on_cpu(trained: Trained) -> bool:
 
 def _memory_lines(trained: Trained) -> list[str]:
     """Return one line for the ranks that hold equally much."""
-    alike: dict[Any, list[int]] = {}
+    ranks_by_memory: dict[Any, list[int]] = {}
     for one in trained.memory:
-        alike.setdefault(replace(one, rank=0), []).append(one.rank)
+        ranks_by_memory.setdefault(replace(one, rank=0), []).append(one.rank)
     lines = []
-    for one, ranks in alike.items():
+    for one, ranks in ranks_by_memory.items():
         held = [one.parameters, one.gradients, one.optimizer]
         held += [one.peak] if one.peak is not None else []
         who = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"

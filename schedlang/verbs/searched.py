@@ -175,8 +175,8 @@ def _step_rows(batch: Mapping[str, Any], asked: Search) -> int | None:
         bad_option("`--batch` and `--rows` both say how large a step is", "give one of them")
     tokens = whole(asked.batch, "--batch")
     if not length or tokens % length:
-        said = f"rows of {length} tokens" if length else "rows without tokens"
-        title = f"`--batch {asked.batch}` is no number of {said}, which this model's batch has"
+        rows_text = f"rows of {length} tokens" if length else "rows without tokens"
+        title = f"`--batch {asked.batch}` is no number of {rows_text}, which this model's batch has"
         near = max(1, tokens // length) if length else 8
         bad_option(title, f"give rows: `--rows {near}`")
     return tokens // length
@@ -204,8 +204,8 @@ def _search_best(
         for found in search(profiles, job, limits, progress):
             last = found
             if shown and found.best is not None:
-                said = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
-                print(f"\r{said}", end="", file=sys.stderr, flush=True)
+                status = f"{found.best.least:.4g} s, at most {found.gap:.0%} above the least"
+                print(f"\r{status}", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if last is None or last.best is None:
             raise
@@ -272,15 +272,15 @@ def _describe_setting(found: Found) -> str:
     from schedlang.passes.planner.limits import told
 
     assert found.best is not None
-    said = told(found.best.setting)
-    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if said.pop(name) != 1]
+    setting = told(found.best.setting)
+    axes = [name for name in ("dp", "pp", "cp", "ep", "tp") if setting.pop(name) != 1]
     if "pp" not in axes:
-        said.pop("order")
+        setting.pop("order")
     for name, usual in (("offload", "none"), ("axes", "-".join(AXES))):
-        if said[name] == usual:
-            said.pop(name)
+        if setting[name] == usual:
+            setting.pop(name)
     words = [f"{name} = {told(found.best.setting)[name]}" for name in axes]
-    for name, value in said.items():
+    for name, value in setting.items():
         if name not in ("chunks", "slices") or value != 1:
             words.append(f"{name} {written(value)}")
     return ", ".join(words)

@@ -135,8 +135,8 @@ class Simulated:
         if self.memory is not None and top[most] > self.memory + 1e-9:
             lines.append(f"over the limit of {self.memory:g} M_B, which this order does not obey")
         lines += [f"estimated: {line}" for line in self.estimated]
-        drawn = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
-        return fitted("\n".join(lines), width) + f"\n\n{drawn}"
+        diagram = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
+        return fitted("\n".join(lines), width) + f"\n\n{diagram}"
 
 
 def _short(value: Any) -> str:

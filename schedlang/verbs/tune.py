@@ -239,12 +239,12 @@ def _find_cluster(machine: Machine, tree: File | None) -> tuple[Cluster, int]:
     from schedlang.passes.simulate.nodes import Nodes
 
     own = (None, None) if tree is None else cluster_of(tree)
-    known, told = own if machine.on is None else cluster_named(machine.on)
-    ranks = machine.gpus or told or own[1]
+    known, counted = own if machine.on is None else cluster_named(machine.on)
+    ranks = machine.gpus or counted or own[1]
     if known is None:
         meshes = [one for one in (tree.items if tree is not None else ()) if isinstance(one, Mesh)]
-        said = machine.on or next((one.on for one in meshes), None)
-        title = f"unknown cluster `{said}`" if said else "the cluster is missing"
+        wanted = machine.on or next((one.on for one in meshes), None)
+        title = f"unknown cluster `{wanted}`" if wanted else "the cluster is missing"
         bad_option(title, f"give one of {', '.join(CLUSTERS)}: `--on h100`")
     if ranks is None:
         bad_option("the number of ranks is missing", "give it: `--gpus 64`")

@@ -110,11 +110,11 @@ def verify(
         Pool(
             preload=(*BASE, *PROGRAMS), forked=True
         ) as pool,  # forked before there is another thread
-        Telling(quiet=as_json) as said,
-        unchecked(timeout, as_json, said.close),
+        Telling(quiet=as_json) as progress,
+        unchecked(timeout, as_json, progress.close),
     ):
         found = load_model_file(common.model, file)
-        with said.paused():
+        with progress.paused():
             pool.know(found.files, here=True)
         one = posed(
             file,
@@ -126,8 +126,8 @@ def verify(
             dtype=dtype,
             shrink=shrink,
         )
-        asked = {"pool": pool, "title": file.name, "command": one.command, "progress": said}
-        report = in_one_piece(prove, one.case, **asked)
+        options = {"pool": pool, "title": file.name, "command": one.command, "progress": progress}
+        report = in_one_piece(prove, one.case, **options)
     _print_report(remarked(report, one.small), as_json, html, verbose)
     raise typer.Exit(_exit_code(report))
 
@@ -136,13 +136,13 @@ def _check_options(foreign: Foreign, of_schedule: Mapping[str, object]) -> None:
     """Refuse options that would be ignored: a schedule's for a program, or a program's for a
     schedule."""
     if foreign.against is not None:
-        left = [word for word, value in of_schedule.items() if value]
+        ignored = [word for word, value in of_schedule.items() if value]
         what, help_ = "a schedule", "leave it out: ranks of a program are counted by `--ranks`"
     else:
-        left = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
+        ignored = ["ranks"] * (foreign.ranks is not None) + ["as-given"] * foreign.as_given
         what, help_ = "a program", "name it: `--against program.py`; a schedule has `--mesh dp=4`"
-    if left:
-        bad_option(f"`--{left[0]}` is about {what}, and none is verified", help_)
+    if ignored:
+        bad_option(f"`--{ignored[0]}` is about {what}, and none is verified", help_)
 
 
 def _exit_code(report: Report) -> int:
@@ -166,7 +166,7 @@ def _judge_program(
     unhoarded()  # this process runs only this verb
     path = foreign.against
     assert path is not None
-    with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
+    with Telling(quiet=as_json) as progress, unchecked(timeout, as_json, progress.close):
         named = str(file) if file is not None else model
         given = {"seed": seed, "vary": not foreign.as_given, "told": as_json}
         one = posed(path, named, foreign.ranks, dtype=dtype, **given)
@@ -175,7 +175,7 @@ def _judge_program(
         words += ["--as-given"] * foreign.as_given + [f"--dtype {dtype}"] * (dtype is not None)
         with one.pool() as pool:
             command = " ".join(words)
-            return judge(one.task, pool=pool, title=one.title, command=command, progress=said)
+            return judge(one.task, pool=pool, title=one.title, command=command, progress=progress)
 
 
 def _print_report(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:

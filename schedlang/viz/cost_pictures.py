@@ -70,10 +70,10 @@ def pairs(mesh: Mesh, line: str, found: Iterable[Collective], most: int = MOST) 
     count = min(most, mesh.world // each)
     block = np.minimum(np.arange(mesh.world) // each, count)  # the last one: ranks left out
     total = np.zeros((count + 1, count + 1))
-    alike: Counter[tuple[str, tuple[str, ...], frozenset[int] | None, int | None]] = Counter()
+    sums: Counter[tuple[str, tuple[str, ...], frozenset[int] | None, int | None]] = Counter()
     for one in found:
-        alike[one.kind, mesh.fold(one.axes), one.places, one.to] += one.total
-    for (kind, over, places, to), sent in alike.items():
+        sums[one.kind, mesh.fold(one.axes), one.places, one.to] += one.total
+    for (kind, over, places, to), sent in sums.items():
         groups = _groups(mesh, over, line, places)
         if to is not None:
             target = _ranks_at_place(mesh, line, groups.ravel(), to)
@@ -205,10 +205,9 @@ def _draw_panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
             there = [*enumerate(above), *reversed([*enumerate(below)])]
             points = " ".join(f"{LEFT + k * step:.1f},{y + HIGH - v * scale:.1f}" for k, v in there)
             highest = max(level[place] for level in levels)
-            said = html.escape(f"{name}: at most {size(highest)}")
-            yield (
-                f'<polygon points="{points}" fill="{COLOURS[name]}"><title>{said}</title></polygon>'
-            )
+            tooltip = html.escape(f"{name}: at most {size(highest)}")
+            title = f"<title>{tooltip}</title>"
+            yield f'<polygon points="{points}" fill="{COLOURS[name]}">{title}</polygon>'
         below = above
     yield f'<path class="g" d="M{LEFT:.0f} {y + HIGH:.0f}h{WIDE:.0f}" fill="none"/>'
     yield from _draw_scales(one, y, most, [2 * k // run * step for k in range(len(one.moments))])
@@ -316,15 +315,19 @@ def between(view: View, y: int) -> tuple[list[str], int]:
     sums = pairs(plan.mesh, plan.cuts[0].axis if plan.cuts else "", found)
     if not sums.bytes.any():
         return [], 0
-    drawn = Matrix(sums, y + HEAD)
+    matrix = Matrix(sums, y + HEAD)
     sorts, low = _draw_sorts(view, found, y)
-    parts = [say(MARGIN, y, "sent in a step", "t"), *_traffic_legend(drawn, y), *_draw_names(drawn)]
-    parts += [*_draw_cells(drawn), *sorts]
-    high = HEAD + drawn.cell * len(sums.names)
+    parts = [
+        say(MARGIN, y, "sent in a step", "t"),
+        *_traffic_legend(matrix, y),
+        *_draw_names(matrix),
+    ]
+    parts += [*_draw_cells(matrix), *sorts]
+    high = HEAD + matrix.cell * len(sums.names)
     if sums.ranks < plan.mesh.world:
         high += 18
         words = f"the first {sums.ranks} of {plan.mesh.world} ranks"
-        parts.append(say(drawn.left, y + high - 4, words, "s"))
+        parts.append(say(matrix.left, y + high - 4, words, "s"))
     return parts, round(max(high, low)) + 34
 
 
@@ -361,8 +364,8 @@ def _draw_cells(drawn: Matrix) -> Iterator[str]:
     for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
         value = float(sums.bytes[row, column])
         x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
-        said, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
-        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=said)
+        tooltip, shade = f"{sums.names[row]} to {sums.names[column]}: {words}", drawn.shade(value)
+        yield box(x, y, wide - 1, wide - 1, f"h{shade}", title=tooltip)
         if wide >= WORDY:
             yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
 

@@ -81,9 +81,9 @@ Drawn = tuple[list[str], int]
 def _head(view: View, y: int) -> Drawn:
     plan = view.plan
     mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
-    said = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
-    said += result(plan)
-    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, said, "s")], 48
+    subtitle = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
+    subtitle += result(plan)
+    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, subtitle, "s")], 48
 
 
 def _numel(view: View) -> int:

@@ -153,24 +153,24 @@ def _lines_of(
     plan: Plan, account: Account, action: Action, split: set[str], each: bool
 ) -> Iterator[Line]:
     def key(site: str) -> tuple[str, str]:
-        sign, said = _sign_of(plan, action, site, split), _describe_row(plan, action, site)
-        return (sign, f"{said}\n{site}") if each else (sign, said)
+        sign, description = _sign_of(plan, action, site, split), _describe_row(plan, action, site)
+        return (sign, f"{description}\n{site}") if each else (sign, description)
 
     mine = [one for one in account.collectives or () if one.row == action.row]
     groups = alike(action.sites, key)
-    for place, ((_, (sign, said)), sites) in enumerate(groups.items()):
+    for place, ((_, (sign, description)), sites) in enumerate(groups.items()):
         last = place == len(groups) - 1  # collectives of no group go with the last
-        taken = [one for one in mine if last or _is_at_modules(one, sites)]
-        mine = [one for one in mine if one not in taken]
+        included = [one for one in mine if last or _is_at_modules(one, sites)]
+        mine = [one for one in mine if one not in included]
         yield Line(
             sign,
             pattern(sites, plan.model.sites),
             sites,
             action.name,
-            said.split("\n")[0],
+            description.split("\n")[0],
             action.row,
             _place(action),
-            _effects(taken),
+            _effects(included),
         )
 
 
@@ -294,10 +294,12 @@ def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row
         if narrow:
             head, rest = joined(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
             fits = len(head) + len(rest) + 2 <= width
-            said = [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+            printed = (
+                [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+            )
         else:
-            said = [joined(first, own)]
-        return said + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
+            printed = [joined(first, own)]
+        return printed + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
 
     return lay
 

@@ -59,8 +59,8 @@ def _name_events(process: int, name: str, times: Timing) -> Iterator[str]:
     copied = np.unique(t.rank[np.isin(t.kind, COPIES)]).tolist()
     threads = [(rank, 2 * rank, f"rank {rank}") for rank in range(t.ranks)]
     threads += [(rank, 2 * rank + 1, f"rank {rank}, copies") for rank in copied]
-    for _, number, said in sorted(threads):
-        yield _meta_event("thread_name", process, number, {"name": said})
+    for _, number, title in sorted(threads):
+        yield _meta_event("thread_name", process, number, {"name": title})
         yield _meta_event("thread_sort_index", process, number, {"sort_index": number})
 
 
@@ -89,8 +89,8 @@ def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]
     for thread, kind, stage, micro, replica, part, version, level, start, took in zip(
         *(column.tolist() for column in columns)
     ):
-        name, said = words[kind]
-        args = f'"stage": {stage}, "microbatch": {micro}, "kind": "{said}"'
+        name, kind_word = words[kind]
+        args = f'"stage": {stage}, "microbatch": {micro}, "kind": "{kind_word}"'
         args += f', "replica": {replica}' if several else ""
         args += f', "slice": {part}' if sliced else ""
         args += f', "version": {version}' if version else ""
@@ -99,7 +99,7 @@ def _operation_events(process: int, times: Timing, unit: float) -> Iterator[str]
         shape = f'"ph": "X", "dur": {took:.6g}' if took > 0 else '"ph": "i", "s": "t"'
         yield (
             f'{{{shape}, "pid": {process}, "tid": {thread}, "ts": {start:.9g}, '
-            f'"name": "{title}", "cat": "{said}", "args": {{{args}}}}}'
+            f'"name": "{title}", "cat": "{kind_word}", "args": {{{args}}}}}'
         )
 
 
@@ -108,8 +108,8 @@ def _flow_events(process: int, times: Timing, unit: float) -> Iterator[str]:
     consumer."""
     t = times.timeline
     made, used = dependencies(t)
-    apart = t.rank[made] != t.rank[used]
-    made, used = made[apart], used[apart]
+    crossing = t.rank[made] != t.rank[used]
+    made, used = made[crossing], used[crossing]
     took = times.end - times.start
     leaves = (times.end[made] - took[made] / 1000) * unit
     comes = (times.start[used] + took[used] / 1000) * unit
@@ -352,8 +352,8 @@ def _extra_pairs(t: Timeline) -> list[tuple[int, int]]:
     """Return pairs on one rank that its order does not imply, and those of barriers."""
     made, used = dependencies(t)
     copies = np.isin(t.kind, COPIES)
-    told = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
-    pairs = [(made[told], used[told])]
+    explicit = (t.rank[made] == t.rank[used]) & ((made > used) | copies[made])
+    pairs = [(made[explicit], used[explicit])]
     if (t.kind == Kind.BARRIER).any():
         pairs += barriers(t, copies)
     return [pair for a, b in pairs for pair in zip(a.tolist(), b.tolist())]

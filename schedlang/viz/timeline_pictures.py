@@ -328,9 +328,9 @@ def _draw_transfers(times: Timing, scale: float, tops: Sequence[int], left: int)
     """Draw transfers between ranks, from the end of the producer to the start of the consumer."""
     t = times.timeline
     made, used = dependencies(t)
-    apart = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
+    crossing = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
     found: dict[str, list[str]] = {"way": [], "way back": []}
-    for a, b in zip(made[apart].tolist(), used[apart].tolist()):
+    for a, b in zip(made[crossing].tolist(), used[crossing].tolist()):
         kind = "way" if t.kind[a] == Kind.F else "way back"
         x1, x2 = left + float(times.end[a]) * scale, left + float(times.start[b]) * scale
         y1, y2 = tops[int(t.rank[a])], tops[int(t.rank[b])]

@@ -138,13 +138,13 @@ def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
     left = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
     lines = []
-    for before, label, said in rows:
-        line = f"{before.ljust(left)}  {label.ljust(middle)}  {said}".rstrip()
+    for before, label, details in rows:
+        line = f"{before.ljust(left)}  {label.ljust(middle)}  {details}".rstrip()
         if width is not None and len(line) > width:
             stem = before[: len(before) - len(before.lstrip("│├└─ "))]
             if before != stem:  # a module's first line, not a further parameter
                 lines.append(f"{before.ljust(left)}  {label}".rstrip())
-            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {said}"
+            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {details}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -161,10 +161,10 @@ def _tree_rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, st
 
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if here or below else ""
-    said = [str(tensor) for tensor in node.tensors]
+    lines = [str(tensor) for tensor in node.tensors]
     if not node.tensors and (node.children or node.cut):
-        said = [f"{number(node.numel)} parameters" + (" each" if times else "")]
-    for place, words in enumerate(said or [""]):
+        lines = [f"{number(node.numel)} parameters" + (" each" if times else "")]
+    for place, words in enumerate(lines or [""]):
         yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
     for place, child in enumerate(node.children):
         last = place == len(node.children) - 1

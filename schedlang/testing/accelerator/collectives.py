@@ -242,10 +242,10 @@ class Communicator(Group):
 
 
 def _describe_tensors(tensors: Sequence[Tensor], op: Any = None) -> list[Any]:
-    said = [f"{str(t.dtype).removeprefix('torch.')}[{t.numel()}]" for t in tensors[:12]]
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}[{t.numel()}]" for t in tensors[:12]]
     if op is None:
-        return [len(tensors), said]
-    return [len(tensors), said, getattr(getattr(op, "op", op), "name", str(op))]
+        return [len(tensors), shapes]
+    return [len(tensors), shapes, getattr(getattr(op, "op", op), "name", str(op))]
 
 
 def _part_bytes(t: Tensor, rows: Sequence[int], size: int) -> list[int]:

@@ -50,8 +50,8 @@ def unavailable() -> str:
 
 
 def _compiler() -> str | None:
-    asked = os.environ.get("CXX")
-    return shutil.which(asked) if asked else shutil.which("g++") or shutil.which("c++")
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
 
 
 @cache
@@ -60,9 +60,9 @@ def library() -> Path:
     text = hashlib.sha256(repr((torch.__version__, torch.version.git_version, _FLAGS)).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.read_bytes())
-    asked = os.environ.get("TORCH_EXTENSIONS_DIR")
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(asked) if asked else Path(cache_home) / "schedlang"
+    root = Path(chosen) if chosen else Path(cache_home) / "schedlang"
     abi = sysconfig.get_config_var("SOABI")
     return root / f"{LIBRARY}-{torch.__version__}-{abi}-{text.hexdigest()[:16]}" / f"{LIBRARY}.so"
 
@@ -112,8 +112,8 @@ def _compile(target: Path) -> None:
             [*command, str(whole), "-o", str(made), *libraries], capture_output=True, text=True
         )
         if done.returncode:
-            told = "\n".join(done.stderr.splitlines()[:40])
-            raise Unavailable(f"the simulated accelerator does not compile here:\n{told}")
+            errors = "\n".join(done.stderr.splitlines()[:40])
+            raise Unavailable(f"the simulated accelerator does not compile here:\n{errors}")
         os.replace(made, target)
 
 
@@ -131,9 +131,9 @@ def registered() -> Any:
     accelerator as unavailable.
     """
     core = load()
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", NAME):
-        raise Unavailable(f"another device holds torch's place for one more: {taken}")
+    backend_name = torch._C._get_privateuse1_backend_name()
+    if backend_name not in ("privateuseone", NAME):
+        raise Unavailable(f"another device holds torch's place for one more: {backend_name}")
     backend: Any = torch.utils.backend_registration
     backend.rename_privateuse1_backend(NAME)
     core.register()

@@ -382,14 +382,14 @@ class Group:
 
     def wait_for(self, work: Work) -> None:
         """Wait until the data of a work is available; raise on deadlock, mismatch and time-out."""
-        began, told = time.monotonic(), False
+        began, published = time.monotonic(), False
         try:
             while not self._has_arrived(work):
                 waited = time.monotonic() - began
                 if waited > STUCK_AFTER:
                     self.compare(work)
                     self._publish_wait(work)
-                    told = True
+                    published = True
                     self._check_deadlock(work)
                 if waited > self.timeout.total_seconds():
                     missing = [self.ranks[r] for r in self._blockers(work)]
@@ -398,7 +398,7 @@ class Group:
                         f"waits for ranks {missing}, which are busy with something else"
                     )
         except (Deadlock, Mismatch) as error:
-            State.stuck = told and isinstance(error, Deadlock)
+            State.stuck = published and isinstance(error, Deadlock)
             self.fail(error)
             raise
         except Unequal as error:
@@ -412,7 +412,7 @@ class Group:
             self.compare(work)  # a mismatch may be the cause
             raise RuntimeError(f"{BACKEND}: {work} failed on rank {State.me}: {error}") from error
         finally:
-            if told and not State.stuck and State.world is not None:
+            if published and not State.stuck and State.world is not None:
                 State.world.write(0, None)
         try:
             self.compare(work)
@@ -541,5 +541,5 @@ class Group:
 
 
 def _describe_row(row: Any) -> str:
-    _, name, told, _ = row
-    return f"{name} {told}" if told is not None else str(name)
+    _, name, details, _ = row
+    return f"{name} {details}" if details is not None else str(name)

@@ -246,7 +246,7 @@ def simulated(
     """
     core = registered()
     before = core.set_devices(devices)
-    kept, told = core.set_timeline(timeline), core.set_lines(lines)
+    timeline_before, lines_before = core.set_timeline(timeline), core.set_lines(lines)
     simulation = Simulation(core)
     try:
         core.set_device(0) if not before else None
@@ -257,8 +257,8 @@ def simulated(
         try:
             simulation.settle()
         finally:
-            core.set_timeline(kept)
-            core.set_lines(told)
+            core.set_timeline(timeline_before)
+            core.set_lines(lines_before)
             core.set_devices(before)
 
 

@@ -96,8 +96,8 @@ def _random_grads(results: Sequence[Tensor]) -> list[Tensor]:
     """Return a gradient for each result, equal for every implementation and dtype."""
     found = []
     for place, y in enumerate(results):
-        drawn = _random_tensor(y.shape, 10 + place, y.device)
-        found.append(drawn.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
+        grad = _random_tensor(y.shape, 10 + place, y.device)
+        found.append(grad.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
     return found
 
 

@@ -138,8 +138,8 @@ class Blind(check.Case):
         keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
         seeing = without_blind(q, found)
         out = F.scaled_dot_product_attention(seeing, keys, values, found.mask)
-        laid = out.transpose(1, 2).contiguous()
-        return with_keys_of_blind(laid, lines, found, None).transpose(1, 2)
+        contiguous = out.transpose(1, 2).contiguous()
+        return with_keys_of_blind(contiguous, lines, found, None).transpose(1, 2)
 
     def _mask(self, like: Tensor) -> Tensor:
         rows, _, length, _ = self.shape

@@ -139,14 +139,14 @@ class _Run:
                 running = child.poll() is None
                 *lines, rest = (rest + file.read()).split("\n")
                 for line in lines:
-                    heard: dict[str, Any] = json.loads(line)
+                    event: dict[str, Any] = json.loads(line)
                     since = time.monotonic()
-                    if "names" in heard:
-                        self.names = heard["names"]
-                    elif "begins" in heard:
-                        begun = heard["begins"]
-                    elif "found" in heard:
-                        self._note(Found(**heard["found"]))
+                    if "names" in event:
+                        self.names = event["names"]
+                    elif "begins" in event:
+                        begun = event["begins"]
+                    elif "found" in event:
+                        self._note(Found(**event["found"]))
                         begun = None
                     else:
                         return None, None
@@ -217,9 +217,9 @@ def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found
     """Run a case, then `check`, and return the outcome; raise nothing."""
     start, numbers, note = time.perf_counter(), {}, ""
     try:
-        told = case.run()
+        result = case.run()
         check()
-        outcome, note, numbers = "ok", told.note, dict(told.numbers)
+        outcome, note, numbers = "ok", result.note, dict(result.numbers)
     except Wrong as error:
         outcome, note = "wrong", str(error)
     except Skipped as error:

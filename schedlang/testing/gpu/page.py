@@ -41,8 +41,8 @@ def here(setup: Setup, parts: Sequence[str], seconds: float) -> Here:
 
     name, driver, memory = setup.device, "none", ""
     if setup.timed:
-        told = torch.cuda.get_device_properties(0)
-        name, memory = told.name, f"{told.total_memory / 2**30:.0f} GiB"
+        properties = torch.cuda.get_device_properties(0)
+        name, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         driver = _driver()
     return Here(
         device=name,
@@ -144,7 +144,7 @@ def _contents() -> str:
 
 def page(place: Here, found: Sequence[Found]) -> str:
     """Return the whole page."""
-    said = "\n".join(_summary_lines(place, found))
+    summary = "\n".join(_summary_lines(place, found))
     parts = [
         _part_section(
             part.name,
@@ -155,7 +155,7 @@ def page(place: Here, found: Sequence[Found]) -> str:
         for part in PARTS
         if any(one.part == part.name for one in found)
     ]
-    return f"{_HEAD}\n{said}\n{_failures(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
+    return f"{_HEAD}\n{summary}\n{_failures(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
 
 
 def _summary_lines(place: Here, found: Sequence[Found]) -> Iterator[str]:
@@ -169,8 +169,8 @@ def _summary_lines(place: Here, found: Sequence[Found]) -> Iterator[str]:
     yield f"| Liger | {place.liger} |"
     yield f"| Python | {place.python} |"
     yield f"| date | {place.date} |"
-    left = [part.name for part in PARTS if part.name not in place.parts]
-    more = f", without {', '.join(left)}" if left else ""
+    omitted = [part.name for part in PARTS if part.name not in place.parts]
+    more = f", without {', '.join(omitted)}" if omitted else ""
     yield f"| run | {place.size} shapes{more}, {place.seconds:.0f} s |"
     yield f"| cases | {counted(found)} |"
 
@@ -180,8 +180,8 @@ def _failures(found: Sequence[Found]) -> str:
     late = sum(one.outcome == "late" for one in found)
     if not bad:
         of = f"Of {len(found) - late} cases nothing" if late else "Nothing"
-        left = f" For {late} no time was left: they show nothing." if late else ""
-        return f"\n{of} was wrong, and nothing failed.{left}\n"
+        unrun = f" For {late} no time was left: they show nothing." if late else ""
+        return f"\n{of} was wrong, and nothing failed.{unrun}\n"
     rows = "".join(
         f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in bad
     )
@@ -190,11 +190,11 @@ def _failures(found: Sequence[Found]) -> str:
 
 def _part_section(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
     table = _TABLES[name](found) if timed else ""
-    left = [one for one in found if not (timed and one.outcome == "ok")]
-    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in left)
-    told = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
-    between = "\n" if table and told else ""
-    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{told}"
+    others = [one for one in found if not (timed and one.outcome == "ok")]
+    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in others)
+    listing = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
+    between = "\n" if table and listing else ""
+    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{listing}"
 
 
 def _cell(text: str) -> str:
@@ -209,13 +209,13 @@ def _contest_table(found: Sequence[Found]) -> str:
     for one in found:
         if one.outcome != "ok":
             continue
-        told: dict[str, Any] = dict(one.numbers)
-        seconds, peak = told["seconds"], told["peak"]
+        numbers: dict[str, Any] = dict(one.numbers)
+        seconds, peak = numbers["seconds"], numbers["peak"]
         ours = seconds["ours"]
         others = [f"{seconds[way] / ours:.2f}" if way in seconds else "-" for way in _WAYS[1:]]
         mib = f"{peak['ours'] / 2**20:.0f} of {peak.get('eager', 0) / 2**20:.0f}"
         rows.append(
-            f"| {one.name} | {ours * 1e6:.0f} | {told['floor'] / ours:.0%} "
+            f"| {one.name} | {ours * 1e6:.0f} | {numbers['floor'] / ours:.0%} "
             f"| {' | '.join(others)} | {mib} |\n"
         )
     head = (
@@ -230,11 +230,11 @@ def _layer_table(found: Sequence[Found]) -> str:
     """Format tokens per second and bytes of each implementation."""
     rows = []
     for one in (one for one in found if one.outcome == "ok"):
-        told: dict[str, Any] = dict(one.numbers)
-        mfu = f"{told['mfu']:.1%}" if "mfu" in told else "-"
+        numbers: dict[str, Any] = dict(one.numbers)
+        mfu = f"{numbers['mfu']:.1%}" if "mfu" in numbers else "-"
         rows.append(
-            f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
-            f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n"
+            f"| {numbers['shape']} | {numbers['way']} | {numbers['tokens_per_second']:.0f} "
+            f"| {numbers['peak_gib']:.1f} | {mfu} | {numbers['loss']:.4f} |\n"
         )
     head = (
         "| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"

@@ -287,9 +287,9 @@ def trained(subject: Subject, shape: Shape, device: str) -> Seen:
     for step, given in enumerate(batches(shape, device)):
         seen[f"loss {step}"] = program.train_step(given).detach().cpu()
     errors = program.replica_errors()
-    apart = max(errors.values())
-    if apart != 0.0:
-        raise Wrong(f"copies of `{max(errors, key=errors.__getitem__)}` are {apart:.2g} apart")
+    largest = max(errors.values())
+    if largest != 0.0:
+        raise Wrong(f"copies of `{max(errors, key=errors.__getitem__)}` are {largest:.2g} apart")
     dtype = getattr(torch, subject.dtype)
     return seen | moved(shape, dtype, program.state_dict())
 
@@ -337,10 +337,10 @@ def _run_on_one_rank(subject: Subject, setup: Setup) -> Told:
         raise Skipped("Triton compiles nothing for this device, and is not interpreted here")
     world_of_one(setup)
     before = _count_kernel_runs()
-    told = _compare_program(subject, setup)
+    result = _compare_program(subject, setup)
     if subject.kernels and _count_kernel_runs() == before:
         raise Wrong("no kernel ran: the torch references did")
-    return told
+    return result
 
 
 def _compare_program(subject: Subject, setup: Setup) -> Told:
@@ -497,9 +497,11 @@ def _run_compiled(subject: Subject, setup: Setup) -> Told:
     if not sum(made):
         raise Wrong("nothing was compiled: the regions ran eagerly")
     found |= moved(shape, getattr(torch, subject.dtype), program.state_dict())
-    told = against(subject, shape, setup.device, found)
+    result = against(subject, shape, setup.device, found)
     several = "s" if sum(made) != 1 else ""
-    return Told(f"{sum(made)} graph{several}, {told.note}", {**told.numbers, "graphs": sum(made)})
+    return Told(
+        f"{sum(made)} graph{several}, {result.note}", {**result.numbers, "graphs": sum(made)}
+    )
 
 
 # -- offloading during a step ----------------------------------------------------------------------
@@ -559,8 +561,8 @@ def _check_copies(setup: Setup) -> Told:
         raise Wrong("what came back is not what went")
     rates = [x.nbytes / span / 1e9 for span in spans]
     names = ("to the host", "back")
-    said = ", ".join(f"{rate:.1f} GB/s {name}" for rate, name in zip(rates, names, strict=False))
-    return Told(said, {"bytes_per_second": [rate * 1e9 for rate in rates]})
+    note = ", ".join(f"{rate:.1f} GB/s {name}" for rate, name in zip(rates, names, strict=False))
+    return Told(note, {"bytes_per_second": [rate * 1e9 for rate in rates]})
 
 
 def _check_peak(setup: Setup) -> Told:
