@@ -1,4 +1,4 @@
-"""Rows of a judged program beside those of every observation, and the joining of its outputs."""
+"""Rows and gaps that only judged programs have, and assembly of the ranks' outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHANGED, UNLIKE = "the program changed it before the first step", "ranks start f
 def alike(
     expected: Observation, actual: Observation, kept: Kept
 ) -> tuple[Observation, Observation]:
-    """Both sides with the same things in them; what the program does not offer is missing."""
+    """Give both observations the same contents; mark what the program lacks as missing."""
     missing = set(actual.missing) | {"input gradients", "generator state", "dropout draws"}
     for kind, offer in (("outputs", "evaluate"), ("training outputs", "output")):
         missing |= set() if offer in kept.offers else {kind}
@@ -78,7 +78,7 @@ _OUTPUTS = ("outputs", "training outputs")
 
 
 def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
-    """Yield what ranks gave of an output, in their order."""
+    """Yield ranks' values of an output, in the order of ranks."""
     for rank in itertools.count():
         value = actual.tensors.get(key._replace(name=f"{key.name}.{rank}"))
         if value is None:
@@ -87,9 +87,9 @@ def _parts(actual: Observation, key: Key) -> Iterator[Tensor]:
 
 
 def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
-    """The whole output of the ranks' parts: alike ones once, laid as they make the right one.
+    """Assemble a full output from ranks' parts, equal parts once, in the arrangement that is right.
 
-    Where no way makes that, it is the first that has its shape.
+    If no arrangement gives the right output, return the first with its shape.
     """
     alone: list[Tensor] = []
     for part in parts:
@@ -103,7 +103,7 @@ def _put_together(parts: Sequence[Tensor], want: Tensor) -> Tensor | None:
 
 
 def _wholes(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
-    """Yield what parts make side by side along a dim, in turns along one, and as a grid of two."""
+    """Yield concatenations of parts along a dim, interleaved along a dim, and as a 2-D grid."""
     for dim in range(dims):
         yield from _along(parts, dim)
         if len({part.shape for part in parts}) == 1 and parts[0].dim() > dim:
@@ -117,20 +117,20 @@ def _wholes(parts: Sequence[Tensor], dims: int) -> Iterator[Tensor]:
 
 
 def _along(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
-    """Yield the parts side by side along a dim, if they are alike in others."""
+    """Yield the concatenation along a dim, if the other sizes are equal."""
     with contextlib.suppress(RuntimeError, IndexError):
         yield torch.cat([*parts], dim)
 
 
 def _may_make(parts: Sequence[Tensor], want: Tensor) -> bool:
-    """Whether parts may be some of a tensor, cut in a way that is not known."""
+    """Return whether parts may be pieces of a tensor, divided in an unknown way."""
     fits = all(p.dim() == want.dim() for p in parts)
     fits = fits and all(a <= b for p in parts for a, b in zip(p.shape, want.shape))
     return fits and sum(part.numel() for part in parts) >= want.numel()
 
 
 def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
-    """Whether the program starts from the weights that it was given, and holds all of them."""
+    """Yield a row for each parameter: whether ranks hold all of it with the given values."""
     assert kept.holdings is not None and kept.initial is not None
     for name, p in original.named_parameters():
         value, lost = kept.initial.get(name), kept.holdings.missing.get(name, 0)
@@ -148,7 +148,7 @@ def initial(original: nn.Module, kept: Kept) -> Iterator[Row]:
 
 
 def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
-    """Whether ranks drop wherever the original does."""
+    """Yield a row for each of the original's dropout modules: whether ranks drop there."""
     lost = kept.met.lost(drops)
     for site in drops.sites:
         note = "no rank drops there" if site in lost else kept.masks.get(site, "")
@@ -160,8 +160,8 @@ def dropped(drops: Drops, kept: Kept) -> Iterator[Row]:
 def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]) -> Iterator[Row]:
     """Compare what the program saves with what its ranks hold, under the original's names.
 
-    These are the names by which the original itself loads it. A form of the program's own, that
-    has none of them, is not looked into where the program loads it back.
+    The names are those by which the original loads its state. A state without any of them is not
+    examined if the program can load it.
     """
     if kept.saved is None or (not kept.saved and kept.loaded is not None):
         return
@@ -195,7 +195,7 @@ def saved(case: Case, actual: Observation, kept: Kept, told: Sequence[Condition]
 
 
 def of_dropout(drops: Drops, kept: Kept) -> Iterator[Gap]:
-    """Yield what of dropout and other random numbers is not compared."""
+    """Yield gaps of dropout and of other random numbers."""
     for name in sorted(kept.met.unknown):
         said = f"dropout of `{name}` (its part of the whole is not known)"
         yield Gap(said, "dropout that is wrong there")
@@ -209,7 +209,7 @@ def of_dropout(drops: Drops, kept: Kept) -> Iterator[Gap]:
 
 
 def of_saved(kept: Kept) -> tuple[Gap, ...]:
-    """List what is not compared of saved state, as the program does not offer it."""
+    """List gaps of saved state, for what the program does not offer."""
     if "state_dict" not in kept.offers:
         return (Gap("saved state (not offered)", "state that is saved or loaded wrongly"),)
     if kept.loaded is None:
@@ -219,7 +219,7 @@ def of_saved(kept: Kept) -> tuple[Gap, ...]:
 
 
 def _unlike(want: Tensor | None, value: Tensor | None) -> str:
-    """Say how what is saved is not what is held; "" if it is."""
+    """Describe how a saved tensor differs from the held one; "" if it does not."""
     if value is None or want is None:
         return "lost" if value is None else "extra"
     if value.shape != want.shape or value.dtype != want.dtype:
@@ -229,7 +229,7 @@ def _unlike(want: Tensor | None, value: Tensor | None) -> str:
 
 
 def checked(optimizer: Any) -> Any:
-    """A program's optimizer, made for the original; refused (S767) where it makes none."""
+    """Wrap a program's optimizer for the original; it refuses (S767) a function that makes none."""
     where = "in the process of the original, which has no ranks"
     return lambda named: check_optimizer(optimizer(named), where)
 
@@ -237,10 +237,10 @@ def checked(optimizer: Any) -> Any:
 def as_trained(
     told: Sequence[Condition], seen: Observation, kept: Kept
 ) -> tuple[list[Condition], Observation]:
-    """The conditions as the original is to train under them, and what was seen by their names.
+    """Return the original's conditions, and the observation under the names of these conditions.
 
-    It takes the program's own optimizer, if that has one, over names of groups: what a program
-    fused does not decay apart.
+    The original uses the program's own optimizer, if there is one, and parameters under the names
+    of their groups: parameters that a program fuses share one weight decay.
     """
     assert kept.holdings is not None
     groups, told = kept.holdings.groups, list(told)

@@ -1,4 +1,7 @@
-"""Calls of modules in a step: what each gives, or takes, and the gradients that come back to it."""
+"""Record the module calls of one step: outputs or inputs, and gradients of the outputs.
+
+Used on both sides to find the first module that differs (`modules.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ At = tuple[Frame, int]  # a call of a module, and which of the tensors that it g
 
 @dataclass
 class Seen:
-    """Outputs of a call of a module, and the gradient that comes back to it; by float tensor."""
+    """One call of a module: its float outputs, and the gradient of each output."""
 
     outputs: list[Tensor]
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -26,7 +29,7 @@ class Seen:
 
 @dataclass
 class Run:
-    """The calls of a step, in the order in which they return, and that of their gradients."""
+    """All module calls of a step, in the order of returns, and the order of their gradients."""
 
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[At] = field(default_factory=list)
@@ -34,7 +37,7 @@ class Run:
     parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
 
     def of(self, at: At, back: bool = False) -> Tensor:
-        """An output, or the gradient that comes back to it."""
+        """Return an output, or the gradient with respect to the output."""
         seen = self.calls[at[0]]
         return seen.gradients[at[1]] if back else seen.outputs[at[1]]
 
@@ -46,10 +49,10 @@ def followed(
     live: bool = False,
     taken: bool = False,
 ) -> Run:
-    """Run a step, and note what modules, each by its name, give and get back.
+    """Run a step, and record the outputs of modules and the gradients of these outputs.
 
-    live   the tensors themselves, too
-    taken  what they take in the place of what they give: of a DTensor this rank's part, as floats
+    live   also store the output tensors themselves, with their autograd graph
+    taken  record the inputs instead of the outputs: the local part of a DTensor, as float64
     """
     run, turns = Run(), dict.fromkeys(modules, 0)
 
@@ -83,9 +86,9 @@ def followed(
 
 
 def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Run:
-    """Run a step, and again; the first unless it calls modules that the second does not.
+    """Run a step twice; return the second record if the two called different modules.
 
-    A first step may try modules on numbers that nobody made, to learn shapes, as pipelines do.
+    A first step may also call modules on dummy inputs, to learn shapes, as pipelines do.
     """
     first, second = (followed(modules, step) for _ in range(2))
     return first if first.calls.keys() == second.calls.keys() else second
@@ -101,7 +104,7 @@ def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A copy, of a DTensor all of it."""
+    """Return a copy of a tensor, of a DTensor the full tensor."""
     value = tensor.detach()
     full = getattr(value, "full_tensor", None)
     return (full() if full is not None else value).clone()

@@ -1,7 +1,7 @@
-"""The arithmetic of mistakes in a low dtype: which right value is as near as roundings leave it.
+"""Explain wrong tensors in a low dtype: find a correction that brings them within their bounds.
 
-In few bits no pattern fits to the last digit. A wrong tensor is held against its bound once more as
-it would be without the mistake: divided by a factor, or put together from what ranks have.
+In a low dtype no pattern fits to the last digit. So a wrong tensor is corrected (divided by a
+factor, or assembled otherwise from ranks' copies), and compared with its bound once more.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
 @dataclass(frozen=True)
 class Remembered:
-    """Runs of the original; the first step of each is kept, which is all that causes ask for."""
+    """Runs of the original, of which the values of the first step are cached."""
 
     run: Run
     steps: dict[int, Observation] = field(default_factory=dict)
 
     def __call__(self, draw: int) -> Observation:
-        """Run it, all steps."""
+        """Run all steps."""
         seen = self.run(draw)
         self.steps[draw] = _of_a_step(seen)
         return seen
 
     def step(self, draw: int) -> Observation:
-        """The first step of a run, which is run only where it was not."""
+        """Return the first step of a run; run it only if it is not cached."""
         if draw not in self.steps:
             self(draw)
         return self.steps[draw]
@@ -67,10 +67,11 @@ def causes(
     parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
-    """Say how wrong gradients of the first step, or else its loss or norm, come from right ones.
+    """Explain wrong gradients of the first step, or else its wrong loss or gradient norm.
 
-    Only of runs that clip nothing. Each sentence holds within the bounds of what it names. `where`
-    is the first module that is wrong, `parts` yield gradients of parts of a batch in float64.
+    Only runs without clipping are explained. A sentence is given only if the corrected values are
+    within the bounds of all tensors that it names. `where` is the first wrong module; `parts` give
+    float64 gradients of parts of the batch.
     """
     if other := other_start([row for row in rows if not row.ok]):
         return other
@@ -101,13 +102,13 @@ def causes(
 
 
 def _of_a_step(seen: Observation) -> Observation:
-    """The values that are mended here: those of the first step of runs that clip nothing."""
+    """Keep the values that can be corrected: of the first step, in runs without clipping."""
     first = {k: v for k, v in seen.tensors.items() if not k.step and "clipped" not in k.condition}
     return Observation({k: v for k, v in first.items() if k.kind in _KINDS})
 
 
 def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
-    """Yield the tensors that fail in the first step of a run that clips nothing."""
+    """Yield the tensors of a kind that fail in the first step of a run without clipping."""
     for row in rows:
         name = row.name
         if row.kind == "replicas" and name.startswith(_COPIES) and kind == "gradients":
@@ -121,7 +122,7 @@ def _wrong(rows: Sequence[Row], bounds: Bounds, kind: str) -> Iterator[Key]:
 
 
 def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended) -> dict[Key, str]:
-    """The words for those that are right once they are mended."""
+    """Return the sentence for each tensor that is within its bound after a correction."""
     found = {k: mended(k, v) for k in keys if (v := seen.tensors.get(k)) is not None}
     known = {key: one for key, one in found.items() if one is not None}
     if not known:
@@ -135,7 +136,7 @@ def _held(bounds: Bounds, seen: Observation, keys: Sequence[Key], mended: Mended
 
 
 def _of_copies(kept: Kept, mean: bool) -> Mended:
-    """The mean, or the sum, of what ranks have of the same elements, where they differ."""
+    """Make a correction: the mean, or the sum, of ranks' differing copies of the same elements."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
         copies = [c for c in kept.of(key.condition, key.name) if c.held is not None]
@@ -165,7 +166,7 @@ def _of_copies(kept: Kept, mean: bool) -> Mended:
 
 
 def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended:
-    """The value divided by its factor, or by the number that this is nearest to."""
+    """Make a correction: the value divided by its factor, or by the named number nearest to it."""
 
     def mended(key: Key, value: Tensor) -> tuple[str, Tensor] | None:
         found = factors.get(key, 0.0)
@@ -181,9 +182,9 @@ def _of_factor(sizes: Mapping[str, int], factors: Mapping[Key, float]) -> Mended
 def _of_parts(
     bounds: Bounds, seen: Observation, keys: Sequence[Key], parts: Parts
 ) -> Iterator[Mended]:
-    """Yield for each cut of a batch what its parts make: their plain mean, or other sums of them.
+    """Yield corrections for each division of a batch: a plain mean of the parts, and weighted sums.
 
-    In few bits one tensor tells the weights of a sum too little: all together do.
+    In a low dtype the weights of a sum cannot be found from one tensor, only from all together.
     """
     each = {
         key: [*parts.of_rows(key.name, key.condition), *parts.of_words(key.name, key.condition)]
@@ -221,7 +222,7 @@ def _of_parts(
 
 
 def _times(bounds: Bounds, seen: Observation, cut: Mapping[Key, Cut]) -> list[float] | None:
-    """Tell how often parts of a batch count in all gradients together, if they are sums of them."""
+    """Find how often each part of a batch counts in all gradients; None: they are no such sums."""
     columns, got, want = list[Tensor](), list[Tensor](), list[Tensor]()
     for key, one in cut.items():
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
@@ -248,7 +249,7 @@ _WHOLE = (0.0, 0.25, 1 / 3, 0.5, 1.0, 2.0, 3.0, 4.0)
 
 
 def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key, float]:
-    """Return by which factor each value is off that should be the original's, on the whole."""
+    """Return the least-squares factor between each value and the original's."""
     found = {}
     for key in keys:
         x, r = seen.tensors.get(key), bounds.exact.tensors[key]
@@ -259,7 +260,7 @@ def _factors(bounds: Bounds, seen: Observation, keys: Sequence[Key]) -> dict[Key
 
 
 def _near(factors: Mapping[Key, float]) -> dict[Key, float]:
-    """The factors, each the middle one of those that are near to each other."""
+    """Replace each factor by the median of the group of factors near it."""
     groups: list[list[Key]] = []
     for key in sorted(factors, key=lambda one: factors[one]):
         if groups and math.isclose(factors[groups[-1][0]], factors[key], rel_tol=NEAR):

@@ -1,10 +1,10 @@
-"""Choices that roundings tip, in a program that is judged in a low dtype: held as ranks made them.
+"""Discrete choices (top-k and similar) that a rounding may change, in a low dtype.
 
-A model that sends words to the best of its experts is another function wherever two scores are so
-near that a rounding tips the choice: no bound of errors covers that.  So all runs of the original
-choose as the one in float64 does.  Where ranks choose otherwise, and the scores differ by no more
-than roundings move them, the original is run again, and chooses as the ranks did.  Words are told
-apart by their scores: nothing need be known of how ranks split rows or name modules.
+A model that routes tokens to the best experts is another function where two scores are so close
+that a rounding changes the choice; no error bound covers that. So all runs of the original choose
+as its float64 run does. Where ranks choose otherwise, and the scores differ by no more than
+roundings move them, the original runs again with the ranks' choices. Rows of scores identify
+tokens, so nothing is assumed about how ranks divide rows or name modules.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ Moment = tuple[int, int, bool]  # number of the run, its last step, whether it e
 
 @dataclass(frozen=True)
 class Noted:
-    """Scores, a row for each choice, and the places that were chosen in each row."""
+    """Scores, one row for each choice, and the indices that were chosen in each row."""
 
     scores: Tensor
     chosen: Tensor
 
 
 class Choosing(Ambient):
-    """Notes what discrete operators choose among floats; `hold` may tell it what to choose.
+    """Mode that records the choices of discrete operators among floats, and may replace them.
 
-    hold  is given the moment, the number of the choosing operator in it, and what it would choose
-    A run begins where steps are counted anew.
+    `hold(moment, number, noted)` receives the moment, the number of the operator in that moment,
+    and what the operator would choose; it returns other choices, or None. A new run begins when the
+    step number falls.
     """
 
     def __init__(self, hold: Callable[[Moment, int, Noted], Tensor | None] | None = None) -> None:
@@ -76,7 +77,7 @@ class Choosing(Ambient):
         return self._run, self._step, evaluates
 
     def everyone(self) -> dict[Moment, list[Noted]]:
-        """Gather what all ranks noted, those of one shape together."""
+        """Gather what all ranks recorded; records of one shape are concatenated."""
         found: dict[Moment, dict[tuple[int, int], list[Noted]]] = {}
         for one in world.all_gather_object(dict(self.found)):
             for moment, notes in one.items():
@@ -92,7 +93,7 @@ def _together(notes: Sequence[Noted]) -> Noted:
 
 
 def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
-    """Return scores and what is chosen, in rows, and along which dim; None: no such choice."""
+    """Return scores and chosen indices as rows, and the dim; None if this is not such a choice."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
     place = 2 if name in ("topk", "kthvalue") else 1
@@ -111,7 +112,7 @@ def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[N
 
 
 def _local(value: Tensor) -> Tensor | None:
-    """A rank's own part; None of a term of a sum."""
+    """Return a tensor's local part; None for a partial DTensor."""
     if not isinstance(value, DTensor):
         return value
     partial = any(one.is_partial() for one in value.placements)
@@ -119,7 +120,7 @@ def _local(value: Tensor) -> Tensor | None:
 
 
 def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int) -> Tensor:
-    """Choices in rows, as the operator lays them."""
+    """Return choices in rows in the layout of the operator's result."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
     kept = chosen.dim() == given.dim()
@@ -136,13 +137,13 @@ Place = tuple[Moment, int]  # of a choosing operator: its number in a moment
 
 @dataclass
 class Routes:
-    """The choices of the runs of an original, which all are those of its run in float64.
+    """Choices of all runs of the original, which follow those of its float64 run.
 
-    ranks  choices of the program by moment, with their scores
-    far    how far roundings move the scores of each row; where it is told, that run chooses as
-           ranks did, if its own scores are no further apart than roundings move two of them
-    held   how many choices ranks made otherwise
-    other  what else may have been chosen where roundings tip a choice and no rank tells which
+    ranks    the program's choices by moment, with their scores
+    `far`    how far roundings move the scores of each row; if given, the float64 run chooses as
+             ranks did wherever its scores are no further apart than roundings move two of them
+    `held`   number of choices that follow the ranks' against the original's own
+    `other`  alternative choices where roundings decide and ranks do not show one choice
     """
 
     ranks: Mapping[Moment, Sequence[Noted]]
@@ -153,7 +154,7 @@ class Routes:
     other: dict[Place, dict[int, Tensor]] = field(default_factory=dict)
 
     def mode(self, draw: int | None) -> Choosing:
-        """The mode of a run: None is that in float64, which is the first."""
+        """Return the mode for a run: `draw` None is the float64 run, which must be first."""
         if draw is None:
             self.exact = Choosing(self._as_ranks if self.far else None)
             return self.exact
@@ -161,14 +162,14 @@ class Routes:
         return self.draws[-1]
 
     def again(self) -> Routes | None:
-        """Tell how far these runs moved scores; None where ranks may not choose otherwise."""
+        """Return routes with these runs' score errors; None: no choice depends on roundings."""
         places = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
         far = {place: self._far(*place) for place in places}
         tips = (bool(_tips(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
         return Routes(self.ranks, far) if any(tips) else None
 
     def otherwise(self, draw: int | None) -> Choosing:
-        """The mode of a run that chooses the other way, wherever none is told."""
+        """Return the mode of a run that takes all alternatives."""
 
         def hold(moment: Moment, number: int, noted: Noted) -> Tensor | None:
             right = self._as_exact(moment, number, noted)
@@ -180,7 +181,7 @@ class Routes:
         return Choosing(hold)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Say how many choices are held as ranks made them, for the head of a report."""
+        """Return the report's fact about how many choices follow the ranks'."""
         many = sum(len(note.chosen) for notes in self.exact.found.values() for note in notes)
         said = f"{self.held} of {many} as ranks made them: roundings tip these"
         return [("choices", said)] if self.held else []
@@ -200,7 +201,7 @@ class Routes:
         return found[number].chosen if same else None
 
     def _as_ranks(self, moment: Moment, number: int, noted: Noted) -> Tensor | None:
-        """The choices of ranks in rows whose scores are the same but for roundings."""
+        """Return the ranks' choices for rows whose scores are equal but for roundings."""
         far, seen = self.far.get((moment, number)), self.ranks.get(moment, ())
         if far is None or far.shape != noted.scores.shape[:1]:
             return None
@@ -221,7 +222,7 @@ class Routes:
 
 
 def _tips(noted: Noted, far: Tensor) -> Tensor:
-    """Rows in which something chosen is so near to another score that roundings tip the choice."""
+    """Return the rows in which a chosen score is within a rounding's reach of another score."""
     values, order = noted.scores.double().sort(-1)
     mine = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, noted.chosen, True)
     mine = mine.gather(-1, order)
@@ -230,10 +231,10 @@ def _tips(noted: Noted, far: Tensor) -> Tensor:
 
 
 def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> list[Tensor]:
-    """Tell what ranks chose where scores are these but for roundings, the nearest first.
+    """Return what ranks chose for scores equal to these but for roundings, the nearest first.
 
-    Two are told where a row as near chose otherwise. Nothing is told by rows whose scores are
-    others, or by a choice that no rounding explains.
+    Two choices are returned if an equally near row chose otherwise. Rows with other scores, and
+    choices that no rounding explains, are skipped.
     """
     near = []
     for one in seen:
@@ -252,7 +253,7 @@ def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> 
 
 
 def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
-    """A choice of another score in place of one that is about as large, the nearest two."""
+    """Replace a chosen score by the nearest score that is not chosen, if roundings reach it."""
     left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
     gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~left, math.inf)
     place, other = divmod(int(gaps.argmin()), len(scores))
@@ -263,9 +264,9 @@ def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
 
 
 def untold(rows: Sequence[Row], other: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows without those that fail by no more than other choices explain, and words for them.
+    """Drop rows that fail by no more than alternative choices explain; return the rest and a note.
 
-    `other` are those of the original itself with these choices, against the same bounds.
+    `other` are the rows of the original itself with the alternative choices, for the same bounds.
     """
     moved = {(row.condition, row.kind, row.name, row.step): row.error for row in other}
     out = []

@@ -1,18 +1,21 @@
-"""Judge a program that was written elsewhere: run its ranks, run the original, compare, explain.
+"""Verify a distributed program that was written elsewhere against its original model.
 
-The way of the data. `posed` reads files into a `Task`, and `judge` makes a `Trial` of it: the
-original in float64 or in a low dtype, and the conditions under which both sides train. The trial
-runs on ranks (`trial.py`): each makes its `TrainingProgram` (`program.py`), finds by values what it
-holds of the original (`layouts.py`, `regions.py`) and drops from (`masks.py`, `places.py`), trains
-(`subject.py`, `copies.py`), saves and loads (`loaded.py`); rank 0 returns what it saw, and `Kept`.
-The original then trains likewise, and the two are compared: in float64 here, by the gates of
-`verify`; in a low dtype by how far roundings move the original (`rounded.py`, `choices.py`). Rows
-and gaps that only judged programs have are made in `beside.py`. Where rows fail, sentences say how:
-what arithmetic makes a wrong gradient, loss or norm (`kinds.py`; within roundings `causes.py`) of
-those of ranks or of parts of the batch (`parts.py`), and which module is the first to differ in a
-step that both sides run once more (`located.py`, `calls.py`, `modules.py`), taken apart by the
-terms of its gradient (`terms.py`), the elements that ranks own, what its module takes and the words
-that it depends on (`taken.py`).
+How a verdict is made:
+
+* `posed` reads the files into a `Task`. `judge` makes a `Trial` of the task: the original in
+  float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
+* The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`),
+  matches its tensors with the original's by value (`layouts.py`, `regions.py`), matches its dropout
+  calls with the original's (`masks.py`, `places.py`), trains (`subject.py`, `copies.py`), and saves
+  and loads its state (`loaded.py`). Rank 0 returns its observation and a `Kept`.
+* The original trains under the same conditions, and both are compared: in float64 with the gates of
+  `verify`, in a low dtype with the distance that roundings move the original (`rounded.py`,
+  `choices.py`). `beside.py` makes the rows and gaps that only such programs have.
+* Where rows fail, sentences explain them. `kinds.py` names the arithmetic that makes a wrong
+  gradient, loss or norm (`causes.py` in a low dtype) from values of ranks or of parts of the batch
+  (`parts.py`). `located.py` runs one step again on both sides and names the first module that
+  differs (`calls.py`, `modules.py`), then looks for its cause: terms of the gradient (`terms.py`),
+  elements that one rank owns, the module's inputs, the positions it depends on (`taken.py`).
 """
 
 from __future__ import annotations
@@ -84,11 +87,11 @@ _CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
 
 @dataclass(frozen=True)
 class Task:
-    """A program, its original, and how they are compared.
+    """Task of `judge`: a program, its original, and how the two are compared.
 
-    vary  some batches are changed where all of them together hide something
-    told  ranks' lines go to the standard error: the standard output is a document
-    dtype what the program is run in, by the word of it, where that is not float64
+    vary    change some batches, so that they show what the given batches all hide
+    `told`  print ranks' lines on standard error, because standard output is a document
+    dtype   name of the dtype that the program is run in; None: float64
     """
 
     make: Make
@@ -110,7 +113,7 @@ def judge(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a program with its original; on failure say by which arithmetic it errs.
+    """Compare a program with its original; if they differ, explain the difference.
 
     Raises Refusal for a program or batch that cannot be run, RankDied or Hang for a run that
     failed.
@@ -136,7 +139,13 @@ def judge(
 
 @dataclass(frozen=True)
 class _Judging:
-    """A trial, the original in float64, and batches: all that show, what of them was derived."""
+    """Inputs of a verdict.
+
+    trial    the program and its original
+    exact    the original in float64
+    seen     all batches of the runs
+    derived  names of the changes made to the given batches
+    """
 
     task: Task
     trial: Trial
@@ -145,7 +154,7 @@ class _Judging:
     derived: Sequence[str]
 
     def verdict(self, folder: str, progress: Progress) -> Report:
-        """Run both sides, compare them, and explain what differs."""
+        """Run both sides, compare them, and explain the differences."""
         trial, actual, kept = self.trial.ran(folder, progress)
         told, actual = as_trained(trial.told, actual, kept)
         if self.task.dtype is None:
@@ -212,7 +221,7 @@ class _Judging:
 
 
 def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept) -> Compared:
-    """Train the original likewise, and compare by the gates of `verify`."""
+    """Train the original under the same conditions, and compare with the gates of `verify`."""
 
     def make(one: Condition) -> Sequential:
         options: dict[str, Any] = {"clip": one.clip, "evaluate": one.evaluate, "follow": False}
@@ -226,7 +235,7 @@ def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept
 
 @dataclass(frozen=True)
 class Posed:
-    """A task whose program, and maybe whose original, are files that ranks must load."""
+    """A task whose program or original may lie in files that every rank must load."""
 
     task: Task
     title: str
@@ -234,16 +243,16 @@ class Posed:
 
     @contextlib.contextmanager
     def pool(self) -> Iterator[Pool]:
-        """Ranks that know the files."""
+        """Start ranks that can load the files."""
         with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
             yield pool
             let_go()  # the verdict is there: to end ranks takes nothing of its time
 
 
 def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
-    """Read the files of a program and of its original, by default the `model.py` beside it.
+    """Read the files of a program and of its original; default: the `model.py` beside the program.
 
-    `options` are those of Task; what they name is taken, and not what the files have.
+    `options` are fields of `Task`. A field that `options` names replaces what the files say.
     """
     files: dict[str, Path] = {}
     title, make, beside = "a program", program, None
@@ -275,7 +284,7 @@ def _check_world(world: int) -> None:
 
 
 def _widened(task: Task) -> Case:
-    """The original in float64 with other weights, all different, under a plan without any row."""
+    """Return the original in float64 with randomised, distinct weights; the plan has no rows."""
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
@@ -289,7 +298,10 @@ def _planned(task: Task, module: nn.Module) -> Case:
 
 
 def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[str]]:
-    """SGD on the batches as given, AdamW, clipped, on variants; what all show, what was derived."""
+    """Return the conditions, the batches that all runs use, and the names of derived changes.
+
+    SGD trains on the batches as given; AdamW, clipped, trains on variants of them.
+    """
     given = case.batches
 
     def cut(count: int) -> list[range]:
@@ -314,7 +326,7 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
 
 
 def _norm(case: Case, batch: Batch) -> float | None:
-    """The gradient norm of the original at a batch; None for one that it does not take."""
+    """Return the original's gradient norm for a batch; None if the original rejects the batch."""
     try:
         with ambient(Float64(), Undropped(Still())):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
@@ -331,7 +343,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
 
 
 def _left_out(case: Case, given: Sequence[Batch], name: str) -> int | None:
-    """The label that does not count: -100 if the original takes it, or one below 0 in batches."""
+    """Return the label that the loss ignores: -100 if accepted, else a negative one."""
     least = min(int(batch[name].min()) for batch in given if batch[name].numel())
     for value in (IGNORED, least):
         changed = given[0][name].clone().reshape(-1)

@@ -1,4 +1,4 @@
-"""The arithmetic of a program's mistakes: one plain sentence for each group of tensors."""
+"""Explain a program's mistakes in float64: one sentence of arithmetic for each group of tensors."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _OF_STATE = (SAVED, LOADED, NEXT)
 
 @dataclass(frozen=True)
 class Located:
-    """The first module that is wrong, in words; what a rank's step is, beside the original's.
+    """The first wrong module, in words, and facts of the ranks' steps compared with the original's.
 
-    turns    how often a rank runs what the original runs once: microbatches
-    factors  by rank, that of the first gradient which it has
-    rows     of the batch in each of ranks' calls, where these share them
-    how      the text tells how every number comes about
+    `turns`  how often a rank runs what the original runs once: microbatches
+    factors  the factor of a rank's first gradient, by rank
+    rows     the batch rows of each of the ranks' calls, if they divide the rows
+    `how`    whether the text explains every number
     """
 
     text: str = ""
@@ -56,7 +56,10 @@ def kinds(
     parts: Parts,
     where: Located,
 ) -> tuple[tuple[str, str], ...]:
-    """Say a sentence of each group of tensors that are wrong alike, and `where`."""
+    """Explain failing rows: one sentence for each group of tensors with the same error.
+
+    `where`, the first wrong module, comes first.
+    """
     assert kept.holdings is not None
     sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
@@ -123,14 +126,14 @@ def _of_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _of_strides(wrong: Sequence[Row], kept: Kept) -> Iterator[tuple[str, str]]:
-    """Say where tensors are sent in the order of memory, if what is computed is not right."""
+    """Report calls that send tensors in memory order, if a computed value is wrong."""
     if kept.strided and any(row.kind not in (WAITS, DROPOUT) for row in wrong):
         called = ", ".join(f"`{name}` ({line})" for name, line in sorted(kept.strided))
         yield WAITS, f"{called}: {STRIDES}"
 
 
 def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say of modules that drop otherwise how, those that do it alike together."""
+    """Describe modules with wrong dropout, grouped by what is wrong."""
     names: dict[str, list[str]] = {}
     for row in wrong:
         if row.kind == DROPOUT:
@@ -139,7 +142,7 @@ def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
-    """Say which weights a program starts from that are others; nothing where none are."""
+    """Describe initial weights that differ; empty if none do."""
     names: dict[str, list[str]] = {}
     for row in wrong:
         if row.kind == INITIAL:
@@ -152,9 +155,9 @@ def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
 def _counted(
     sizes: Mapping[str, int], world: int, where: Located, want: Tensor | None, got: Tensor | None
 ) -> Mapping[str, int]:
-    """The numbers that a gradient may be off by: ranks, axes, and microbatches where there are.
+    """Return the numbers that a gradient may be off by: ranks, axes, and microbatches.
 
-    Where ranks' gradients have been averaged, what is left is none of the ranks.
+    If ranks' gradients were already averaged, only the microbatches remain.
     """
     if where.turns < 2 or want is None or got is None or got.shape != want.shape:
         return sizes
@@ -175,7 +178,7 @@ def _either(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, in
 
 
 def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
-    """The failing gradients of the first step of the first condition in which some fail."""
+    """Yield failing gradients of the first step, in the first condition that has some."""
     rows = [row for row in wrong if _gradient_of(row)]
     if not rows:
         return
@@ -188,7 +191,7 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
 
 
 def _least(expected: Observation, rows: Sequence[Row]) -> float:
-    """The norm below which a right gradient is zero; 0 where all that are wrong are."""
+    """Return the norm below which a gradient counts as zero; 0 if all wrong ones are below."""
     conditions = {(row.condition, "gradients", 0) for row in rows}
     sizes = {
         k.name: float(v.norm())
@@ -200,7 +203,7 @@ def _least(expected: Observation, rows: Sequence[Row]) -> float:
 
 
 def _gradient_of(row: Row) -> str:
-    """The parameter whose gradient a row is about, or whose copies; empty if it is about none."""
+    """Return the parameter whose gradient, or whose copies, a row compares; "" for other rows."""
     if row.kind not in ("gradients", "replicas") or row.step != 0:
         return ""
     other = row.kind == "replicas" and (row.name == "loss" or row.name.startswith("buffer "))
@@ -208,7 +211,7 @@ def _gradient_of(row: Row) -> str:
 
 
 def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
-    """The ranks' values as the judge scaled them, by what was done to the first of them."""
+    """Scale the ranks' copies as the judge scaled the assembled gradient."""
     first = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
     if first is None or got is None or first.values is None:
         return copies
@@ -223,7 +226,7 @@ def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
 
 
 class _OfParts(Pattern):
-    """A gradient that is made of right ones of parts of the batch."""
+    """A sentence: the gradient is a sum of right gradients of parts of the batch."""
 
 
 def of_gradient(
@@ -235,7 +238,7 @@ def of_gradient(
     row: Row,
     others: Mapping[str, Tensor | None] | None = None,
 ) -> Pattern:
-    """Say how a wrong gradient comes from the right one, those of the ranks, or of `others`."""
+    """Explain a wrong gradient by the right one, ranks' copies, parts of the batch, `others`."""
     if want is None:
         return Pattern("the original has none" if got is not None else "")
     if got is None:
@@ -262,7 +265,7 @@ def _named(row: Row) -> tuple[str, str]:
 
 
 def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
-    """Whether a gradient is the plain mean of those of parts, and the right one is not; and why."""
+    """Explain a gradient as the plain mean, or a weighted sum, of the gradients of parts."""
     if not bool(got.isfinite().all()):
         return ""
     mean = torch.stack(list(cut.parts)).mean(0)
@@ -272,7 +275,7 @@ def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
 
 
 def mean_of(want: Tensor, cut: Cut) -> str:
-    """Say that something is the plain mean of what parts give, and why that is not right."""
+    """Describe a plain mean over parts, and why it is not the right gradient."""
     said = f"it is the plain mean of what {len(cut.parts)} parts of {cut.whole} give by themselves"
     columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
     weights = torch.linalg.lstsq(columns, want.reshape(-1, 1)).solution
@@ -289,7 +292,7 @@ def mean_of(want: Tensor, cut: Cut) -> str:
 
 
 def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
-    """Whether both gradients are sums of those of parts, with other weights; and by how much."""
+    """Explain a gradient as a sum over parts with other weights than the right one."""
     columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
     if len(columns) < len(cut.parts) + SPARE:
         return ""  # too few numbers to show it
@@ -307,13 +310,13 @@ def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
 
 
 def counted(times: Sequence[float], whole: str) -> str:
-    """Say how often parts of a batch count that should count once."""
+    """Describe how often parts of a batch count that should count once."""
     each = ", ".join(f"{one:.4g}" for one in times)
     return f"{len(times)} parts of {whole} count {each} times what they should"
 
 
 def _along(x: Tensor, r: Tensor) -> bool:
-    """Whether two tensors are one but for a positive factor (what clipping has left of it)."""
+    """Return whether two tensors are equal but for a positive factor, which clipping may leave."""
     if x.shape != r.shape or not x.any() or not r.any():
         return False
     factor = float((x * r).sum() / (r * r).sum())
@@ -321,7 +324,7 @@ def _along(x: Tensor, r: Tensor) -> bool:
 
 
 def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
-    """Say how copies of the same elements, on several ranks or one, differ; "" if they agree."""
+    """Describe how copies of the same elements differ, on several ranks or one; "" if equal."""
     groups: dict[bytes, list[Copy]] = {}
     for copy in copies:
         if len(copy.there):
@@ -372,9 +375,9 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
 
 
 def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[int]] = ()) -> str:
-    """Say which ranks' parts are wrong, and by which factor, or whose labels they are divided by.
+    """Describe which ranks' parts are wrong, and by which factor or label count.
 
-    counts  of labels in ranks' parts of the batch, as they may share it
+    `counts` are the numbers of labels in ranks' parts of the batch, for possible divisions.
     """
     right: list[Copy] = []
     wrong: dict[str, list[Copy]] = {}
@@ -401,7 +404,7 @@ def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[in
 
 
 def _by_own_labels(factors: Sequence[float], counts: Sequence[Sequence[int]]) -> str:
-    """Say that ranks' parts of a sum are off as one over the labels of each rank's own rows."""
+    """Explain ranks' factors as one over the label count of each rank's own rows."""
     own: list[float] = []
     for one in sorted(factors):
         if not own or not math.isclose(one, own[-1], rel_tol=1e-6):
@@ -441,7 +444,7 @@ def _of_loss(
     where: Located,
     parts: Parts,
 ) -> Iterator[tuple[str, str]]:
-    """Say how a wrong loss of the first step comes from the right one, or from those of ranks."""
+    """Explain a wrong loss of the first step by the right one, or by the losses of ranks."""
     row = next((row for row in wrong if row.kind == "loss" and row.step == 0), None)
     if row is None:
         return
@@ -466,7 +469,7 @@ def _of_loss(
 def _of_norm(
     wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept
 ) -> Iterator[tuple[str, str]]:
-    """Say what a wrong norm counts too often, or not at all; only where gradients are right."""
+    """Explain a wrong gradient norm by what it counts too often or omits, if gradients are right."""
     row = next((row for row in wrong if row.kind == "gradient norm" and row.step == 0), None)
     if row is None or any(one.kind == "gradients" and one.step == 0 for one in _unclipped(wrong)):
         return
@@ -498,7 +501,7 @@ def _unclipped(wrong: Sequence[Row]) -> list[Row]:
 
 
 def _squares(copies: Sequence[Copy]) -> list[list[float]]:
-    """The squares of what ranks hold of a parameter: a list of copies for each part of it."""
+    """Return the squared norms of a parameter's copies: a list of copies for each region."""
     found: list[tuple[Copy, list[float]]] = []
     for copy in copies:
         square = 0.0 if copy.values is None else float(copy.values.square().sum())
@@ -513,7 +516,7 @@ def _squares(copies: Sequence[Copy]) -> list[list[float]]:
 def _counts(
     parts: Mapping[str, Sequence[Sequence[float]]],
 ) -> Iterator[tuple[list[str], float, str]]:
-    """Yield parameters, what a square gains if they are miscounted, and the mistake."""
+    """Yield parameters, the change of the squared norm by a miscount, and its description."""
     once = {name: sum(each[0] for each in regions) for name, regions in parts.items()}
     copies = [name for name, regions in parts.items() if any(len(each) > 1 for each in regions)]
     split = [name for name, regions in parts.items() if len(regions) > 1]
@@ -528,7 +531,7 @@ def _counts(
 
 
 def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say what of a saved state is lost or another, if training itself is right."""
+    """Describe state that is lost or different after loading, if training itself is right."""
     found: dict[tuple[str, str], list[str]] = {}
     of_state = [row for row in wrong if row.kind in _OF_STATE]
     onward = "training goes on otherwise from it"
@@ -554,7 +557,7 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
 
 
 def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
-    """Say that a program is right on the batches as given, where only variants show it wrong."""
+    """Report that the program is right on the given batches, and wrong only on variants."""
     derived = dict(report.facts).get("derived")
     named = {row.condition for row in wrong if row.condition and row.kind not in _OF_STATE}
     plain = next((row.condition for row in report.rows if row.condition), "")

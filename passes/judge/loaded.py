@@ -1,7 +1,7 @@
-"""Saved state loaded back: a program of the same ranks takes it, and trains on as the one before.
+"""Check that a program loads what it saved: a second program loads the state, and both train on.
 
-The other program is made from other weights and statistics, so that what is not loaded shows. Each
-rank compares what it holds itself: only sizes of differences travel.
+The second program is made from other weights and statistics, so that whatever is not loaded shows.
+Each rank compares its own tensors; ranks exchange only the errors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LOADED, NEXT = "loaded state", "step after loading"  # kinds of rows
 
 @dataclass(frozen=True)
 class Loaded:
-    """Errors of ranks against what was saved, by name: each a number, and in words what it is."""
+    """Errors of ranks' loaded state, by name: the relative error, and a description."""
 
     state: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     step: Mapping[str, float] = field(default_factory=dict)
     optimizer: bool = True  # whether its state is there afterwards, if it was there before
 
     def rows(self, condition: Condition) -> Iterator[Row]:
-        """One row for each tensor, and for each of the next step."""
+        """Yield a row for each loaded tensor, and for each tensor of the next step."""
         last = len(condition.batches) - 1
         for name, (error, note) in self.state.items():
             yield Row(condition.name, LOADED, name, error, 0.0, not note, last, note)
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def elsewhere(original: nn.Module, seed: int) -> nn.Module:
-    """The original with other weights, and other statistics where a state dict has them."""
+    """Copy the original with other weights, and with other persistent float buffers."""
     other = randomised(original, seed + 1)
     saved = other.state_dict()
     for name, buffer in other.named_buffers():
@@ -68,9 +68,9 @@ def elsewhere(original: nn.Module, seed: int) -> nn.Module:
 
 
 def reloaded(old: Judged, *, step: bool = True) -> Loaded | None:
-    """Save, load into another program of these ranks, compare, and train a step more on both.
+    """Save, load into a second program on these ranks, compare, and train both for one more step.
 
-    None where the program offers no `load`. All ranks call alike.
+    Returns None if the program offers no `load`. All ranks must call this together.
     """
     state = _taken(old.save())
     if old.program.load is None:
@@ -105,14 +105,14 @@ def _of_optimizer(name: str) -> bool:
 
 
 def _taken(state: Any) -> Any:
-    """A copy of a saved state, as it is when it was written and read."""
+    """Copy a saved state, as writing and reading a file would."""
     return pytree.tree_map(
         lambda v: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v), state
     )
 
 
 def _of_first(state: Any) -> Any:
-    """The state of this rank, or of the first that has one."""
+    """Return this rank's state; if it is empty, the state of the first rank that has one."""
     empty = state is None or (isinstance(state, (Mapping, list, tuple)) and not state)
     has = world.all_gather_object(not empty)
     if all(has) or not any(has):
@@ -129,7 +129,7 @@ def _sum(value: Any) -> float:
 def _told(
     name: str, want: Mapping[str, Any], got: Mapping[str, Any], built: Mapping[str, float]
 ) -> tuple[float, str]:
-    """The error of one thing that was loaded, and what it is in words; 0 and "" if it is right."""
+    """Return the error of one loaded value and its description; (0, "") if it is right."""
     if name not in got:
         return math.inf, LOST
     if name not in want:
@@ -141,7 +141,7 @@ def _told(
 
 
 def _apart(a: Any, b: Any) -> tuple[float, float]:
-    """The distance of two values, and the size of the second."""
+    """Return the distance of two values, and the norm of the second."""
     if not isinstance(a, (Tensor, int, float)) or not isinstance(b, (Tensor, int, float)):
         return (0.0 if a == b else math.inf), 1.0
     a, b = torch.as_tensor(a), torch.as_tensor(b)
@@ -160,7 +160,7 @@ def _errors(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]
 
 
 def _worst(mine: Mapping[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
-    """The greatest error of all ranks for each name."""
+    """Return the largest error over all ranks, for each name."""
     found: dict[str, tuple[float, str]] = {}
     for one in world.all_gather_object(mine):
         for name, pair in one.items():

@@ -1,6 +1,7 @@
-"""Follow a wrong step on both sides: the first module that differs, and from what that comes.
+"""Find the first wrong module of a failing step, and the cause of its wrong output or gradient.
 
-* Elements that several ranks compute and one owns: what others send back there must be zero.
+Both sides run the step again with recording hooks. One cause is specific: elements that several
+ranks compute and one rank owns, where the others' gradients must be zero.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class Note:
-    """A tensor that a rank gave a function, or got from one, and the gradient that came back."""
+    """A tensor that a rank's function took or returned, and its gradient."""
 
     value: Tensor
     gradient: Tensor
 
 
 class Noting(Tape):
-    """Notes the tensors of some shapes in a rank's step, as they are when they are met."""
+    """Tape that also records the values of tensors with some shapes."""
 
     def __init__(self, wanted: frozenset[torch.Size]) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Noting(Tape):
         self.values: dict[int, Tensor] = {}
 
     def watch(self, tensor: Tensor) -> None:
-        """Note a tensor's value, and its gradient when it comes."""
+        """Record a tensor's value, and its gradient when backward computes it."""
         size = tensor.numel()
         asked = tensor.shape in self.wanted and not tensor.is_leaf and size <= self.left
         if asked and id(tensor) not in self.gradients and not isinstance(tensor, DTensor):
@@ -68,18 +69,18 @@ class Noting(Tape):
 
     @property
     def notes(self) -> list[Note]:
-        """The ones that a gradient came back to, in the order in which they were met."""
+        """The recorded tensors that have a gradient, in order."""
         pairs = ((value, self.gradients[key]) for key, value in self.values.items())
         return [Note(value, gradient) for value, gradient in pairs if gradient.numel()]
 
 
 def shapes(tape: Tape) -> frozenset[torch.Size]:
-    """The shapes of what the functions of a step give."""
+    """Return the shapes of all function results in a step."""
     return frozenset(one.shape for call in tape.calls for one in call.outputs)
 
 
 def unmasked(tape: Tape, ranks: Sequence[Sequence[Note]]) -> str:
-    """Name the first result whose elements are each right on one rank, and not zero on others."""
+    """Explain a gradient whose elements are right on one rank each, and not zero on others."""
     if len(ranks) < 2:
         return ""
     for call in reversed(tape.calls):
@@ -101,7 +102,7 @@ def unmasked(tape: Tape, ranks: Sequence[Sequence[Note]]) -> str:
 
 
 def _together(value: Tensor, ranks: Sequence[Sequence[Note]]) -> Iterator[list[Tensor]]:
-    """Yield the gradients of a tensor by its values, the first that each rank has, the second..."""
+    """Yield the ranks' gradients of a value: the first of each rank, then the second."""
     each = [
         [
             note.gradient
@@ -115,7 +116,7 @@ def _together(value: Tensor, ranks: Sequence[Sequence[Note]]) -> Iterator[list[T
 
 
 def _owned(want: Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether each element is right on exactly one rank, and every rank adds to those of others."""
+    """Return whether each element is right on exactly one rank, and some rank adds to others'."""
     near = CLOSE * float(want.abs().max())
     there = want.abs() > near
     right = [(one - want).abs() <= near for one in gradients]
@@ -135,9 +136,9 @@ _FAILS = (Refusal, RankDied, Hang, RuntimeError)  # what has run before does not
 
 @dataclass(frozen=True)
 class Step:
-    """The first step of a trial under one condition, to be run again and again.
+    """The first step of a trial under one condition, to be run repeatedly.
 
-    chosen  by number what discrete operators of it are to choose
+    `chosen` are the choices of the original's discrete operators, by number.
     """
 
     trial: Trial
@@ -145,13 +146,13 @@ class Step:
 
     @property
     def batch(self) -> Batch:
-        """The batch of it."""
+        """The batch of the step."""
         return self.trial.told[0].batches[0]
 
     def original(
         self, batch: Batch, *modes: Any, live: bool = False, taken: bool = False
     ) -> calls.Run:
-        """Follow the original's."""
+        """Run and record the original's step; `live` and `taken` as in `calls.followed`."""
         case = self.trial.case
         subject = Sequential(twin(case), loss=case.loss, follow=False)
         with ambient(*self._held(), *self.trial.modes, *modes):
@@ -174,7 +175,7 @@ class Step:
             yield Choosing(hold)
 
     def looks(self, dtype: str | None) -> modules.Exact:
-        """Run the original for what values of ranks are held against."""
+        """Run the original, and return the comparison for ranks' values."""
         if dtype is None:
             return modules.Exact(self.original(self.batch))
         exact = replace(self, trial=self.trial.exact)
@@ -188,7 +189,7 @@ class Step:
         return Within(exact.original(exact.batch), run, eps)
 
     def on_ranks(self, part: Callable[..., Any], *more: Any) -> list[Any]:
-        """Run a part of each rank's."""
+        """Call a function on all ranks."""
         return self.trial.on_ranks(part, *more)
 
 
@@ -200,11 +201,11 @@ def located(
     dtype: str | None = None,
     chosen: Choosing | None = None,
 ) -> Located:
-    """Name the first module that is wrong in the first step; nothing where that says nothing.
+    """Find the first module that is wrong in the first step; empty if it cannot be found.
 
-    It says nothing of a program that starts from other weights.
-    `told` are the conditions as the report names them, those of the trial as ranks know them.
-    In a low `dtype` what discrete operators have `chosen` is chosen again.
+    Nothing is searched in a program that starts from other weights. `told` are the conditions with
+    the report's names; those of the trial have the ranks' names. In a low `dtype` the discrete
+    operators repeat the choices in `chosen`.
     """
     wrong = [row for row in report.rows if not row.ok]
     if any(row.kind == INITIAL for row in wrong):
@@ -240,7 +241,7 @@ def located(
 
 
 def _first(step: Step, followed: modules.Followed, forward: bool) -> modules.Found | None:
-    """The first difference from which another follows, or a wrong loss."""
+    """Return the first difference that leads to another difference, or a wrong loss."""
     passed: set[calls.At] = set()
     run = None
     while True:
@@ -255,7 +256,7 @@ def _first(step: Step, followed: modules.Followed, forward: bool) -> modules.Fou
 
 
 def _leads(first: Tensor, last: Tensor) -> bool:
-    """Whether a tensor is made of another one, as autograd knows."""
+    """Return whether `last` was computed from `first`, by the autograd graph."""
     seen, waiting = set(), [last.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -269,7 +270,7 @@ Copies = Mapping[str, Sequence[Copy]]  # what ranks have of the gradients of par
 
 
 def _cause(step: Step, found: modules.Found, copies: Copies) -> str:
-    """Say what makes an output or a gradient wrong whose numbers follow no known pattern."""
+    """Explain a wrong output or gradient without a known pattern."""
     if found.back:
         return _of_gradient(step, found, copies)
     return _of_taken(step, found) or _of_output(step, found)
@@ -295,7 +296,7 @@ def _of_gradient(step: Step, found: modules.Found, copies: Copies) -> str:
 
 
 def _of_parameters(tape: terms.Tape, run: calls.Run, copies: Copies) -> str:
-    """Say of which terms the first parameter's gradient is made of which that is known."""
+    """Explain the first parameter gradient whose terms are known."""
     for name, held in [*copies.items()][:MOST_PARAMETERS]:
         got = [terms.Got(c.rank, c.values, c.places) for c in held if c.values is not None]
         if got and name in run.parameters:
@@ -309,7 +310,7 @@ def _of_parameters(tape: terms.Tape, run: calls.Run, copies: Copies) -> str:
 
 
 def _of_taken(step: Step, found: modules.Found) -> str:
-    """Say what of it is in another order, or of rows that are none of this rank's."""
+    """Explain a wrong output by its module's inputs: another order, or other rows."""
     frame, _ = found.at
     right = step.original(step.batch, taken=True).calls[frame].outputs
     seen = step.on_ranks(_seen, [step.batch], _calls(found), True)
@@ -328,7 +329,7 @@ def _of_taken(step: Step, found: modules.Found) -> str:
 
 
 def _of_output(step: Step, found: modules.Found) -> str:
-    """Say on which places it depends that it should not; each rank's are those before it."""
+    """Explain a wrong output by the positions that it depends on."""
     frame, k = found.at
     for made in changes(step.batch):
         batches = [step.batch, *(one.batch for one in made)]
@@ -348,7 +349,7 @@ def _of_output(step: Step, found: modules.Found) -> str:
 
 
 def _calls(found: modules.Found) -> dict[int, set[Frame]]:
-    """The calls that it is about, by rank."""
+    """Return the calls that a difference is about, by rank."""
     asked: dict[int, set[Frame]] = {}
     for part in found.parts:
         asked.setdefault(part.rank, set()).add(part.frame)
@@ -360,13 +361,13 @@ def _calls(found: modules.Found) -> dict[int, set[Frame]]:
 
 @contextlib.contextmanager
 def _judged(given: Given) -> Iterator[Judged]:
-    """This rank's program, and what a step of it runs under."""
+    """Yield this rank's program, under the modes of its step."""
     with given.ready(Kept()) as (dropping, made), ambient(*given.modes, dropping):
         yield made(given.told[0])
 
 
 def _followed(given: Given) -> tuple[calls.Run, dict[str, str]]:
-    """A step that is followed, and the original's names of its modules."""
+    """Record this rank's step, and map its module names to the original's."""
     with _judged(given) as judged:
         named = judged.named_modules()
         run = calls.settled(named, lambda: judged.derive(given.told[0].batches[0]))
@@ -375,7 +376,7 @@ def _followed(given: Given) -> tuple[calls.Run, dict[str, str]]:
 
 
 def _noted(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
-    """The tensors of a step that have one of some shapes, with their gradients."""
+    """Record the tensors of this rank's step with some shapes, and their gradients."""
     with _judged(given) as judged, ambient(noting := Noting(wanted)):
         judged.derive(given.told[0].batches[0])
     return noting.notes
@@ -387,7 +388,7 @@ def _seen(
     wanted: Mapping[int, set[Frame]],
     taken: bool = False,
 ) -> list[dict[Frame, list[Tensor]]]:
-    """Return for each of some batches what calls on this rank give, or take, that are asked for."""
+    """Return outputs (or inputs) of requested calls on this rank, for each batch."""
     found = []
     with _judged(given) as judged:
         named, mine = judged.named_modules(), wanted.get(judged.rank, set())

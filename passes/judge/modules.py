@@ -1,9 +1,8 @@
-"""Find where a judged program begins to differ: the first module with a wrong output or gradient.
+"""Find the first module of a judged program with a wrong output or gradient.
 
-The original and the program run one step on one batch, with a hook on every module. What a module
-of a rank returns is looked up by its numbers in what the original's returns, as dropout is; terms
-of a pending sum are added up over ranks. Backward, a rank may have its own factor (what averages
-divide by), which is that of the gradient that the loss sends back.
+The original and the program run one step on one batch, with hooks on all modules. A rank's output
+is found by value in the original's output. Terms of a pending sum are added over ranks. In backward
+a rank may have its own constant factor (from an average): the factor of its first gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +28,12 @@ MOST_PLACES, NEAR = 32, 1e-9
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one call on a rank: where it lies in the original's of a shape, or None."""
+    """Output of one call on a rank.
+
+    `k`      number of the output in the call
+    places   flat indices in the original's output; None if it was not found
+    `whole`  shape of the original's output
+    """
 
     rank: int
     frame: Frame
@@ -41,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """The first thing that differs: of which module, in what, how; and what was right before it."""
+    """The first difference: in which module, in what, how, and what was right before it."""
 
     name: str
     what: str
@@ -55,12 +59,12 @@ class Found:
 
     @property
     def back(self) -> bool:
-        """Whether it is a gradient."""
+        """Whether the difference is in a gradient."""
         return self.what != _OUTPUT
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The difference as a sentence."""
         place = f"{self.what} of `{self.name}`" if self.name != OF_LOSS else self.name
         said = self.pattern.short if self.because and self.pattern.short else self.pattern.text
         because = f": {self.because}" if self.because else ""
@@ -70,9 +74,9 @@ class Found:
 
 
 class Exact:
-    """Comparison with the original's values where no rounding counts: by their numbers.
+    """Comparison with the original's values in float64, without tolerance for roundings.
 
-    apart  how much factors of one value may differ, relative to them
+    `apart` is the relative tolerance between two factors of one rank.
     """
 
     apart = 1e-6
@@ -82,7 +86,7 @@ class Exact:
         self._wholes: dict[At, Whole] = {}
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
-        """Find the places of an output in the original's; None where nothing there is the same."""
+        """Find the places of an output in the original's; None if it is not found."""
         frame, k = at
         if at not in self._wholes:
             self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
@@ -91,24 +95,24 @@ class Exact:
         return places if places is None or _all_there(places, shape) else None
 
     def known(self, at: At, value: Tensor) -> bool:
-        """Whether an output that lies nowhere is wrong, and not laid in a way that is unknown."""
+        """Return whether an output that was not found is comparable: no unknown arrangement."""
         want = self.right.calls[at[0]].outputs[at[1]]
         larger = any(a > b for a, b in zip(value.shape, want.shape))
         return value.dim() == want.dim() and not larger
 
     def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether it is the output, or the gradient, of some places, times a factor."""
+        """Return whether a value equals the output or gradient at some places, times a factor."""
         whole = self.right.of(at, back)
         want = factor * whole.reshape(-1)[places]
         near = back and float((value - want).norm()) <= 1e-9 * float(whole.norm())
         return near or fits(value, want)
 
     def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
-        """Whether a sum of what ranks have is right."""
+        """Return whether a sum over ranks is right."""
         return self.same(at, back, value, places, factor)
 
     def block(self, at: At, rank: int, value: Tensor) -> Tensor:
-        """The place of a wrong output: where it is smaller, the block of the rank's number."""
+        """Return assumed places of a wrong output; if smaller, the rank's block."""
         want = self.right.of(at)
         numbers = torch.arange(want.numel()).reshape(want.shape)
         for dim, (a, b) in enumerate(zip(value.shape, want.shape)):
@@ -118,11 +122,11 @@ class Exact:
         return numbers
 
     def alike(self, a: Tensor, b: Tensor) -> bool:
-        """Whether two copies are one."""
+        """Return whether two copies are equal."""
         return fits(a, b)
 
     def factor(self, got: Tensor, want: Tensor) -> float:
-        """Return the factor of a gradient, if a third of its numbers agree on that."""
+        """Return the factor of a gradient, if a third of its elements agree on it; else 1."""
         there = want.abs() > 1e-6 * want.abs().max()
         ratios = got[there] / want[there]
         middle = float(ratios.median())
@@ -130,7 +134,7 @@ class Exact:
         return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
     def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
-        """Join what is said of ranks, by those of which it is said."""
+        """Join patterns of ranks that mean the same."""
         return dict(said)
 
     def pattern(
@@ -142,7 +146,7 @@ class Exact:
         factor: float,
         sizes: Mapping[str, int],
     ) -> Pattern:
-        """Say how a wrong value comes from the right one, or how much of it is wrong."""
+        """Explain a wrong value by the right one, or say how many of its elements are wrong."""
         want = factor * self.right.of(at, back).reshape(-1)[places]
         found = diagnose(value, want, sizes)
         if found and found.how and not found.short:
@@ -160,10 +164,10 @@ class Exact:
 
 @dataclass(frozen=True)
 class Followed:
-    """The original's step and those of ranks, each with the original's names of its modules.
+    """The original's step and the ranks' steps, each with the original's names of its modules.
 
-    looks  how values are compared
-    sizes  the numbers that a mistake may have divided, multiplied or cut by
+    `looks`  the comparison of values
+    sizes    numbers by which a mistake may have divided, multiplied or split
     """
 
     looks: Exact
@@ -177,7 +181,7 @@ class Followed:
 
     @cached_property
     def parts(self) -> dict[At, list[Part]]:
-        """All that ranks' calls of modules give, where these are called as often in each pass."""
+        """Outputs of the ranks' module calls, by output of the original."""
         calls: dict[str, list[tuple[int, Frame, Seen]]] = {}
         for rank, (run, names) in enumerate(self.ranks):
             for frame, seen in run.calls.items():
@@ -195,7 +199,7 @@ class Followed:
         return parts
 
     def rows(self, count: int) -> list[list[int]]:
-        """Return the rows of a batch of so many that ranks' calls have, where they share them."""
+        """Return the batch rows of the ranks' calls, if they divide `count` rows; else nothing."""
         for at, found in self.parts.items():
             whole = self.right.of(at)
             if len(whole) != count or whole.dim() < 2 or any(p.places is None for p in found):
@@ -211,7 +215,7 @@ class Followed:
         return []
 
     def gradients(self, at: At) -> list[Part]:
-        """Gradients of the outputs of ranks whose places are known."""
+        """Return the ranks' gradients of an output, of parts with known places."""
         found = []
         for part in self.parts[at]:
             gradient = self.ranks[part.rank][0].calls[part.frame].gradients.get(part.k)
@@ -221,9 +225,9 @@ class Followed:
         return found
 
     def turns_and_factors(self) -> tuple[int, dict[int, float]]:
-        """Return how often a rank runs what the original runs once, and its factor of gradients.
+        """Return the number of microbatches, and each rank's gradient factor.
 
-        That factor is of the first gradient in backward that the rank has.
+        The factor is that of the rank's first gradient in backward.
         """
         turns: list[int] = []
         for run, names in self.ranks:
@@ -247,11 +251,11 @@ class Followed:
         return pairs
 
     def first_difference(self, forward: bool, passed: Container[At] = ()) -> Found | None:
-        """The first output that is wrong, else the first gradient; None: nothing is compared.
+        """Return the first wrong output, or else the first wrong gradient; None: nothing compared.
 
-        forward  whether outputs may be wrong. Where the loss is right they are not, though modules
-                 may give another thing than the original's (what a bias is still added to)
-        passed   outputs that are such another thing
+        forward  whether outputs may be wrong. If the loss is right they are not, though a module
+                 may return another value than the original's (before a bias is added)
+        passed   outputs that are known to be such other values
         """
         before = ""
         anchors: tuple[Part, ...] = ()
@@ -279,7 +283,7 @@ class Followed:
         return self._backward()
 
     def right_after(self, at: At) -> Iterator[At]:
-        """Yield later outputs that are right, the last first: in part, if of it nothing is."""
+        """Yield later right outputs, the last first; partly right ones if `at` is all wrong."""
         order = [*self.parts]
         enough = any if all(self._wholly(at, part) for part in self.parts[at]) else all
         for one in reversed(order[order.index(at) + 1 :]):
@@ -288,7 +292,7 @@ class Followed:
                 yield one
 
     def _wholly(self, at: At, part: Part) -> bool:
-        """Whether a wrong output has no number that is right."""
+        """Return whether a wrong output has no right element."""
         want = self.right.of(at).reshape(-1)[self.looks.block(at, part.rank, part.value)]
         same = want.shape == part.value.shape
         near = NEAR * float(want.abs().max()) if want.numel() else 0.0
@@ -296,7 +300,7 @@ class Followed:
         return part.places is None and not right
 
     def _output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
-        """Say how the output of a module is wrong; nothing if it is right, or not known."""
+        """Describe how a module's output is wrong; empty if it is right or unknown."""
         lost = [part for part in parts if part.places is None]
         if not lost or not all(self.looks.known(at, part.value) for part in lost):
             return Pattern("")
@@ -309,7 +313,7 @@ class Followed:
         return self._of_ranks(at, False, wrong, parts)
 
     def _terms(self, at: At, parts: Sequence[Part]) -> bool:
-        """Whether ranks have terms of the right value, whose sum is still to be made."""
+        """Return whether ranks have terms of the right value, to be summed later."""
         want = self.right.of(at)
         if len(parts) < 2:
             return False
@@ -326,7 +330,7 @@ class Followed:
         parts: Sequence[Part],
         factors: Mapping[int, float] | None = None,
     ) -> Pattern:
-        """The pattern of each rank's wrong value, and which ranks are right."""
+        """Join the patterns of the ranks' wrong values, and list the ranks that are right."""
         said: dict[Pattern, list[int]] = {}
         for part in wrong:
             assert part.places is not None
@@ -352,7 +356,7 @@ class Followed:
         return Pattern(text, all(one.how for one in said), short_ if short_ != text else "")
 
     def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
-        """Whether ranks' gradients are right as a sum, though each is about other places."""
+        """Return whether ranks' gradients are right as a sum, though each is misplaced."""
         if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
             return False
         whole = self.right.of(at, True).reshape(-1)
@@ -366,7 +370,7 @@ class Followed:
     # -- backward
 
     def _backward(self) -> Found | None:
-        """The first gradient, in the order of backward, that has not its rank's factor."""
+        """Return the first gradient, in backward order, without its rank's factor."""
         factors: dict[int, float] = {}
         before, pending = "", dict[str, None]()
         what = "the gradient of the output"
@@ -404,9 +408,9 @@ class Followed:
         return self.looks.same(at, True, part.value, part.places, factors.get(part.rank, 1.0))
 
     def _of_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
-        """Say by which factors the calls on a rank differ, if each is right but for its own.
+        """Describe the factors of a rank's calls, if each call is right but for its factor.
 
-        Calls are for parts of the batch: the factor is what a part weighs.
+        Calls are for parts of the batch, so the factor is the weight of a part.
         """
         factors: dict[int, list[float]] = {}
         for part, want in pairs:
@@ -425,9 +429,9 @@ class Followed:
     def _pending(
         self, at: At, wrong: Sequence[Part], factors: Mapping[int, float] | None = None
     ) -> bool:
-        """Whether ranks have terms of a sum that is right, and still to be made.
+        """Return whether ranks have terms of a right sum that is still to be made.
 
-        Without the ranks' factors: that is right but for some factor.
+        Without the ranks' factors, the sum may be right but for some factor.
         """
         want = self.right.of(at, True).reshape(-1)
         groups: dict[tuple[int, ...], list[Part]] = {}
@@ -453,7 +457,7 @@ class Followed:
 
 
 def _all_there(places: Tensor, shape: torch.Size) -> bool:
-    """Whether a dim that is as long as the whole's has each of its places."""
+    """Return whether each dim of the original's size has all of its indices."""
     if places.dim() != len(shape):
         return True
     for dim, size in enumerate(places.shape):
@@ -466,7 +470,7 @@ def _all_there(places: Tensor, shape: torch.Size) -> bool:
 
 
 def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
-    """The rows (of the first two dims) of the whole that a rank has, as those before it tell."""
+    """Return a part's rows (of the first two dims), known from right outputs before it."""
     lead = part.value.shape[:2]
     for one in anchors:
         if (one.rank, one.frame[1], one.value.shape[:2]) != (part.rank, part.frame[1], lead):
@@ -478,7 +482,7 @@ def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | 
 
 
 def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
-    """The places of a wrong output that has its rows of the whole: those of what is before it."""
+    """Return the places of a wrong output, assuming that it has the rows of outputs before it."""
     if part.value.dim() < 3 or part.value.shape[2:] != shape[2:]:
         return None
     rows, size = rows_of(part, anchors, shape), shape[2:].numel()
@@ -488,7 +492,7 @@ def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor
 
 
 def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
-    """The places along the last dim but one that a rank has, where these are not all."""
+    """Return a rank's positions along the second-to-last dim, if they are not all."""
     if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
         return ()
     found = torch.unique(part.places[..., 0] // shape[-1] % shape[-2]).tolist()
@@ -496,7 +500,7 @@ def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
-    """Say that modules of a rank have as many words, and others; "" if none have."""
+    """Report modules of a rank that have equally many positions, but different ones."""
     for rank, known in words.items():
         for (a, some), (b, others) in itertools.combinations(known.items(), 2):
             if len(some) == len(others) and some != others:
@@ -508,7 +512,7 @@ def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
 
 
 def _laid(value: Tensor, want: Tensor) -> str:
-    """Say which places of a right output each place of a dim holds, if they are of other ones."""
+    """Describe a permutation of places along a dim of a right output; "" if there is none."""
     near = NEAR * float(want.abs().max())
     for dim, size in enumerate(want.shape):
         if not 2 <= size <= MOST_PLACES:
@@ -536,7 +540,7 @@ def _sum(parts: Sequence[Part]) -> Tensor:
 
 
 def _one_row(gap: Tensor) -> bool:
-    """Whether the rows of a tensor are one."""
+    """Return whether all rows of a tensor are equal."""
     flat = gap.reshape(-1, gap.shape[-1]) if gap.dim() > 1 else gap[:0, None]
     return len(flat) > 1 and bool(flat.any()) and fits(flat, flat[:1].expand_as(flat))
 

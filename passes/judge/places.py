@@ -1,4 +1,7 @@
-"""Places of a tensor in another one: by its numbers, or in few bits by the nearest window."""
+"""Find a tensor inside another one: by its values, or in a low dtype by the nearest window.
+
+Used to match ranks' activations with the original's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ MOST_SLICES = 256  # of a part that are compared with all of a whole
 
 
 class Whole:
-    """A tensor in which parts are looked up."""
+    """A full tensor in which parts are looked up."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.detach()
@@ -28,7 +31,7 @@ class Whole:
         self._sorted: tuple[Tensor, Tensor, Tensor] | None = None
 
     def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices that a part has; None where none, or more than one, fits."""
+        """Return the indices of a part along each dim; None if no window fits, or several do."""
         shape = self.values.shape
         if part.dim() != len(shape) or any(p > w for p, w in zip(part.shape, shape)):
             return None
@@ -46,7 +49,7 @@ class Whole:
         return fits[0] if len(fits) == 1 else None if fits else self._by_slices(part)
 
     def _by_slices(self, part: Tensor) -> list[Tensor] | None:
-        """The indices of a part that is cut in one dim alone, in any order: by whole slices."""
+        """Find a part that is divided along one dim only, in any order, slice by slice."""
         shape = self.values.shape
         cut = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
         if len(cut) != 1 or not part.numel() or part.shape[cut[0]] > MOST_SLICES:
@@ -65,7 +68,7 @@ class Whole:
         return not gap.numel() or bool(gap.max() <= self.close)
 
     def _looked_up(self, part: Tensor) -> list[Tensor] | None:
-        """The index of every slice of a part, -1 where no number tells it; None: they disagree."""
+        """Return the index of each slice of a part, -1 where unknown; None: values contradict."""
         if self._sorted is None:
             values, order = self.values.reshape(-1).sort()
             apart = torch.full((len(values) + 1,), True)
@@ -89,7 +92,7 @@ class Whole:
 
 
 def _filled(index: Tensor, size: int) -> list[Tensor]:
-    """The indices that a dim may have, where some are known: as a run with one stride."""
+    """Return candidate indices of a dim, of which some are known, as runs with one stride."""
     count = len(index)
     known = (index >= 0).nonzero().reshape(-1)
     if len(known) == count:
@@ -110,7 +113,7 @@ def _filled(index: Tensor, size: int) -> list[Tensor]:
 
 
 def placed(part: Tensor, whole: Whole) -> Tensor | None:
-    """The place of each number of a part among those of a whole, whose dims may be joined."""
+    """Find the flat index of each element of a part in a full tensor, whose dims may be merged."""
     dims, shape = part.dim(), whole.values.shape
     if dims == len(shape) + 1 and dims > 1:
         found = placed(part.flatten(0, 1), whole)
@@ -142,10 +145,10 @@ Window = tuple[float, Sequence[Tensor]]  # how far off, and its indices by dim
 
 
 class Likest(Whole):
-    """A tensor in which a part is looked up by its direction: a wrong scale hides no place."""
+    """A full tensor in which a part is looked up by direction: a wrong scale does not matter."""
 
     def window(self, part: Tensor) -> list[Tensor] | None:
-        """Return by dim the indices of the window that is most along a part, and by far."""
+        """Return the indices of the window with the highest cosine, if it is far ahead."""
         if part.dim() != self.values.dim():
             return None
         value = part.detach().double()
@@ -158,9 +161,9 @@ class Likest(Whole):
 
 
 def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
-    """Return by dim the indices of a window; None where none is near, or more than one.
+    """Return the indices of the nearest window by dim; None if none is near, or several are.
 
-    part   as many dims as the whole; blocks of dims, or every n-th slice of them
+    `part` has as many dims as `whole`; windows are blocks of dims, or every n-th slice of them.
     """
     value = part.detach().double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
@@ -169,7 +172,7 @@ def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
 
 
 def _windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
-    """The windows of a part's shape; none where there are too many."""
+    """Yield all windows of a part's shape with their distances; none if there are too many."""
     options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
     if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
         for some in itertools.product(*options):
@@ -177,7 +180,7 @@ def _windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Ite
 
 
 def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[Tensor] | None:
-    """The indices of the nearest window, if it is near, and others are not."""
+    """Return the indices of the nearest window, if it is near and the others are not."""
     found = sorted(windows, key=lambda one: one[0])
     if not found or found[0][0] > most:
         return None
@@ -186,7 +189,7 @@ def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[T
 
 
 def _cuts(part: int, whole: int) -> list[Tensor]:
-    """The slices that ranks and microbatches take of a dim: blocks, and every n-th."""
+    """Return the index ranges that ranks or microbatches take of a dim: blocks, and every n-th."""
     if part == whole:
         return [torch.arange(whole)]
     step, rest = divmod(whole, max(1, part))

@@ -1,4 +1,4 @@
-"""TrainingProgram: what somebody's own distributed program offers to be judged by."""
+"""TrainingProgram: the parts of a user's distributed program, and checks of these parts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TrainingProgram:
         return (self.module,) if isinstance(self.module, nn.Module) else tuple(self.module)
 
     def original_name(self, name: str) -> str | None:
-        """The original's name, where the user says it."""
+        """Return the original's name from the user's `names`; None if not given."""
         if self.names is None or isinstance(self.names, Mapping):
             return (self.names or {}).get(name)
         from schedlang.runtime.comm import world
@@ -95,7 +95,7 @@ Make = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """An imported program file; other processes find it under its name."""
+    """An imported program file; ranks import it under the same module name."""
 
     module: ModuleType
     path: Path
@@ -108,17 +108,20 @@ class ProgramFile:
 
     @property
     def world(self) -> int | None:
-        """The number of ranks that the file asks for; None: it does not say."""
+        """The number of ranks that the file requests; None if it has no `world`."""
         return getattr(self.module, "world", None)
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that other processes must load, by the names that they load them under."""
+        """Files that ranks must load, by the module names that they load them under."""
         return {IMPORT_NAME: self.path}
 
 
 def load_program(path: Path) -> ProgramFile:
-    """Import a program file.  Raises Refusal S904, S905, or S761 if it defines no program."""
+    """Import a program file.
+
+    Raises Refusal S904, S905, or S761 if the file defines no program.
+    """
     found = path.resolve()
     if path.is_file() and str(found.parent) not in sys.path:
         sys.path.insert(0, str(found.parent))  # as `python program.py` has it
@@ -132,7 +135,7 @@ def load_program(path: Path) -> ProgramFile:
 
 
 def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
-    """Call a user's program on a rank; refuses (S761, S767) what is no program."""
+    """Call a user's `program` on a rank; refuse (S761, S767) an invalid result."""
     with telling(make, "program", rank):
         found = make(model)
     if not isinstance(found, TrainingProgram):
@@ -144,7 +147,7 @@ def made(make: Make, model: nn.Module, rank: int) -> TrainingProgram:
 
 
 def check(program: TrainingProgram, rank: int) -> None:
-    """Refuse (S761, S767) a program whose parts are not what they must be."""
+    """Refuse (S761, S767) a program with invalid parts."""
     from torch import nn
 
     module = program.module
@@ -198,7 +201,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
 
 
 def check_optimizer(found: Any, where: str) -> Any:
-    """Return the optimizer that a user makes; refuse (S767) what is none."""
+    """Return the user's optimizer; refuse (S767) anything else."""
     if callable(getattr(found, "step", None)) and hasattr(found, "state"):
         return found
     what = "nothing" if found is None else kind_of(found)
@@ -207,7 +210,7 @@ def check_optimizer(found: Any, where: str) -> Any:
 
 
 def check_norm(found: Any, rank: int) -> float:
-    """Return the norm that a user finds; refuse (S767) what is no number."""
+    """Return the user's gradient norm; refuse (S767) what is not a number."""
     value = found.full_tensor() if hasattr(found, "full_tensor") else found
     if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1:
         return float(value)
@@ -218,7 +221,7 @@ def check_norm(found: Any, rank: int) -> float:
 
 
 def with_optimizer(function: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
-    """Call a user's function, with the optimizer where it has a parameter of that name."""
+    """Call a user's function, with the optimizer if it has a parameter of that name."""
     if takes_optimizer(function):
         return function(*args, optimizer=optimizer)
     return function(*args)
@@ -230,7 +233,7 @@ def takes_optimizer(function: Callable[..., Any]) -> bool:
 
 
 def check_ranks(ranks: object) -> None:
-    """Refuse (S767) a number of ranks that is none."""
+    """Refuse (S767) an invalid number of ranks."""
     if isinstance(ranks, int) and ranks > 0:
         return
     title = "nobody says how many ranks" if ranks is None else f"`{ranks}` ranks cannot be started"
@@ -240,7 +243,7 @@ def check_ranks(ranks: object) -> None:
 
 @contextmanager
 def telling(make: Make, what: str, rank: int) -> Iterator[None]:
-    """Refuse what a function of the user's raises, at its own line, with the rank (S762, S765)."""
+    """Turn an error in a user's function into a refusal (S762, S765) at its line, with the rank."""
     try:
         yield
     except Refusal:
@@ -280,13 +283,13 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
 
 
 def _words(error: BaseException) -> str:
-    """The kind of an error and the first line that it says."""
+    """Return the type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _root(error: BaseException) -> BaseException:
-    """The error that the first was raised from, in the end."""
+    """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

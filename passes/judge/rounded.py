@@ -1,6 +1,6 @@
-"""Compare a program in a low dtype: by how far roundings at every operator move its original.
+"""Compare a program in a low dtype, with gates from how far roundings move the original.
 
-* Products of operands in eight bits: what FP8 makes of an original that knows nothing of it.
+For FP8, the original's matrix products take operands rounded to eight bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
 class EightBits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Give matrix products their operands as FP8 has them, each tensor by its greatest number.
+    """Round the operands of matrix products to FP8, with one scale for each tensor.
 
-    A scale for each tensor is the coarsest that programs choose: those for rows or blocks round
-    less. Inside `Nudged` each cast is off by one rounding more, in eight bits.
+    One scale for each tensor is the coarsest scaling that programs choose: scales for rows or
+    blocks round less. Inside `Nudged` each cast is off by one more rounding, in eight bits.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -67,11 +67,11 @@ COPIES = 4.0  # roundings by which copies of one tensor on different ranks may d
 
 @dataclass(frozen=True)
 class Compared:
-    """Rows of a comparison, the two observations that they are about, and what is undecided.
+    """Rows of a comparison, the two observations, and what is undecided.
 
-    first   the original in float64 by its own choices
-    bounds  those of a program in a low dtype
-    chosen  what the original in float64 chose in the end, there
+    `first`  the original in float64 with its own choices
+    bounds   the error bounds, in a low dtype
+    chosen   the final choices of the original's float64 run, in a low dtype
     """
 
     rows: Sequence[Row]
@@ -85,11 +85,10 @@ class Compared:
 
 
 def lowered(dtype: str, case: Case, told: Sequence[Condition]) -> tuple[Case, list[Condition]]:
-    """The original and the conditions of the judge in float64, in a dtype.
+    """Return the original and the conditions of a float64 judgement in another dtype.
 
-    case   the original as it is given, in its own dtype
-    dtype  of eight bits: that of operands of products, in a model that is kept in bfloat16
-    Refuses (S704) a dtype that no program is judged in.
+    `case` holds the original in its own dtype. A `dtype` of eight bits applies to operands of
+    products; the model is then stored in bfloat16. Refuses (S704) an unsupported dtype.
     """
     if dtype not in (*LOW, *FORMATS):
         title = f"`{dtype}` is not a dtype that programs are judged in"
@@ -103,16 +102,16 @@ def lowered(dtype: str, case: Case, told: Sequence[Condition]) -> tuple[Case, li
 
 
 def kept_in(dtype: str) -> str:
-    """The dtype of a model whose products are of eight bits, or else of what is run."""
+    """Return the dtype in which a model is stored: bfloat16 if products are in eight bits."""
     return KEPT if dtype in FORMATS else dtype
 
 
 def rounded(
     dtype: str, trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept
 ) -> Compared:
-    """Compare what ranks did in a dtype with what that makes of the original.
+    """Compare what ranks computed in a dtype with the original's runs in that dtype.
 
-    Once more by the choices of ranks, if rows fail where roundings tip some.
+    If rows fail where roundings change choices, compare once more with the ranks' choices.
     """
 
     def against(choosing: Callable[[int | None], Choosing]) -> tuple[Observation, Bounds]:
@@ -148,12 +147,12 @@ def rounded(
 
 
 def rounding(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The mode that a run of the original rounds by, beside its dtype."""
+    """Return the mode that rounds a run of the original besides its dtype."""
     return partial(EightBits, dtype) if dtype in FORMATS else contextlib.nullcontext
 
 
 def _counts(expected: Observation, actual: Observation) -> Iterator[Row]:
-    """Whether numbers that no rounding moves are the same: counted steps and batches."""
+    """Yield rows for integers that no rounding changes: counted steps and batches."""
     for key, want in expected.tensors.items():
         counted = key.kind == "optimizer step" or key.kind in ("other state", HIDDEN)
         if want is None or not counted or key.kind in actual.missing:
@@ -167,7 +166,7 @@ def _counts(expected: Observation, actual: Observation) -> Iterator[Row]:
 
 
 def _copies(seen: Observation, dtype: str) -> list[Row]:
-    """Whether ranks that hold one tensor hold the same, but for roundings."""
+    """Compare copies on different ranks: they may differ by a few roundings."""
     gate = COPIES * torch.finfo(getattr(torch, kept_in(dtype))).eps
     return [
         Row(key.condition, key.kind, key.name, error, gate, error <= gate, key.step)

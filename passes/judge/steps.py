@@ -1,4 +1,4 @@
-"""Wrong steps of an optimizer whose gradients are right: not made, too far, or not on all ranks."""
+"""Explain wrong optimizer steps behind right gradients: skipped, scaled, or not on all ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MOST_NAMES = 4
 
 
 def said_of(text: str, names: Sequence[str], of: int) -> str:
-    """Say of how many of so many tensors a sentence is."""
+    """Prefix a sentence with the number and names of the tensors that it is about."""
     return f"{len(names)} of {of} ({quoted(names, MOST_NAMES)}): {text}"
 
 
 def left_apart(wrong: Sequence[Row], first: Row) -> list[str]:
-    """The parameters whose copies differ after a step, that of the first row or one before it."""
+    """Return the parameters whose copies differ after the first row's step or an earlier one."""
     steps: dict[int, list[str]] = {}
     for row in wrong:
         if row.kind == "replicas" and row.condition == first.condition and row.step is not None:
@@ -42,7 +42,7 @@ def of_steps(
     kept: Kept,
     sizes: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
-    """Say by what the optimizer's steps are others, where gradients are right until then."""
+    """Explain how the optimizer's steps differ, if gradients are right until then."""
     if first is None or first.kind != "parameters" or first.step is None:
         return
     found: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def _when(row: Row) -> tuple[str, str, int | None]:
 
 
 def _stepped(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
-    """Say how what an optimizer adds to a parameter comes from what is right; "" if by no rule."""
+    """Explain a parameter's change by the right change; "" if no rule fits."""
     if not moved.any():
         return "not stepped: they are what they were before"
     still = (moved == 0) & (right != 0)

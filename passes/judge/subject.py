@@ -1,4 +1,7 @@
-"""A program of somebody else's as a subject of observation; all ranks call alike."""
+"""A user's program as a subject of observation (`verify.observe.Subject`).
+
+All ranks make the same calls in the same order, because most methods contain collectives.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ EPS = 1e-6  # of torch's own clipping
 
 @dataclass
 class Kept:
-    """Facts that a rank keeps beside an observation, to say later what kind of mistake was made."""
+    """Facts that ranks record besides their observation, to explain a mistake later."""
 
     # gradients of the first step, by whether they are clipped later and name
     copies: dict[tuple[bool, str], list[Copy]] = field(default_factory=dict)
@@ -79,14 +82,14 @@ class Kept:
     folder: str | None = None  # where ranks put large tensors for each other
 
     def of(self, condition: str, name: str) -> list[Copy]:
-        """The ranks' gradients of the first step under a condition."""
+        """Return the ranks' gradients of a parameter in the first step under a condition."""
         return self.copies.get(("clipped" in condition, name), [])
 
 
 class Judged:
     """One rank's program under one condition; see `passes.verify.observe.Subject`.
 
-    `begin(step)` is told which step begins: its masks are drawn anew.
+    `begin(step)` is called at the start of each step, so that the step draws its own masks.
     """
 
     grad_norm: Tensor | float | None = None
@@ -135,7 +138,7 @@ class Judged:
         self._step: int = like._step if like is not None else 0
 
     def _found(self) -> Holdings:
-        """Return what ranks hold, as found before where each has the same of the original."""
+        """Return the layouts found before if they still hold on every rank, else new ones."""
         before = self.kept.holdings
         same = before is not None and before.stands(self.rank, self.program.modules, self.table)
         if before is not None and all(world.all_gather_object(same)):
@@ -149,7 +152,10 @@ class Judged:
         return f"{number}:" if len(self.program.modules) > 1 else ""
 
     def named_modules(self) -> dict[str, nn.Module]:
-        """This rank's modules by name; of several chunks with the chunk's number."""
+        """Return this rank's modules by name.
+
+        With several chunks, names begin with the chunk's number.
+        """
         return {
             name: one
             for number, module in enumerate(self.program.modules)
@@ -157,9 +163,10 @@ class Judged:
         }
 
     def original_module(self, name: str) -> str | None:
-        """The original's module of a name in this program; None where nothing tells it.
+        """Return the original's name of a module of this program; None if it is unknown.
 
-        Modules are at home where their weights are, or those of the modules around them.
+        The name follows from the weights of the module, or of the nearest enclosing module with
+        weights.
         """
         words = name.replace(":.", ":").split(".") if name else []
         for count in range(len(words), -1, -1):
@@ -174,7 +181,7 @@ class Judged:
 
     @cached_property
     def _homes(self) -> dict[str, str | None]:
-        """The original's modules, by names here, as names of weights tell; None: several."""
+        """Names of modules here -> the original's, from the names of weights; None: ambiguous."""
         homes: dict[str, str | None] = {}
         for one in self.holdings.ranks[self.rank]:
             plain = one.name.partition(":")[2] or one.name
@@ -189,7 +196,7 @@ class Judged:
         return homes
 
     def part_said(self, name: str, whole: Tensor) -> Tensor | None:
-        """The part of a mask that the user says this rank has in a module; None: not told."""
+        """Return the part of a mask that the user declares for a module here, or None."""
         plain = (name.partition(":")[2] or name).lstrip(".")
         said = (self.program.dropout or {}).get(plain)
         return None if said is None else declared(plain, said, whole)
@@ -243,12 +250,15 @@ class Judged:
         return loss
 
     def _sums(self) -> dict[str, float]:
-        """A number of each own parameter, which a step alone must not change."""
+        """Return the sum of each local parameter, to detect a step that changes parameters."""
         parts = {one.name: local(p.detach()) for one, p in self._own}
         return {name: float(value.double().sum()) for name, value in parts.items()}
 
     def derive(self, batch: Batch) -> Any:
-        """Return what the program's step gives of a batch, and leave its gradients."""
+        """Run the program's step on a batch and return its result; no optimizer step.
+
+        Gradients stay in the parameters.
+        """
         self._train()
         for module in self.program.modules:
             module.zero_grad(set_to_none=True)
@@ -257,7 +267,7 @@ class Judged:
             return self._called("step", self.program.step, batch)
 
     def _called(self, what: str, function: Callable[[Any], Any], batch: Batch) -> Any:
-        """Return what a user's function makes of a batch; refuse (S764) one that changes it."""
+        """Call a user's function with a copy of the batch; refuse (S764) one that changes it."""
         given = pytree.tree_map(
             lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(batch)
         )
@@ -272,7 +282,7 @@ class Judged:
         return value
 
     def _loss(self, value: Any) -> Tensor:
-        """The loss of the batch from those that ranks return."""
+        """Combine the losses that ranks return into the loss of the batch."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
         number = value is None or isinstance(value, (int, float))
@@ -299,7 +309,7 @@ class Judged:
         return None if p.grad is None else _as_held(p.grad, p)
 
     def _clip(self) -> None:
-        """Clip gradients as the program does, or else by the norm of the whole gradients."""
+        """Clip gradients with the program's `clip`, else by the norm of the full gradients."""
         most = math.inf if self.condition.clip is None else self.condition.clip
         if self.program.clip is not None:
             with telling(self.make, "clip", self.rank):
@@ -321,11 +331,11 @@ class Judged:
 
     @property
     def output(self) -> Any:
-        """The values that ranks return of an output, by the place in it: a list by rank."""
+        """Values of the training output by path, as a list over ranks."""
         return self._by_rank(self._outputs)
 
     def eval_step(self, batch: Batch) -> Any:
-        """Return what ranks give of an output in eval mode, likewise; None: they cannot give it."""
+        """Return the output in eval mode by path, as lists over ranks; None: not offered."""
         if self.program.evaluate is None:
             return None
         for one in self._training:
@@ -345,7 +355,7 @@ class Judged:
     # -- whole tensors
 
     def _copies(self, values: Sequence[Tensor | None]) -> dict[str, list[Copy]]:
-        """Return all ranks' copies of each tensor of the original, in the order of ranks."""
+        """Return all ranks' copies of each parameter of the original, in the order of ranks."""
         mine = [None if v is None else spill(v.reshape(-1), self.kept.folder) for v in values]
         found: dict[str, list[Copy]] = {}
         for rank, (ones, theirs) in enumerate(
@@ -360,10 +370,11 @@ class Judged:
     def _joined(
         self, copies: Mapping[str, Sequence[Copy]], keep: bool = False
     ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Whole tensors, each element from the first rank that has it; how far others are off.
+        """Assemble full tensors, and measure how far copies of the same elements differ.
 
-        Only rank 0 puts them together, from what ranks wrote: to others they are as if they were
-        not. Unless `keep`, what was written is then removed.
+        Each element is taken from the first rank that holds it. Only rank 0 assembles, from the
+        files that ranks wrote; other ranks return empty results. The files are removed afterwards
+        unless `keep`.
         """
         whole: dict[str, Tensor | None] = {}
         errors: dict[str, float] = {}
@@ -387,17 +398,18 @@ class Judged:
         return self._joined(self._copies(values))
 
     def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients as the last step left them."""
+        """Return full gradients as the last step left them."""
         trained = set(self.trainable())
         return {name: g for name, g in self._gradients.items() if name in trained}
 
     def input_gradients(self) -> None:
-        """Return None: a step of somebody else gives no gradients of its batch."""
+        """Return None: the program's step does not return gradients of the batch."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers, also under the other names of tied ones.
+        """Return full parameters and buffers, tied ones under each of their names.
 
-        Where hooks of the original save it in another form, these write that of the program's.
+        If hooks of the original change its state dict, the program's values go through the same
+        hooks.
         """
         whole, errors = self._whole([local(p.detach()) for _, p in self._own])
         self._errors |= errors
@@ -415,7 +427,7 @@ class Judged:
         return saved
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Buffers that go by a known name, also those that a state dict leaves out."""
+        """Return buffers with a known name, including those that are not in the state dict."""
         return self._buffers()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -438,7 +450,7 @@ class Judged:
         return found
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state, by parameter and slot."""
+        """Return full optimizer state, by parameter and slot."""
         state = self._optimizer.state if self._optimizer is not None else {}
         slots = dict.fromkeys(k for p in state for k in state[p])
         every = {k: None for names in world.all_gather_object(list(slots)) for k in names}
@@ -464,18 +476,18 @@ class Judged:
         return found
 
     def trainable(self) -> list[str]:
-        """The original's names of what some rank trains."""
+        """Return the original's names of the parameters that some rank trains."""
         names = {n for one in self.holdings.everything if one.trains for n in one.pieces}
         return [name for name in self.table.names if name in names]
 
     def replicas(self) -> Mapping[str, float]:
-        """Return how far copies are apart: of parameters, gradients, buffers and a `same` loss."""
+        """Return differences between copies of parameters, gradients, buffers, a `same` loss."""
         return dict(self._errors)
 
     # -- saved state
 
     def save(self) -> Any:
-        """Return what this rank saves; keep what of it has the original's names."""
+        """Return this rank's state to save, and record its entries with the original's names."""
         if self.program.state_dict is None:
             return None
         with telling(self.program.state_dict, "state_dict", self.rank):
@@ -494,7 +506,7 @@ class Judged:
         return state
 
     def _held_in(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether the parameters of this rank are the ones in a state of whole tensors."""
+        """Return whether a state of full tensors contains this rank's current parameters."""
         pairs = [
             (here.within(local(p.detach()).reshape(-1)), there.within(state[name].reshape(-1)))
             for one, p in self._own
@@ -504,13 +516,13 @@ class Judged:
         return all(torch.equal(a.reshape(-1), b.reshape(-1).to(a.dtype)) for a, b in pairs)
 
     def load(self, state: Any) -> None:
-        """Give this rank a state that was saved."""
+        """Load a saved state into this rank's program."""
         assert self.program.load is not None
         with telling(self.program.load, "load", self.rank):
             with_optimizer(self.program.load, self._optimizer, state)
 
     def state_here(self) -> dict[str, Any]:
-        """This rank's own parameters, buffers that are saved, and optimizer state, by its name."""
+        """Return this rank's own parameters, persistent buffers and optimizer state, by name."""
         found: dict[str, Any] = {}
         state = self._optimizer.state if self._optimizer is not None else {}
         for one, p in self._own:
@@ -528,7 +540,7 @@ class Judged:
         return found
 
     def gradients_here(self) -> dict[str, Tensor]:
-        """This rank's own gradients as the last step left them, by the name of its parameter."""
+        """Return this rank's own gradients as the last step left them, by parameter name."""
         own = ((one.name, self._gradient(p)) for one, p in self._own)
         return {f"gradient of {name}": g for name, g in own if g is not None}
 
@@ -538,7 +550,7 @@ def _here(value: Any) -> Any:
 
 
 def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
-    """The mappings in a state that have most of the original's names: itself, or its values."""
+    """Return the mappings nested in a state that have the most of the original's names as keys."""
     found: list[tuple[int, Mapping[str, Any]]] = []
     waiting = [state]
     while waiting:
@@ -554,7 +566,7 @@ def _named_so(state: Any, known: set[str]) -> list[Mapping[str, Any]]:
 
 
 def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
-    """The holdings of a program that was made before; refuse (S767) one that is now another."""
+    """Return the layouts of an earlier program; refuse (S767) a program with other parameters."""
     was = [(one.name, one.shape) for one in like.holdings.ranks[like.rank]]
     now = [(name, tuple(local(p).shape)) for name, p in named(program.modules)]
     if was != now:
@@ -566,12 +578,12 @@ def _as_before(like: Judged, program: TrainingProgram) -> Holdings:
 
 
 def _of_shape(value: Any, p: nn.Parameter) -> bool:
-    """Whether a slot of an optimizer has a number for each element of its parameter."""
+    """Return whether an optimizer slot has one number per element of its parameter."""
     return isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
 
 
 def _as_held(value: Any, p: nn.Parameter) -> Tensor:
-    """This rank's part of a tensor of the shape of a parameter, cut as that is."""
+    """Return this rank's part of a tensor of a parameter's shape, sharded as the parameter is."""
     if isinstance(value, DTensor) and isinstance(p, DTensor):
         value = value.redistribute(placements=p.placements)  # a pending sum is its value
     own: Tensor = local(value.detach())
@@ -579,7 +591,7 @@ def _as_held(value: Any, p: nn.Parameter) -> Tensor:
 
 
 def _pickled(optimizer: Any) -> bytes:
-    """The program's optimizer for the original, in another process (S767 where it cannot go)."""
+    """Pickle the program's optimizer for the original's process (S767 if it cannot be pickled)."""
     try:
         return pickled.dumps(optimizer)
     except Exception as error:

@@ -1,9 +1,8 @@
-"""Inputs of a module whose output is wrong: parts in another order, or rows of several batches.
+"""Explain a module's wrong output by its inputs: another order, other rows, or a wrong mask.
 
-The module itself may be right. What each rank gives it is looked up by its numbers in what the
-original gives it; a sentence says where that lies, and is said only where it is not as it should.
-
-* Dependence of an output on places of a batch: it shows what a lost mask lets through.
+The module itself may be right. Each rank's inputs are looked up by value in the original's inputs;
+a sentence is given only if their places are wrong. To find what a mask lets through, batches are
+changed at single positions, and the outputs that change are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CLEAR, NONE = 1e-6, 1e-12  # of the largest number: a dependence, and none
 
 @dataclass(frozen=True)
 class Changed:
-    """A batch in which one place of an input is another."""
+    """A batch with a changed value at one position of one input."""
 
     source: str
     place: int
@@ -33,7 +32,7 @@ class Changed:
 
 
 def changes(batch: Batch) -> list[list[Changed]]:
-    """Change places of each input that has some, by input."""
+    """Return batches with single changed positions, in a list for each suitable input."""
     inputs = [name for name, value in batch.items() if _has_places(value)]
     return [list(_of_input(batch, name)) for name in inputs[:MOST_INPUTS]]
 
@@ -60,17 +59,20 @@ def _of_input(batch: Batch, name: str) -> Iterator[Changed]:
 
 @dataclass(frozen=True)
 class Part:
-    """Outputs of a module on a rank, for the batch as it is and each changed; its `rows`."""
+    """Outputs of a module on a rank, for the given batch and each changed one.
+
+    `rows` are the flat indices of the outputs' rows (of the first two dims) in the original's.
+    """
 
     outputs: Sequence[Tensor]
     rows: Tensor
 
 
 def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequence[Changed]) -> str:
-    """Say which places of an output depend on what they should not, or do not on what they should.
+    """Explain outputs that depend on wrong positions of an input, or do not depend on right ones.
 
-    `right` and each part have the output for the batch as it is, and for each that is changed. The
-    output has the places of the input as its second dim.
+    `right` and each part hold the output for the given batch, then for each changed batch. The
+    second dim of the output is the position.
     """
     whole = _moved(right)
     length = right[0].shape[1]
@@ -103,7 +105,7 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
 def _seen_order(
     whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
 ) -> str:
-    """Say in which order words are taken, if with it all depends as the original's does."""
+    """Return the order of positions that explains all dependences; "" if there is none."""
     moved = torch.cat([found > CLEAR for found, _ in parts], 1)
     there = torch.cat([whole[:, rows] > CLEAR for _, rows in parts], 1)
     order = []
@@ -116,7 +118,7 @@ def _seen_order(
 
 
 def _moved(outputs: Sequence[Tensor]) -> Tensor:
-    """Tell by change and row how far an output moves, in parts of its largest number."""
+    """Return by change and row how far an output moves, relative to its largest element."""
     first = outputs[0]
     scale = float(first.abs().max()) or 1.0
     rows = first.shape[0] * first.shape[1]
@@ -135,7 +137,7 @@ MOST = 12  # places that are listed
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A rank's call beside the original's: its inputs, and its output."""
+    """A rank's call that matches one of the original: its inputs and its output."""
 
     rank: int
     values: Sequence[Tensor]
@@ -147,9 +149,9 @@ def misgiven(
     ranks: Sequence[Taken],
     again: Callable[[Tensor], Tensor | None],
 ) -> str:
-    """Say which of what ranks take is in another order, or of other rows; "" if nothing is.
+    """Explain inputs of ranks in another order, or of other rows; "" if all are right.
 
-    again  what the original's module makes of another tensor; None where that cannot be told
+    `again` returns the original module's output for another input; None if that is unknown.
     """
     same = [one for one in ranks if len(one.values) == len(right)]
     for place, want in enumerate(right):
@@ -176,9 +178,9 @@ def _makes(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tens
 def _order(
     value: Tensor, there: Tensor | None, whole: Whole, makes: Callable[[Tensor], bool]
 ) -> str:
-    """Say in which order a rank has what it takes, if that is not the original's.
+    """Describe the order of a rank's input, if that is not the original's.
 
-    Features (the last dim) may lie in any order, as weights do: there the module must show it.
+    Features (the last dim) may have any order, as weights have: `makes` must show that it is wrong.
     """
     if there is None:
         mixed = value.numel() > 1 and _among(value, whole.values)
@@ -196,7 +198,7 @@ def _order(
 
 
 def _among(value: Tensor, whole: Tensor) -> bool:
-    """Whether all numbers are some of the whole's, and many of these are different ones: no ids."""
+    """Return whether all values occur in `whole`, and `whole` has many distinct values (no ids)."""
     known = torch.unique(whole)
     if 2 * len(known) < whole.numel() or bool((known == known.round()).all()):
         return False
@@ -206,7 +208,7 @@ def _among(value: Tensor, whole: Tensor) -> bool:
 
 
 def _varying(line: Tensor, shape: torch.Size) -> list[int]:
-    """The places of a line along the dim in which they differ."""
+    """Return the indices of a line of places along the dim in which they differ."""
     return next(
         (one.tolist() for one in torch.unravel_index(line, shape) if len(torch.unique(one)) > 1),
         line.tolist(),
@@ -219,7 +221,7 @@ def _listed(places: Sequence[int]) -> str:
 
 
 def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
-    """Say that ranks give one thing together, and take other rows, or other words, for it."""
+    """Report ranks that compute the same output from different rows or positions."""
     for first in ranks:
         group = [one for one in ranks if one.output.shape == first.output.shape]
         group = [one for one in group if fits(one.output, first.output)]

@@ -1,8 +1,9 @@
-"""Terms of a gradient: what each function that a tensor goes into sends back to it.
+"""Explain a wrong gradient by its terms: the gradient that each use of a tensor contributes.
 
-A tape notes the functions of a step. Where a tensor's gradient is wrong, each function is derived
-again by itself: its term of the right gradient, and the gradient that it was sent, are tried as
-what the wrong one is made of. A sentence is said only where it gives every number of every rank.
+A tape records the functions of a step. Where a tensor's gradient is wrong, each function that uses
+the tensor is differentiated again by itself. Its term of the right gradient, and the gradient of
+its output, are tried as components of the wrong gradient. An explanation must give every element on
+every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NEAR = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function that ran: what it took (with counts of writes) and gave, and in which module."""
+    """A function call: inputs (with their version counters), outputs, and the enclosing module."""
 
     function: Any
     args: Any
@@ -39,14 +40,14 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function and its place, in words."""
+        """The function and its module, in words."""
         name = getattr(self.function, "__name__", "a function").strip("_")
         return f"`{name}` in `{self.module}`" if self.module else f"`{name}` outside of all modules"
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """A gradient that a call sends back to a tensor, and the one it was sent, if shaped alike."""
+    """A call's contribution to a tensor's gradient, and its output's gradient, if shaped alike."""
 
     call: Call
     back: Tensor
@@ -54,7 +55,7 @@ class Term:
 
 
 class Tape(TorchFunctionMode):
-    """The functions of a step that gradients go through, and the gradients of what they gave."""
+    """Mode that records a step's differentiable functions, and the gradients of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it and note it."""
+        """Run a function and record it."""
         kwargs = kwargs or {}
         if type(func) is ATTRIBUTE or func is torch.Tensor.backward:
             return func(*args, **kwargs)
@@ -81,7 +82,7 @@ class Tape(TorchFunctionMode):
         return made
 
     def watch(self, tensor: Tensor) -> None:
-        """Note the gradient of a tensor when it comes."""
+        """Record a tensor's gradient when backward computes it."""
         if id(tensor) not in self.gradients:
             self.gradients[id(tensor)] = torch.empty(0)
             tensor.register_hook(self._noting(id(tensor)))  # type: ignore[no-untyped-call]
@@ -94,12 +95,12 @@ class Tape(TorchFunctionMode):
         return note
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient that came back to a tensor; None if none did."""
+        """Return a tensor's gradient; None if it has none."""
         found = self.gradients.get(id(tensor))
         return found if found is not None and found.shape == tensor.shape else None
 
     def terms(self, tensor: Tensor) -> list[Term]:
-        """Return its terms by call; none where they do not add up to its gradient."""
+        """Return a tensor's terms by call; nothing if they do not add up to its gradient."""
         total = self.gradient(tensor)
         if total is None:
             return []
@@ -122,7 +123,7 @@ class Tape(TorchFunctionMode):
 
 
 def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor | None:
-    """Derive a call once more by itself: what it sends back to a tensor for what it is sent."""
+    """Differentiate a call by itself: return a tensor's gradient for given output gradients."""
     leaf = tensor.detach().clone().requires_grad_()
 
     def anew(value: Any) -> Any:
@@ -146,7 +147,7 @@ def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor 
 
 @dataclass(frozen=True)
 class Got:
-    """A rank's gradient of a tensor, and which numbers of the whole one it is about."""
+    """A rank's gradient of a tensor, and the flat indices of its elements in the full tensor."""
 
     rank: int
     value: Tensor
@@ -155,12 +156,12 @@ class Got:
 
 @dataclass
 class Path:
-    """The functions between a tensor and one that is made of it alone, the last one first."""
+    """Functions between a tensor and one that is computed from it alone, the last one first."""
 
     calls: list[tuple[Call, Tensor]] = field(default_factory=list)
 
     def back(self, gradient: Tensor) -> Tensor | None:
-        """Bring a gradient of the last tensor back to the first one."""
+        """Propagate a gradient of the last tensor back to the first one."""
         for call, tensor in self.calls:
             found = pulled(call, tensor, [gradient])
             if found is None:
@@ -170,9 +171,9 @@ class Path:
 
 
 def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
-    """Say of which terms the ranks' wrong gradients of a tensor are made; "" if of none of them.
+    """Explain the ranks' wrong gradients of a tensor by its terms; "" if no explanation fits.
 
-    Where one function alone takes the tensor, what it gives is looked at, too, and so on.
+    If only one function uses the tensor, the terms of its output are tried next, and so on.
     """
     path = Path()
     for _ in range(MOST_STEPS):
@@ -198,7 +199,7 @@ Brought = Sequence[tuple[Term, Tensor]]
 
 
 def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
-    """The factors of columns that give a value, where they are the only ones, and do."""
+    """Return the unique factors of columns that give a value; None if there are none."""
     matrix = torch.stack([column.reshape(-1) for column in columns], 1)
     flat = value.reshape(-1, 1)
     if len(matrix) < len(columns) + SPARE:
@@ -218,7 +219,7 @@ def _is(number: float, wanted: float) -> bool:
 
 
 def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
-    """Whether a function sends on what it is sent, as if it were none: no derivative of it."""
+    """Report a function that returns its output's gradient unchanged, without a derivative."""
     for place, (term, back) in enumerate(terms):
         sent = None if term.sent is None else path.back(term.sent)
         if sent is None or fits(sent, back):
@@ -231,7 +232,7 @@ def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
 
 
 def _counted(terms: Brought, got: Sequence[Got]) -> str:
-    """Whether terms count otherwise than they should, and not all of them alike."""
+    """Report terms with a wrong factor, unless all have the same factor."""
     if len(terms) < 2:
         return ""
     said: dict[str, None] = {}
@@ -252,7 +253,7 @@ def _counts(terms: Brought, factors: Sequence[float]) -> Iterator[str]:
 
 
 def _unsummed(terms: Brought, got: Sequence[Got]) -> str:
-    """Whether some terms are whole on every rank, and others terms of a sum over ranks."""
+    """Report terms that need a sum over ranks, where other terms are complete on each rank."""
     if len(got) < 2 or len(terms) < 2 or len({one.rank for one in got}) < len(got):
         return ""
     if any(not torch.equal(one.places, got[0].places) for one in got):

@@ -1,7 +1,7 @@
-"""Both sides of a verdict: the original in this process, the program on its ranks, dropping alike.
+"""Run both sides of a verdict: the original in this process, the program on its ranks.
 
-Places of dropout are found first: both sides run every batch with nothing dropped, and what a rank
-is about to drop from is looked up in what the original drops from.
+Both sides drop the same elements. To find them, both sides first run every batch without dropout,
+and each rank looks up the inputs of its dropout calls in the inputs of the original's.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Places = Mapping[str, Sequence[Place | None]]  # by a rank's module, in the orde
 
 @dataclass(frozen=True)
 class Given:
-    """All that each rank is given.
+    """Arguments that every rank receives.
 
-    drops  what the original drops from
-    wide   both sides run in float64, and choose as they will; else choices are noted
-    aside  what ranks print goes to the standard error
+    `drops`  the dropout calls of the original
+    `wide`   both sides run in float64 and choose freely; otherwise discrete choices are recorded
+    `aside`  ranks print on standard error
     """
 
     make: Make
@@ -53,12 +53,12 @@ class Given:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """Modes that every step runs under, beside the one that drops."""
+        """Modes that every step runs under, besides the dropout mode."""
         return (Float64(),) if self.wide else ()
 
     @contextlib.contextmanager
     def ready(self, kept: Kept) -> Iterator[tuple[Placed, Callable[[Condition], Judged]]]:
-        """Give a rank what drops there, and a function that makes the program for a condition."""
+        """Yield this rank's dropout mode, and a function that makes the program for a condition."""
         lines = contextlib.redirect_stdout(sys.stderr) if self.aside else contextlib.nullcontext()
         # a compiled region does not ask for masks
         stance = "force_eager" if self.drops.sites else "default"
@@ -75,7 +75,7 @@ class Given:
             yield dropping, made
 
     def _places(self, kept: Kept) -> dict[int, Places]:
-        """Run every batch once with nothing dropped, and find what this rank drops from."""
+        """Run every batch once without dropout, and find the places of this rank's dropout."""
         found: dict[int, Places] = {}
         judged: Judged | None = None
         others: set[str] = set()
@@ -107,7 +107,7 @@ AGAIN = "it is computed again with another state of the generator: another mask"
 
 
 def _apart(states: Sequence[Mapping[tuple[str, int, bytes], bytes]]) -> dict[str, str]:
-    """The original's modules of which ranks drop the same places by generators in other states."""
+    """Find modules whose ranks drop the same places from generators in different states."""
     ranks: dict[tuple[str, int, bytes], dict[bytes, int]] = {}
     for rank, drawn in enumerate(states):
         for key, state in drawn.items():
@@ -126,10 +126,10 @@ def _steps(told: Sequence[Condition]) -> Iterator[tuple[Condition, int, Batch]]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A program and its original, and under which conditions both train.
+    """A program and its original, and the conditions under which both train.
 
-    case  the original as both sides begin with it, in float64 (`wide`) or in a low dtype
-    told  the conditions, as ranks know them
+    case        the original at the start of training, in float64 (`wide`) or in a low dtype
+    conditions  the training runs, under the names that ranks use
     """
 
     case: Case
@@ -143,12 +143,12 @@ class Trial:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """Modes that the original runs under: it drops by masks that ranks have parts of."""
+        """Modes of the original's runs: the dropout mode draws masks of which ranks apply parts."""
         return (*((Float64(),) if self.wide else ()), Dropping(self.drops.seed, self.drops.off))
 
     @property
     def exact(self) -> Trial:
-        """The same in float64, from the weights of now."""
+        """The same trial in float64, with the weights that the model has now."""
         case = self.case.with_model(as_float64(self.case.plan.model.model))
         told = [
             replace(one, batches=tuple(wide(dict(b)) for b in one.batches)) for one in self.told
@@ -156,17 +156,17 @@ class Trial:
         return replace(self, case=case, told=tuple(told), wide=True)
 
     def on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
-        """Call a function with what each rank is given, on all of them."""
+        """Call a function with a `Given` first on all ranks; return the results by rank."""
         module = self.case.plan.model.model
         given = Given(self.make, module, self.told, self.drops, self.wide, self.aside)
         found: list[Any] = self.pool.run(part, self.world, given, *more, **options)
         return found
 
     def ran(self, folder: str, progress: Progress) -> tuple[Trial, Observation, Kept]:
-        """Train on ranks, which drop where places are known; once more with no dropout at all
-        where they do not draw alike from step to step.
+        """Train on ranks, with dropout where the places of the masks are known.
 
-        The trial that it returns knows what drops; large tensors lie in files of the folder.
+        If some rank's dropout calls vary from step to step, train once more without any dropout.
+        The returned trial says which modules drop. Large tensors are written to files in `folder`.
         """
         known = replace(self, drops=self._noted(folder))
         seen, kept = known._trained(progress)
@@ -179,7 +179,7 @@ class Trial:
         return replace(known, drops=replace(known.drops, off=off)), seen, kept
 
     def _noted(self, folder: str) -> Drops:
-        """Keep what the original drops from in each of all batches, with nothing dropped."""
+        """Record the inputs of the original's dropout calls in every batch, with dropout off."""
         batches: list[Batch] = []
         numbers: dict[tuple[str, int], int] = {}
         sites: dict[str, None] = {}
@@ -214,7 +214,7 @@ class Trial:
 
 
 def _train(given: Given) -> tuple[Observation, Kept] | None:
-    """One rank's part; only rank 0 tells what it saw, and what all of them chose."""
+    """Train on one rank; only rank 0 returns its observation, and what all ranks chose."""
     unhoarded()
     kept, choosing = Kept(folder=given.drops.folder), Choosing()
     made: list[Judged] = []

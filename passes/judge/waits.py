@@ -1,11 +1,11 @@
-"""Collectives that a program starts and never waits for, and floats that it asks for in few bits.
+"""Monitor collectives that a program never waits for, and low dtypes that it uses.
 
-Where a collective is asynchronous, what it gives is there when its work was waited for; before, a
-step on a CPU may read it or not. So no value tells it: the works of ranks are watched. Functions of
-torch.distributed come to function modes as others do.
+The result of an asynchronous collective is valid only after its work was waited for. On a CPU a
+step may read a valid result without waiting, so values do not show the mistake, and the works of
+ranks are monitored. Functions of torch.distributed reach function modes like all others.
 
-Some of gloo's collectives take tensors of other strides as if these were contiguous, which is right
-only where all ranks lay them so. It is told where something differs.
+Some of gloo's collectives read tensors in the order of memory, whatever their strides are, which is
+right only if all ranks have the same strides. Such calls are reported if something differs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ STRIDES = (
 
 
 class Watched:
-    """A work that is as torch's own; whatever is asked of it, the program knows of it."""
+    """A wrapped work; using any attribute counts as waiting."""
 
     def __init__(self, work: Any, waited: Callable[[], object]) -> None:
         self._work, self._waited = work, waited
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Say that it is a work."""
+        """The class of a torch work."""
         return WORK
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +56,10 @@ class Watched:
 
 
 class Heard:
-    """Works of a rank's program that nobody has waited for, and the few bits that it asks for."""
+    """Record of a rank's unwaited works, low dtypes, and calls with strided tensors.
+
+    `left`  function and line of each work that was not waited for
+    """
 
     def __init__(self) -> None:
         self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line
@@ -65,7 +68,7 @@ class Heard:
         self.strided: set[tuple[str, str]] = set()  # a function, and the line that calls it
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hear of a call."""
+        """Record a call."""
         dtype = kwargs.get("dtype") or _NAMED.get(func)
         if dtype is None and func in CASTS:
             dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
@@ -78,7 +81,7 @@ class Heard:
                 self.strided.add((func.__name__, _line()))
 
     def watched(self, func: Any, work: Any) -> Any:
-        """A work of a function; what is sent is whole before."""
+        """Wrap a function's work; a send is not wrapped, because its tensor is complete before."""
         if func.__name__ == "isend":
             return work
         number = next(self._numbers)
@@ -87,7 +90,7 @@ class Heard:
 
 
 def _line() -> str:
-    """The user's line that asks for it."""
+    """Return the user's line of the current call."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = os.path.realpath(frame.f_code.co_filename)
@@ -98,7 +101,7 @@ def _line() -> str:
 
 
 def rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
-    """A row that fails for each line whose works nobody waits for."""
+    """Yield a failing row for each line whose works are not waited for."""
     for (name, line), ranks in unwaited.items():
         said = f"`{name}` ({line})"
         note = f"on rank {', '.join(map(str, ranks))} {_NOBODY}"
@@ -106,7 +109,7 @@ def rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
 
 
 def gaps(low: set[str]) -> Iterator[Gap]:
-    """Tell of formats that float64 stands in for."""
+    """Yield a gap for each low dtype that float64 replaces."""
     for dtype in sorted(low):
         said = f"{dtype} (float64 stands in for it: `--dtype {dtype}` judges it)"
         yield Gap(said, "roundings that add up, as of gradients that are added in few bits")
