@@ -16,7 +16,7 @@ from schedlang.passes.judge.layouts import local
 from schedlang.runtime.inside import hooked
 from schedlang.runtime.isolated import Frame, parts_of
 
-At = tuple[Frame, int]  # a call of a module, and which of the tensors that it gives
+At = tuple[Frame, int]  # a module's call, and the number of its output
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Run:
 
     calls: dict[Frame, Seen] = field(default_factory=dict)
     back: list[At] = field(default_factory=list)
-    live: dict[At, Tensor] = field(default_factory=dict)  # themselves, if asked for
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # likewise
+    live: dict[At, Tensor] = field(default_factory=dict)  # if requested
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the original, if `live`
 
     def of(self, at: At, back: bool = False) -> Tensor:
         """Return an output, or the gradient with respect to the output."""
@@ -59,7 +59,7 @@ def followed(
     def hook(name: str) -> Any:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() >= 0:
-                return  # computed again
+                return  # a recomputation
             frame = name, turns[name]
             turns[name] += 1
             if taken:
@@ -71,12 +71,12 @@ def followed(
                 return
             floats = [t for t in parts_of(output)[0] if t.is_floating_point() and t.dim()]
             with torch.no_grad():
-                run.calls[frame] = Seen([_whole(t) for t in floats])
+                run.calls[frame] = Seen([_full_copy(t) for t in floats])
             for k, tensor in enumerate(floats):
                 if live:
                     run.live[frame, k] = tensor
                 if tensor.requires_grad:
-                    tensor.register_hook(_noting(run, frame, k))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(_gradient_hook(run, frame, k))  # type: ignore[no-untyped-call]
 
         return after
 
@@ -94,16 +94,16 @@ def settled(modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Run:
     return first if first.calls.keys() == second.calls.keys() else second
 
 
-def _noting(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
+def _gradient_hook(run: Run, frame: Frame, k: int) -> Callable[[Tensor], None]:
     def note(gradient: Tensor) -> None:
         with torch.no_grad():
-            run.calls[frame].gradients[k] = _whole(gradient)
+            run.calls[frame].gradients[k] = _full_copy(gradient)
         run.back.append((frame, k))
 
     return note
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_copy(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, of a DTensor the full tensor."""
     value = tensor.detach()
     full = getattr(value, "full_tensor", None)

@@ -26,8 +26,8 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.moe.choices import CHOOSING, as_chosen, of_floats
 
-WIDEST = 4096  # scores that one choice is among: no router has more
-Moment = tuple[int, int, bool]  # number of the run, its last step, whether it evaluates
+WIDEST = 4096  # scores of one choice; no router has more
+Moment = tuple[int, int, bool]  # number of the run, step, whether it evaluates
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Choosing(Ambient):
         out = self.run(func, types, args, kwargs)
         if func not in CHOOSING or not of_floats(args, kwargs):
             return out
-        noted, dim = _noted(CHOOSING[func], out, args, kwargs)
+        noted, dim = _record(CHOOSING[func], out, args, kwargs)
         if noted is None:
             return out
         here = self._moment()
@@ -66,7 +66,9 @@ class Choosing(Ambient):
         self.found[here].append(noted if right is None else replace(noted, chosen=right))
         if right is None or torch.equal(right, noted.chosen):
             return out
-        return as_chosen(CHOOSING[func], out, _laid(right, out, args, kwargs, dim), args, kwargs)
+        return as_chosen(
+            CHOOSING[func], out, _shape_choices(right, out, args, kwargs, dim), args, kwargs
+        )
 
     def _moment(self) -> Moment:
         where = scope.current()
@@ -84,15 +86,15 @@ class Choosing(Ambient):
                 for note in notes:
                     shape = note.scores.shape[-1], note.chosen.shape[-1]
                     found.setdefault(moment, {}).setdefault(shape, []).append(note)
-        return {moment: [*map(_together, each.values())] for moment, each in found.items()}
+        return {moment: [*map(_concatenate, each.values())] for moment, each in found.items()}
 
 
-def _together(notes: Sequence[Noted]) -> Noted:
+def _concatenate(notes: Sequence[Noted]) -> Noted:
     scores = torch.cat([one.scores.double() for one in notes])
     return Noted(scores, torch.cat([one.chosen for one in notes]))
 
 
-def _noted(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
+def _record(name: str, out: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Noted | None, int]:
     """Return scores and chosen indices as rows, and the dim; None if this is not such a choice."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
@@ -119,7 +121,9 @@ def _local(value: Tensor) -> Tensor | None:
     return None if partial else value.to_local()
 
 
-def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int) -> Tensor:
+def _shape_choices(
+    right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: int
+) -> Tensor:
     """Return choices in rows in the layout of the operator's result."""
     given = args[0] if args else kwargs["input"]
     chosen = out if isinstance(out, Tensor) else out[1]
@@ -129,10 +133,10 @@ def _laid(right: Tensor, out: Any, args: Any, kwargs: Mapping[str, Any], dim: in
     return laid if kept else laid.squeeze(dim)
 
 
-# ---- The runs of an original, and what they choose.
+# ---- Choices of the original's runs.
 
-FURTHER = 1.5  # times as far as in the worst of a few runs may roundings move a score
-Place = tuple[Moment, int]  # of a choosing operator: its number in a moment
+FURTHER = 1.5  # margin over the largest score error of a few runs
+Place = tuple[Moment, int]  # a choosing operator: its number in a moment
 
 
 @dataclass
@@ -164,8 +168,8 @@ class Routes:
     def again(self) -> Routes | None:
         """Return routes with these runs' score errors; None: no choice depends on roundings."""
         places = [(m, k) for m, notes in self.exact.found.items() for k in range(len(notes))]
-        far = {place: self._far(*place) for place in places}
-        tips = (bool(_tips(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
+        far = {place: self._score_error(*place) for place in places}
+        tips = (bool(_tipped_rows(self.exact.found[m][k], far[m, k]).any()) for m, k in places)
         return Routes(self.ranks, far) if any(tips) else None
 
     def otherwise(self, draw: int | None) -> Choosing:
@@ -186,7 +190,7 @@ class Routes:
         said = f"{self.held} of {many} as ranks made them: roundings tip these"
         return [("choices", said)] if self.held else []
 
-    def _far(self, moment: Moment, number: int) -> Tensor:
+    def _score_error(self, moment: Moment, number: int) -> Tensor:
         noted, most = self.exact.found[moment][number], torch.zeros(())
         for draw in self.draws:
             notes = draw.found.get(moment, [])
@@ -206,22 +210,22 @@ class Routes:
         if far is None or far.shape != noted.scores.shape[:1]:
             return None
         if moment[-1] and not seen:
-            return None  # ranks do not evaluate
+            return None  # ranks recorded no evaluation
         seen = [one for one in seen if one.scores.shape[-1] == noted.scores.shape[-1]]
         right, scores = noted.chosen.clone(), noted.scores.double()
-        for row in _tips(noted, far).nonzero().flatten().tolist():
+        for row in _tipped_rows(noted, far).nonzero().flatten().tolist():
             most = float(far[row])
-            told = _told(scores[row], right[row], seen, most)
-            if len(told) > 1 or not seen:
-                left = told[1] if told else _swapped(scores[row], right[row], most)
+            choices = _rank_choices(scores[row], right[row], seen, most)
+            if len(choices) > 1 or not seen:
+                left = choices[1] if choices else _swap_nearest(scores[row], right[row], most)
                 self.other.setdefault((moment, number), {})[row] = left
-            if told:
-                self.held += not torch.equal(told[0], right[row])
-                right[row] = told[0]
+            if choices:
+                self.held += not torch.equal(choices[0], right[row])
+                right[row] = choices[0]
         return right
 
 
-def _tips(noted: Noted, far: Tensor) -> Tensor:
+def _tipped_rows(noted: Noted, far: Tensor) -> Tensor:
     """Return the rows in which a chosen score is within a rounding's reach of another score."""
     values, order = noted.scores.double().sort(-1)
     mine = torch.zeros_like(values, dtype=torch.bool).scatter_(-1, noted.chosen, True)
@@ -230,7 +234,9 @@ def _tips(noted: Noted, far: Tensor) -> Tensor:
     return (near & (mine[:, 1:] | mine[:, :-1])).any(-1)
 
 
-def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> list[Tensor]:
+def _rank_choices(
+    scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float
+) -> list[Tensor]:
     """Return what ranks chose for scores equal to these but for roundings, the nearest first.
 
     Two choices are returned if an equally near row chose otherwise. Rows with other scores, and
@@ -241,18 +247,18 @@ def _told(scores: Tensor, chosen: Tensor, seen: Sequence[Noted], far: float) -> 
         apart = (one.scores - scores).abs().amax(-1)
         near += [(float(apart[k]), one.chosen[k]) for k in (apart <= far).nonzero().flatten()]
     near.sort(key=lambda pair: pair[0])
-    told: list[Tensor] = []
+    found: list[Tensor] = []
     for gap, theirs in near:
-        if told and gap > 2 * near[0][0]:
+        if found and gap > 2 * near[0][0]:
             break
-        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in told):
+        if theirs.shape != chosen.shape or any(torch.equal(theirs, one) for one in found):
             continue
         if bool(((scores[theirs] - scores[chosen]).abs() <= 2 * far).all()):
-            told.append(theirs)
-    return told
+            found.append(theirs)
+    return found
 
 
-def _swapped(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
+def _swap_nearest(scores: Tensor, chosen: Tensor, far: float) -> Tensor:
     """Replace a chosen score by the nearest score that is not chosen, if roundings reach it."""
     left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, chosen, False)
     gaps = (scores[chosen].unsqueeze(-1) - scores).abs().masked_fill(~left, math.inf)

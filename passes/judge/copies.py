@@ -28,7 +28,7 @@ class Copy:
     here: Region
     there: Region
     held: Spilled | None
-    factor: float = 1.0  # by which values are multiplied
+    factor: float = 1.0  # multiplies the values
 
     @property
     def places(self) -> Tensor:
@@ -62,7 +62,7 @@ def joined(
         values = values.reshape(one.there.shape)
         before, known = one.there.within(out), one.there.within(done)
         if bool(known.any()):
-            every = bool(known.all())  # without a copy of what is known
+            every = bool(known.all())  # avoids a copy of known elements
             gap = before - values if every else (before - values)[known]
             far = max(far, float(gap.norm())) if gap.isfinite().all() else math.inf
             if every:

@@ -50,8 +50,8 @@ from schedlang.passes.judge.kinds import kinds
 from schedlang.passes.judge.located import located
 from schedlang.passes.judge.parts import Parts
 from schedlang.passes.judge.program import Make, check_ranks, load_program
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.rounded import Compared, lowered, rounded
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.judge.trial import Progress, Trial
 from schedlang.passes.verify.asked import STEPS
 from schedlang.passes.verify.compare import compare
@@ -81,8 +81,8 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.rng.logical_dropout import Still, Undropped
 
 MOST_RANKS = 8
-IGNORED = -100  # the label that torch's losses leave out
-_CALLERS = ("judge/program.py", "judge/subject.py")  # of what a user wrote
+IGNORED = -100  # the default of torch's losses
+_CALLERS = ("judge/program.py", "judge/subject.py")  # files that call a user's functions
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def judge(
     """
     start = time.perf_counter()
     _check_world(task.world)
-    exact = check_trained(_widened(task))
+    exact = check_trained(_float64_case(task))
     progress("the original")
-    told, seen, derived = _conditions(exact, task)
+    conditions, seen, derived = _conditions(exact, task)
     case = exact
     if task.dtype is not None:
-        case, told = lowered(task.dtype, _planned(task, task.original), told)
+        case, conditions = lowered(task.dtype, _plain_case(task, task.original), conditions)
     sides = pool or shared(), task.dtype is None, task.told
-    trial = Trial(case, task.make, task.world, tuple(told), *sides)
+    trial = Trial(case, task.make, task.world, tuple(conditions), *sides)
     try:
         with temporary() as folder:
             report = _Judging(task, trial, exact, seen, derived).verdict(folder, progress)
@@ -155,41 +155,41 @@ class _Judging:
 
     def verdict(self, folder: str, progress: Progress) -> Report:
         """Run both sides, compare them, and explain the differences."""
-        trial, actual, kept = self.trial.ran(folder, progress)
-        told, actual = as_trained(trial.told, actual, kept)
+        trial, actual, record = self.trial.ran(folder, progress)
+        conditions, actual = as_trained(trial.conditions, actual, record)
         if self.task.dtype is None:
-            found = _in_float64(trial, told, actual, kept)
+            found = _in_float64(trial, conditions, actual, record)
         else:
-            found = rounded(self.task.dtype, trial, told, actual, kept)
-        check_original(self.exact, told, found.first)
+            found = rounded(self.task.dtype, trial, conditions, actual, record)
+        check_original(self.exact, conditions, found.first)
         report = Report(
             (
-                *initial(trial.case.plan.model.model, kept),
-                *dropped(trial.drops, kept),
-                *waits.rows(kept.unwaited),
+                *initial(trial.case.plan.model.model, record),
+                *dropped(trial.drops, record),
+                *waits.rows(record.unwaited),
                 *found.rows,
-                *saved(trial.case, found.actual, kept, told),
-                *(kept.loaded.rows(told[-1]) if kept.loaded else ()),
+                *saved(trial.case, found.actual, record, conditions),
+                *(record.loaded.rows(conditions[-1]) if record.loaded else ()),
             ),
-            facts=(*self._facts(kept), *found.facts),
-            gaps=self._gaps(trial, found, kept),
+            facts=(*self._facts(record), *found.facts),
+            gaps=self._gaps(trial, found, record),
             unchecked=tuple(found.unsure),
         )
         if all(row.ok for row in report.rows):
             return report
         progress("the kind of mistake")
-        where = located(trial, told, report, kept, self.task.dtype, found.chosen)
-        named = replace(trial, told=tuple(told))
+        where = located(trial, conditions, report, record, self.task.dtype, found.chosen)
+        named = replace(trial, conditions=tuple(conditions))
         parts = Parts(named if trial.wide else named.exact, self.seen.labels, where.rows)
         if found.bounds is None:
-            said = kinds(report, found.expected, found.actual, kept, trial.world, parts, where)
+            said = kinds(report, found.expected, found.actual, record, trial.world, parts, where)
         else:
-            about = found.bounds, found.actual, kept, trial.world, parts, where
+            about = found.bounds, found.actual, record, trial.world, parts, where
             said = causes(report.rows, *about)
         return replace(report, localised=said)
 
-    def _facts(self, kept: Kept) -> Iterator[tuple[str, str]]:
-        holdings, ranks = kept.holdings, self.task.world
+    def _facts(self, record: Kept) -> Iterator[tuple[str, str]]:
+        holdings, ranks = record.holdings, self.task.world
         assert holdings is not None
         yield "", f"{ranks} rank{'s' * (ranks > 1)}"
         yield "seed", str(self.task.seed)
@@ -204,23 +204,25 @@ class _Judging:
         for name, count in holdings.padding.items():
             yield "padding", f"{count} elements of {name}"
 
-    def _gaps(self, trial: Trial, found: Compared, kept: Kept) -> tuple[Gap, ...]:
-        assert kept.holdings is not None
+    def _gaps(self, trial: Trial, found: Compared, record: Kept) -> tuple[Gap, ...]:
+        assert record.holdings is not None
         named = dict(trial.case.plan.model.model.named_parameters())
         sizes = {name: p.numel() for name, p in named.items()}
         drawn = len(trial.drops.sites)
-        gone = gaps(self.seen, sizes=kept.holdings.axes, drawn=drawn, parameters=sizes)
+        gone = gaps(self.seen, sizes=record.holdings.axes, drawn=drawn, parameters=sizes)
         left = [one for one in gone if one.condition != "no float inputs"]
-        left += of_dropout(trial.drops, kept)
+        left += of_dropout(trial.drops, record)
         if all(p.requires_grad for p in named.values()):
             left.append(Gap("no frozen parameters", "frozen weights that are updated"))
-        left += of_saved(kept)
-        for name in sorted(kept.lost):
+        left += of_saved(record)
+        for name in sorted(record.lost):
             left.append(Gap(f"buffer `{name}`: no rank has it by this name", "wrong values in it"))
-        return (*waits.gaps(kept.low), *left, *idle(found.expected), *unoffered(found.actual))
+        return (*waits.gaps(record.low), *left, *idle(found.expected), *unoffered(found.actual))
 
 
-def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept) -> Compared:
+def _in_float64(
+    trial: Trial, conditions: Sequence[Condition], seen: Observation, record: Kept
+) -> Compared:
     """Train the original under the same conditions, and compare with the gates of `verify`."""
 
     def make(one: Condition) -> Sequential:
@@ -228,8 +230,8 @@ def _in_float64(trial: Trial, told: Sequence[Condition], seen: Observation, kept
         return Sequential(twin(trial.case), one.optimizer, loss=trial.case.loss, **options)
 
     with ambient(*trial.modes):
-        first = observe(make, told, folder=trial.drops.folder)
-    expected, actual = alike(first, seen, kept)
+        first = observe(make, conditions, folder=trial.drops.folder)
+    expected, actual = alike(first, seen, record)
     return Compared(compare(expected, actual), first, expected, actual)
 
 
@@ -246,7 +248,7 @@ class Posed:
         """Start ranks that can load the files."""
         with Pool(preload=(*BASE, *PROGRAMS), files=dict(self.files)) as pool:
             yield pool
-            let_go()  # the verdict is there: to end ranks takes nothing of its time
+            let_go()  # the verdict is made: ending ranks does not count for its timeout
 
 
 def posed(program: Make | Path, model: str | None, ranks: int | None, **options: Any) -> Posed:
@@ -283,17 +285,17 @@ def _check_world(world: int) -> None:
     )
 
 
-def _widened(task: Task) -> Case:
+def _float64_case(task: Task) -> Case:
     """Return the original in float64 with randomised, distinct weights; the plan has no rows."""
     if any(t.is_meta for t in (*task.original.parameters(), *task.original.buffers())):
         title = "the model has no values: it is on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("make a small one with values",)))
     module = randomised(as_float64(task.original), task.seed)
-    case = _planned(task, module)
+    case = _plain_case(task, module)
     return replace(case, batches=tuple(wide(dict(batch)) for batch in case.batches))
 
 
-def _planned(task: Task, module: nn.Module) -> Case:
+def _plain_case(task: Task, module: nn.Module) -> Case:
     return Case(Plan(ModelFacts(module)), task.batches, task.loss, None, task.seed, "none")
 
 
@@ -310,7 +312,7 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
     norm = _norm(case, given[0])
     assert norm is not None
     names = [n for n, v in integers(given[0]).items() if "label" in n or "target" in n]
-    found = {name: _left_out(case, given, name) for name in names}
+    found = {name: _ignored_label(case, given, name) for name in names}
     labels = [Labels(name, value) for name, value in found.items() if value is not None]
     seen = Batches(given, cut, labels)
     made, derived = list(given), []
@@ -321,8 +323,8 @@ def _conditions(case: Case, task: Task) -> tuple[list[Condition], Batches, list[
                 made[place] = given[place]
             else:
                 derived += words
-    told = [replace(one, follow=False) for one in conditions(given, norm, made)]
-    return told, replace(seen, all=(*given, *made)), derived
+    made_conditions = [replace(one, follow=False) for one in conditions(given, norm, made)]
+    return made_conditions, replace(seen, all=(*given, *made)), derived
 
 
 def _norm(case: Case, batch: Batch) -> float | None:
@@ -332,7 +334,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
     except Refusal:
         raise
-    except Exception as error:  # whatever the model raises for what its user never gave it
+    except Exception as error:  # any error of the model for a derived batch
         if batch is not case.batches[0]:
             return None
         text = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -342,7 +344,7 @@ def _norm(case: Case, batch: Batch) -> float | None:
     return norm if math.isfinite(norm) or batch is case.batches[0] else None
 
 
-def _left_out(case: Case, given: Sequence[Batch], name: str) -> int | None:
+def _ignored_label(case: Case, given: Sequence[Batch], name: str) -> int | None:
     """Return the label that the loss ignores: -100 if accepted, else a negative one."""
     least = min(int(batch[name].min()) for batch in given if batch[name].numel())
     for value in (IGNORED, least):

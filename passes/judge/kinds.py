@@ -13,8 +13,8 @@ from schedlang.diagnostics.diagnostic import quoted
 from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.loaded import LOADED, NEXT
 from schedlang.passes.judge.parts import Cut, Parts
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.steps import MOST_NAMES, left_apart, of_steps, said_of
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.judge.waits import STRIDES, WAITS
 from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, explain, fits
 from schedlang.passes.verify.compare import FLOOR
@@ -22,12 +22,12 @@ from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Report, Row
 
 MOST_GROUPS = 6
-ROUNDING = 1e-2  # the largest error that may be one of few bits
-SPARE = 3  # numbers more than unknown ones, that none of them fits by chance
+ROUNDING = 1e-2  # the largest error that a low dtype may cause
+SPARE = 3  # equations beyond the unknowns, so that no fit is by chance
 INITIAL, DROPOUT = "initial weights", "dropout"
 SAVED = "saved state"
 MICRO = "microbatches"
-_OF_STATE = (SAVED, LOADED, NEXT)
+_STATE_KINDS = (SAVED, LOADED, NEXT)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def kinds(
     report: Report,
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     world: int,
     parts: Parts,
     where: Located,
@@ -60,50 +60,50 @@ def kinds(
 
     `where`, the first wrong module, comes first.
     """
-    assert kept.holdings is not None
-    sizes = {name: size for name, size in kept.holdings.axes.items() if size != world}
+    assert record.holdings is not None
+    sizes = {name: size for name, size in record.holdings.axes.items() if size != world}
     sizes |= {"ranks": world}
     wrong = [row for row in report.rows if not row.ok]
     if other := other_start(wrong):
         return other
     found: dict[Pattern, list[str]] = {}
     first_ones = [*_first_gradients(wrong)]
-    least = _least(expected, first_ones)
+    least = _least_norm(expected, first_ones)
     far = any(row.error > ROUNDING for row in first_ones)
     for row in first_ones:
         key = Key(row.condition, "gradients", 0, row.name)
         want, got = expected.tensors.get(key), actual.tensors.get(key)
         if want is not None and float(want.norm()) < least:
-            continue  # it is zero but for roundings, as of a bias that a softmax does not see
-        copies = kept.of(row.condition, row.name)
+            continue  # zero but for roundings, like a key's bias before a softmax
+        copies = record.of(row.condition, row.name)
         if want is not None and got is not None and fits(got.double(), want.double()):
-            text = _of_copies(want.reshape(-1).double(), _clipped(copies, got))
+            text = _explain_copies(want.reshape(-1).double(), _scale_copies(copies, got))
             found.setdefault(Pattern(text), []).append(row.name)
             continue
-        counts = _counted(sizes, world, where, want, got)
+        counts = _possible_factors(sizes, world, where, want, got)
         others = {
             k.name: value
             for k, value in expected.tensors.items()
             if k[:3] == key[:3] and k.name != row.name
         }
-        said = of_gradient(want, got, _clipped(copies, got), counts, parts, row, others)
-        # beside what is known to be wrong, or is far off, a small error is no rounding
+        said = of_gradient(want, got, _scale_copies(copies, got), counts, parts, row, others)
+        # a small error is no rounding if a module is known to be wrong, or others are far off
         guess = said.short and (far or where.how and where.text)
         found.setdefault(NONE if guess else said, []).append(row.name)
     asked = {row.name for row in report.rows if row.kind == "gradients" and row.step == 0}
-    # what gradients are made of that are right in parts of the batch is no module that is wrong
-    right = bool(found) and all(isinstance(said, _OfParts) for said in found)
+    # if gradients are sums over parts of the batch, each module is right
+    right = bool(found) and all(isinstance(said, _PartPattern) for said in found)
     lines = [("first module", where.text)] * bool(where.text and (where.how or not right))
     lines += [("gradients", said_of(p.text, n, len(asked))) for p, n in found.items() if p]
-    lines += list(_of_loss(wrong, expected, actual, kept, world, where, parts))
-    lines = list(_of_norm(wrong, expected, actual, kept)) or lines
-    if kept.stepped and any(row.kind == "parameters" for row in wrong):
+    lines += list(_explain_loss(wrong, expected, actual, record, world, where, parts))
+    lines = list(_explain_norm(wrong, expected, actual, record)) or lines
+    if record.stepped and any(row.kind == "parameters" for row in wrong):
         text = (
-            f"the step itself changes {quoted(sorted(kept.stepped), MOST_NAMES)}: the judge steps"
+            f"the step itself changes {quoted(sorted(record.stepped), MOST_NAMES)}: the judge steps"
         )
         lines.insert(0, ("parameters", f"{text} the optimizer after it"))
-    if kept.replaced:
-        text = f"the step puts other parameters for {quoted(sorted(kept.replaced), MOST_NAMES)}"
+    if record.replaced:
+        text = f"the step puts other parameters for {quoted(sorted(record.replaced), MOST_NAMES)}"
         lines.insert(0, ("parameters", f"{text}: the optimizer steps those that were there before"))
     first = report.first
     if not lines and first is not None and (apart := left_apart(wrong, first)):
@@ -111,28 +111,33 @@ def kinds(
             f"{quoted(apart, MOST_NAMES)}: with right gradients ranks hold different values after "
         )
         lines = [("parameters", f"{text}the step: what one does is not done, or sent, on others")]
-    lines = lines or [*of_steps(wrong, first, expected, actual, kept, sizes)]
-    if not lines and first is not None and first.kind not in (*_OF_STATE, WAITS):
-        text = _of_row(first, expected, actual, sizes)
+    lines = lines or [*of_steps(wrong, first, expected, actual, record, sizes)]
+    if not lines and first is not None and first.kind not in (*_STATE_KINDS, WAITS):
+        text = _explain_first(first, expected, actual, sizes)
         lines = [(first.kind.split(" (")[0][:17], text)] if text else []
-    lines += list(_of_loaded(wrong))
-    lines = [*_of_waits(wrong), *_of_strides(wrong, kept), *lines, *_of_masks(wrong)]
-    lines += list(_conditions(wrong, report))
+    lines += list(_explain_loading(wrong))
+    lines = [
+        *_explain_waits(wrong),
+        *_explain_strides(wrong, record),
+        *lines,
+        *_explain_masks(wrong),
+    ]
+    lines += list(_explain_variants(wrong, report))
     return tuple(lines[:MOST_GROUPS])
 
 
-def _of_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_waits(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
     return ((WAITS, f"{row.name}: {row.note}") for row in wrong if row.kind == WAITS)
 
 
-def _of_strides(wrong: Sequence[Row], kept: Kept) -> Iterator[tuple[str, str]]:
+def _explain_strides(wrong: Sequence[Row], record: Kept) -> Iterator[tuple[str, str]]:
     """Report calls that send tensors in memory order, if a computed value is wrong."""
-    if kept.strided and any(row.kind not in (WAITS, DROPOUT) for row in wrong):
-        called = ", ".join(f"`{name}` ({line})" for name, line in sorted(kept.strided))
+    if record.strided and any(row.kind not in (WAITS, DROPOUT) for row in wrong):
+        called = ", ".join(f"`{name}` ({line})" for name, line in sorted(record.strided))
         yield WAITS, f"{called}: {STRIDES}"
 
 
-def _of_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_masks(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Describe modules with wrong dropout, grouped by what is wrong."""
     names: dict[str, list[str]] = {}
     for row in wrong:
@@ -152,7 +157,7 @@ def other_start(wrong: Sequence[Row]) -> tuple[tuple[str, str], ...]:
     return (("weights", f"{text}; what follows differs for that, right or wrong"),) * bool(said)
 
 
-def _counted(
+def _possible_factors(
     sizes: Mapping[str, int], world: int, where: Located, want: Tensor | None, got: Tensor | None
 ) -> Mapping[str, int]:
     """Return the numbers that a gradient may be off by: ranks, axes, and microbatches.
@@ -166,10 +171,10 @@ def _counted(
     own = set(where.factors.values())
     if world > 1 and len(own) == 1 and math.isclose(factor * world, own.pop(), rel_tol=1e-6):
         return {MICRO: where.turns}
-    return _either(sizes, world, where.turns)
+    return _add_microbatches(sizes, world, where.turns)
 
 
-def _either(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
+def _add_microbatches(sizes: Mapping[str, int], world: int, turns: int) -> Mapping[str, int]:
     if turns < 2:
         return sizes
     if turns != world:
@@ -190,7 +195,7 @@ def _first_gradients(wrong: Sequence[Row]) -> Iterator[Row]:
             yield replace(row, name=name)
 
 
-def _least(expected: Observation, rows: Sequence[Row]) -> float:
+def _least_norm(expected: Observation, rows: Sequence[Row]) -> float:
     """Return the norm below which a gradient counts as zero; 0 if all wrong ones are below."""
     conditions = {(row.condition, "gradients", 0) for row in rows}
     sizes = {
@@ -210,7 +215,7 @@ def _gradient_of(row: Row) -> str:
     return "" if other else row.name.removeprefix("gradient of ")
 
 
-def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
+def _scale_copies(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
     """Scale the ranks' copies as the judge scaled the assembled gradient."""
     first = next((c for c in copies if c.values is not None and bool(c.values.any())), None)
     if first is None or got is None or first.values is None:
@@ -225,7 +230,7 @@ def _clipped(copies: Sequence[Copy], got: Tensor | None) -> Sequence[Copy]:
 # ---- One gradient.
 
 
-class _OfParts(Pattern):
+class _PartPattern(Pattern):
     """A sentence: the gradient is a sum of right gradients of parts of the batch."""
 
 
@@ -244,33 +249,37 @@ def of_gradient(
     if got is None:
         return Pattern("no rank has one: detached, or never computed")
     flat = want.reshape(-1).double()
-    text = _of_copies(flat, copies)
+    text = _explain_copies(flat, copies)
     if text:
         return Pattern(text)
-    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_rows(*_named(row)))
+    said = (
+        _explain_by_parts(want.double(), got.double(), cut) for cut in parts.of_rows(*_key_of(row))
+    )
     if text := next(filter(None, said), ""):
-        return _OfParts(text)
+        return _PartPattern(text)
     found = diagnose(got, want, {**sizes, **parts.labelled(row.condition)}, others)
     if found and found.how and not found.short:
         return found
-    if text := _of_ranks(flat, copies, parts.counts(row.condition)):
+    if text := _explain_ranks(flat, copies, parts.counts(row.condition)):
         return Pattern(text)
-    said = (_of_cut(want.double(), got.double(), cut) for cut in parts.of_words(*_named(row)))
+    said = (
+        _explain_by_parts(want.double(), got.double(), cut) for cut in parts.of_words(*_key_of(row))
+    )
     text = next(filter(None, said), "")
-    return _OfParts(text) if text else found
+    return _PartPattern(text) if text else found
 
 
-def _named(row: Row) -> tuple[str, str]:
+def _key_of(row: Row) -> tuple[str, str]:
     return row.name, row.condition
 
 
-def _of_cut(want: Tensor, got: Tensor, cut: Cut) -> str:
+def _explain_by_parts(want: Tensor, got: Tensor, cut: Cut) -> str:
     """Explain a gradient as the plain mean, or a weighted sum, of the gradients of parts."""
     if not bool(got.isfinite().all()):
         return ""
     mean = torch.stack(list(cut.parts)).mean(0)
-    if not _along(got, mean) or _along(want, mean):
-        return _weighed(want, got, cut)
+    if not _is_parallel(got, mean) or _is_parallel(want, mean):
+        return _explain_weights(want, got, cut)
     return mean_of(want, cut)
 
 
@@ -291,11 +300,11 @@ def mean_of(want: Tensor, cut: Cut) -> str:
     )
 
 
-def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
+def _explain_weights(want: Tensor, got: Tensor, cut: Cut) -> str:
     """Explain a gradient as a sum over parts with other weights than the right one."""
     columns = torch.stack([part.reshape(-1) for part in cut.parts], 1)
     if len(columns) < len(cut.parts) + SPARE:
-        return ""  # too few numbers to show it
+        return ""  # too few elements
     both = torch.stack([got.reshape(-1), want.reshape(-1)], 1)
     weights, _, rank, _ = torch.linalg.lstsq(columns, both, driver="gelsd")
     sums = zip((columns @ weights).T, both.T)
@@ -303,7 +312,7 @@ def _weighed(want: Tensor, got: Tensor, cut: Cut) -> str:
         return ""
     times = (weights[:, 0] / weights[:, 1]).tolist()
     most = max(map(abs, times))
-    apart = max(times) - min(times) >= 1e-6 * most > 1e-12  # else it is zero, or all count alike
+    apart = max(times) - min(times) >= 1e-6 * most > 1e-12  # else zero, or one factor for all
     if not all(map(math.isfinite, times)) or not apart:
         return ""
     return counted([one if abs(one) > 1e-6 else 0.0 for one in times], cut.whole)
@@ -315,7 +324,7 @@ def counted(times: Sequence[float], whole: str) -> str:
     return f"{len(times)} parts of {whole} count {each} times what they should"
 
 
-def _along(x: Tensor, r: Tensor) -> bool:
+def _is_parallel(x: Tensor, r: Tensor) -> bool:
     """Return whether two tensors are equal but for a positive factor, which clipping may leave."""
     if x.shape != r.shape or not x.any() or not r.any():
         return False
@@ -323,18 +332,18 @@ def _along(x: Tensor, r: Tensor) -> bool:
     return factor > 0 and fits(x, factor * r)
 
 
-def _of_copies(want: Tensor, copies: Sequence[Copy]) -> str:
+def _explain_copies(want: Tensor, copies: Sequence[Copy]) -> str:
     """Describe how copies of the same elements differ, on several ranks or one; "" if equal."""
     groups: dict[bytes, list[Copy]] = {}
     for copy in copies:
         if len(copy.there):
             groups.setdefault(copy.places.sort().values.numpy().tobytes(), []).append(copy)
-    said = {_of_group(want, group) for group in groups.values()}
+    said = {_explain_group(want, group) for group in groups.values()}
     said.discard("")
     return sorted(said)[0] if said else ""
 
 
-def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
+def _explain_group(want: Tensor, group: Sequence[Copy]) -> str:
     there = [copy for copy in group if copy.held is not None]
     absent = [copy for copy in group if copy.held is None]
     if len(group) < 2 or not there:
@@ -352,9 +361,10 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
     bad = [copy for copy in group if not any(copy is one for one in good)]
     if good:
         none = all(copy.held is None for copy in bad)
+        have = "has" if len(_ranks_of(good)) == 1 else "have"
         return (
-            f"only {_who(good)} {'has' if len(_ranks_of(good)) == 1 else 'have'} the right value: "
-            f"{'there is none' if none else 'it is not the same'} on {_who(bad)}"
+            f"only {_list_ranks(good)} {have} the right value: "
+            f"{'there is none' if none else 'it is not the same'} on {_list_ranks(bad)}"
         )
     one_rank = len({copy.rank for copy in group}) < len(group)
     where = "copies" if one_rank else "ranks"
@@ -374,7 +384,9 @@ def _of_group(want: Tensor, group: Sequence[Copy]) -> str:
     return f"{where} differ, and neither their sum nor their mean is right{tie}"
 
 
-def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[int]] = ()) -> str:
+def _explain_ranks(
+    want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[int]] = ()
+) -> str:
     """Describe which ranks' parts are wrong, and by which factor or label count.
 
     `counts` are the numbers of labels in ranks' parts of the batch, for possible divisions.
@@ -397,13 +409,13 @@ def _of_ranks(want: Tensor, copies: Sequence[Copy], counts: Sequence[Sequence[in
         wrong.setdefault("zero" if not value.any() else text, []).append(copy)
     if not wrong or (not right and len(wrong) < 2):
         return ""
-    if not right and (own := _by_own_labels([*factors.values()], counts)):
+    if not right and (own := _explain_label_counts([*factors.values()], counts)):
         return own
-    said = [f"what {_who(ones)} holds is {text}" for text, ones in wrong.items()]
-    return f"{'; '.join(said)}" + (f"; that of {_who(right)} is right" if right else "")
+    said = [f"what {_list_ranks(ones)} holds is {text}" for text, ones in wrong.items()]
+    return f"{'; '.join(said)}" + (f"; that of {_list_ranks(right)} is right" if right else "")
 
 
-def _by_own_labels(factors: Sequence[float], counts: Sequence[Sequence[int]]) -> str:
+def _explain_label_counts(factors: Sequence[float], counts: Sequence[Sequence[int]]) -> str:
     """Explain ranks' factors as one over the label count of each rank's own rows."""
     own: list[float] = []
     for one in sorted(factors):
@@ -423,7 +435,7 @@ def _by_own_labels(factors: Sequence[float], counts: Sequence[Sequence[int]]) ->
     return ""
 
 
-def _who(copies: Sequence[Copy]) -> str:
+def _list_ranks(copies: Sequence[Copy]) -> str:
     ranks = _ranks_of(copies)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -432,14 +444,14 @@ def _ranks_of(copies: Sequence[Copy]) -> list[int]:
     return sorted({copy.rank for copy in copies})
 
 
-# ---- What is no gradient.
+# ---- Loss, norm, loading, initial state.
 
 
-def _of_loss(
+def _explain_loss(
     wrong: Sequence[Row],
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     world: int,
     where: Located,
     parts: Parts,
@@ -454,22 +466,24 @@ def _of_loss(
         return
     text = f"{float(got):.6g} instead of {float(want):.6g}"
     labelled = parts.labelled(row.condition)
-    found = diagnose(got, want, {**_either({"ranks": world}, world, where.turns), **labelled})
+    found = diagnose(
+        got, want, {**_add_microbatches({"ranks": world}, world, where.turns), **labelled}
+    )
     if found and found.how:
         text += f": {found.text}"
     elif math.isclose(float(got - want), math.log(world), rel_tol=1e-6):
         text += f": the right value plus log(ranks) = log({world}), as if there were more classes"
-    elif len(set(kept.losses)) > 1 and 0.0 not in kept.losses:
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
-    if 0.0 in kept.losses and any(kept.losses):
-        text += f"; ranks return {', '.join(f'{one:.6g}' for one in kept.losses)}"
+    elif len(set(record.losses)) > 1 and 0.0 not in record.losses:
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
+    if 0.0 in record.losses and any(record.losses):
+        text += f"; ranks return {', '.join(f'{one:.6g}' for one in record.losses)}"
     yield "loss", text
 
 
-def _of_norm(
-    wrong: Sequence[Row], expected: Observation, actual: Observation, kept: Kept
+def _explain_norm(
+    wrong: Sequence[Row], expected: Observation, actual: Observation, record: Kept
 ) -> Iterator[tuple[str, str]]:
-    """Explain a wrong gradient norm by what it counts too often or omits, if gradients are right."""
+    """Explain a wrong gradient norm, if gradients are right: what it counts or omits."""
     row = next((row for row in wrong if row.kind == "gradient norm" and row.step == 0), None)
     if row is None or any(one.kind == "gradients" and one.step == 0 for one in _unclipped(wrong)):
         return
@@ -479,7 +493,9 @@ def _of_norm(
         return
     clipped = "clipped" in row.condition
     parts = {
-        name: _squares(copies) for (when, name), copies in kept.copies.items() if when == clipped
+        name: _squared_norms(copies)
+        for (when, name), copies in record.copies.items()
+        if when == clipped
     }
     held = math.sqrt(sum(each[0] for regions in parts.values() for each in regions))
     if math.isclose(held, float(got), rel_tol=1e-6) and not math.isclose(held, float(want)):
@@ -489,7 +505,7 @@ def _of_norm(
         yield "gradient norm", f"{text} as the right ones: they are clipped before they are scaled"
         return
     off = float(got) ** 2 - float(want) ** 2
-    for names, amount, words in _counts(parts):
+    for names, amount, words in _miscounts(parts):
         if amount and math.isclose(off, amount, rel_tol=1e-6):
             yield "gradient norm", f"{words} {quoted(names, MOST_NAMES)}"
             return
@@ -500,7 +516,7 @@ def _unclipped(wrong: Sequence[Row]) -> list[Row]:
     return [row for row in wrong if "clipped" not in row.condition]
 
 
-def _squares(copies: Sequence[Copy]) -> list[list[float]]:
+def _squared_norms(copies: Sequence[Copy]) -> list[list[float]]:
     """Return the squared norms of a parameter's copies: a list of copies for each region."""
     found: list[tuple[Copy, list[float]]] = []
     for copy in copies:
@@ -513,7 +529,7 @@ def _squares(copies: Sequence[Copy]) -> list[list[float]]:
     return [each for _, each in found]
 
 
-def _counts(
+def _miscounts(
     parts: Mapping[str, Sequence[Sequence[float]]],
 ) -> Iterator[tuple[list[str], float, str]]:
     """Yield parameters, the change of the squared norm by a miscount, and its description."""
@@ -530,23 +546,25 @@ def _counts(
         yield names, -sum(once[name] for name in names), "it leaves out"
 
 
-def _of_loaded(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _explain_loading(wrong: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Describe state that is lost or different after loading, if training itself is right."""
     found: dict[tuple[str, str], list[str]] = {}
-    of_state = [row for row in wrong if row.kind in _OF_STATE]
+    of_state = [row for row in wrong if row.kind in _STATE_KINDS]
     onward = "training goes on otherwise from it"
     if all(row.kind == NEXT and row.name != "loss" and " of " not in row.name for row in of_state):
         onward += ", with right gradients and state: a rate or a schedule is not loaded"
     for row in wrong:
-        if row.kind in _OF_STATE:
+        if row.kind in _STATE_KINDS:
             note = row.note or onward
             found.setdefault((row.kind, note), []).append(row.name)
-    if len(found) and all(row.kind in _OF_STATE for row in wrong):
+    if len(found) and all(row.kind in _STATE_KINDS for row in wrong):
         for (kind, note), names in found.items():
             yield kind, f"{len(names)} ({quoted(names, MOST_NAMES)}): {note}"
 
 
-def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+def _explain_first(
+    row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
+) -> str:
     if row.kind == "trainable set":
         return f"{row.note}: what the program trains is not what the original trains"
     if row.kind == "replicas":
@@ -556,10 +574,10 @@ def _of_row(row: Row, expected: Observation, actual: Observation, sizes: Mapping
     return f"`{row.name}`: {found.text}{after * (row.kind == 'parameters')}" if found else ""
 
 
-def _conditions(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
+def _explain_variants(wrong: Sequence[Row], report: Report) -> Iterator[tuple[str, str]]:
     """Report that the program is right on the given batches, and wrong only on variants."""
     derived = dict(report.facts).get("derived")
-    named = {row.condition for row in wrong if row.condition and row.kind not in _OF_STATE}
+    named = {row.condition for row in wrong if row.condition and row.kind not in _STATE_KINDS}
     plain = next((row.condition for row in report.rows if row.condition), "")
     if derived and named and plain not in named:
         yield "only where", f"batches have {derived}: as they are given all is equal"

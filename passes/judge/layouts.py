@@ -22,16 +22,16 @@ from schedlang.passes.judge.program import TrainingProgram
 from schedlang.passes.judge.regions import Region
 from schedlang.runtime.comm import world as comm
 
-# what wrappers put into names
+# parts of names that wrappers insert
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-_MOST = 8
+_MOST_LISTED = 8
 
 
 class Table:
     """Index of all elements of the original's parameters, to look them up by value."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())  # a tied one by its first name
+        self.parameters = dict(module.named_parameters())  # tied ones under their first name
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self.aliases: dict[str, str] = {}
         first = {id(p): name for name, p in self.parameters.items()}
@@ -47,7 +47,7 @@ class Table:
         self.dtypes = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
 
     @cached_property
-    def _found(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _sorted_values(self) -> tuple[Tensor, Tensor, Tensor]:
         """All values sorted, the index of each, and whether each value occurs once."""
         flat = [p.detach().reshape(-1).double() for p in self.parameters.values()]
         values = torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64)
@@ -60,7 +60,7 @@ class Table:
 
     def find(self, values: Tensor) -> Tensor:
         """Return the index of each element; -1 where its value is unknown, or occurs twice."""
-        ordered, order, alone = self._found
+        ordered, order, alone = self._sorted_values
         flat = values.detach().reshape(-1).double()
         if not len(ordered) or not len(flat):
             return torch.full((len(flat),), -1)
@@ -131,12 +131,12 @@ class Held:
     by: str  # "values" or "name"
     mesh: tuple[tuple[str, int], ...] = ()
     pieces: Mapping[str, tuple[Region, Region]] = field(default_factory=dict)
-    padding: int = 0  # elements that are none of the original's
+    padding: int = 0  # elements that are not the original's
 
     def of(self, name: str, p: nn.Parameter) -> bool:
         """Return whether this describes a parameter, by all facts except its values."""
         own = local(p)
-        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh(p)
+        seen = name, tuple(own.shape), own.dtype, p.requires_grad, _mesh_axes(p)
         return seen == (self.name, self.shape, self.dtype, self.trains, self.mesh)
 
 
@@ -188,33 +188,33 @@ def held(program: TrainingProgram, table: Table) -> tuple[list[Held], list[str]]
     for name, p in named(program.modules):
         own = local(p.detach())
         if own.is_floating_point() and not table.takes(own.dtype):
-            meant = ", ".join(_word(one) for one in table.dtypes)
-            lost.append(f"`{name}` is {_word(own.dtype)}, not {meant}")
+            meant = ", ".join(_dtype_name(one) for one in table.dtypes)
+            lost.append(f"`{name}` is {_dtype_name(own.dtype)}, not {meant}")
             continue
-        numbers, by = _numbers(program, table, name, p, own)
+        numbers, by = _find_indices(program, table, name, p, own)
         if numbers is None:
             lost.append(f"`{name}` {tuple(p.shape)}")
             continue
         pieces, padding = table.pieces(numbers, own.shape), int((numbers < 0).sum())
         shape = tuple(own.shape)
         about = name, shape, own.dtype, p.requires_grad, by
-        found.append(Held(*about, _mesh(p), pieces, padding))
+        found.append(Held(*about, _mesh_axes(p), pieces, padding))
     table.forget()
     return found, lost
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mesh(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
+def _mesh_axes(p: nn.Parameter) -> tuple[tuple[str, int], ...]:
     if not isinstance(p, DTensor):
         return ()
     words = p.device_mesh.mesh_dim_names or [f"dim {k}" for k in range(p.device_mesh.ndim)]
     return tuple(zip(words, p.device_mesh.shape))
 
 
-def _numbers(
+def _find_indices(
     program: TrainingProgram, table: Table, name: str, p: nn.Parameter, own: Tensor
 ) -> tuple[Tensor | None, str]:
     """Return the indices of a parameter's elements and how they were found; None: no match.
@@ -226,20 +226,20 @@ def _numbers(
     if said is not None and (
         isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[said]]
     ):
-        known = _by_name(program, table, name, table.aliases[said], p)
+        known = _indices_by_name(program, table, name, table.aliases[said], p)
         if known is not None and table.same(table.aliases[said], known, own):
             return known.reshape(-1), "values" if own.numel() else "name"
     index = table.find(own)
     if bool((index >= 0).all()) and (own.numel() or said is None):
         return index, "values"
     if said is not None and known is None:
-        known = _by_name(program, table, name, table.aliases[said], p)
+        known = _indices_by_name(program, table, name, table.aliases[said], p)
     if known is not None:
         return known.reshape(-1), "name"
-    return (index if _padded(p, own, index) else None), "values"
+    return (index if _is_padding(p, own, index) else None), "values"
 
 
-def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
+def _is_padding(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
     """Return whether unmatched elements are padding: zeros, a dim's end, a flat parameter's."""
     unknown = index < 0
     flat = type(p).__name__ == "FlatParameter"
@@ -259,7 +259,7 @@ def _padded(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
     return False
 
 
-def _by_name(
+def _indices_by_name(
     program: TrainingProgram, table: Table, name: str, said: str, p: nn.Parameter
 ) -> Tensor | None:
     """Return the indices of a rank's part of a tensor with a known name; None if shapes differ."""
@@ -298,7 +298,7 @@ def declared(name: str, said: Any, whole: Tensor) -> Tensor:
     return parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
 
 
-# ---- What all ranks hold together.
+# ---- Layouts of all ranks.
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def together(everyone: Sequence[tuple[list[Held], list[str]]], table: Table) -> 
         return holdings
     (text, rank), *_ = lost.items()
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST])}"]
+    notes = [f"on rank {rank}: {', '.join(list(lost)[:_MOST_LISTED])}"]
     if holdings.missing:
         notes.append(f"of the original nobody holds {quoted(holdings.missing)}")
     raise Refusal(

@@ -33,10 +33,10 @@ BITS = 53
 DROPOUTS = frozenset(
     {f for f in LOGICAL if "dropout" in name(f)} | {F.scaled_dot_product_attention, *FUNCTIONS}
 )
-_DRAWS = DROPOUTS | LOGICAL.keys()  # any other function is called as it is
+_DRAWS = DROPOUTS | LOGICAL.keys()  # all other functions are called directly
 
 
-# ---- A dropout: what it is given, and the places of its masks.
+# ---- Dropout calls: their inputs, and the places of their masks.
 
 
 @dataclass
@@ -54,17 +54,17 @@ class Drop:
     kind: str
     given: list[Tensor]
     shape: tuple[int, ...]  # of its mask
-    _wholes: list[Whole] = field(default_factory=list)
+    _full_inputs: list[Whole] = field(default_factory=list)
 
     def places(self, kind: str, parts: Sequence[Tensor]) -> Tensor | None:
         """Find which mask elements a rank's inputs need; None: another call's inputs."""
         if kind != self.kind or len(parts) != len(self.given):
             return None
-        if not self._wholes:
-            self._wholes = [Whole(one) for one in self.given]
+        if not self._full_inputs:
+            self._full_inputs = [Whole(one) for one in self.given]
         if kind == "plain":
-            return placed(parts[0], self._wholes[0])
-        windows = [whole.window(part) for whole, part in zip(self._wholes, parts)]
+            return placed(parts[0], self._full_inputs[0])
+        windows = [whole.window(part) for whole, part in zip(self._full_inputs, parts)]
         if any(one is None for one in windows):
             return None
         first, last = windows[0], windows[-1]
@@ -95,14 +95,14 @@ def mask_shape(kind: str, tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(tensors[0].shape if kind == "plain" else tensors[0].shape[:2])
 
 
-def _locals(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+def _local_tensors(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     """Return local parts; None if some tensor is partial."""
     if any(p.is_partial() for t in tensors if isinstance(t, DTensor) for p in t.placements):
         return None
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-# ---- The modes: one notes what the original drops from, one finds parts of it, one drops.
+# ---- Modes: record the original's dropout, find a rank's parts of it, drop.
 
 
 class OfModules(Undropped):
@@ -115,7 +115,9 @@ class OfModules(Undropped):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        of_hook = computed_again() and not torch.is_grad_enabled()  # what is recomputed has them
+        of_hook = (
+            computed_again() and not torch.is_grad_enabled()
+        )  # a recomputation enables gradients
         if of_hook and func not in DROPOUTS and may_draw(func, kwargs):
             return func(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
@@ -136,9 +138,8 @@ class Noting(OfModules):
         if may_draw(func, kwargs) and trains():
             if func in DROPOUTS:
                 if masks(func, args, kwargs) and not illogical(func, args, kwargs):
-                    with (
-                        torch.no_grad()
-                    ):  # what autograd keeps is counted, where it is computed again
+                    # checkpointing counts tensors that autograd saves
+                    with torch.no_grad():
                         self.heard(*given(func, args, kwargs))
             elif func in LOGICAL or illogical(func, args, kwargs):
                 self.others.add((scope.site(), name(func)))
@@ -157,7 +158,7 @@ def trains() -> bool:
     return where is not None and not where.evaluation
 
 
-Place = tuple[str, int, "Tensor | None"]  # the original's module, its call, and places in that mask
+Place = tuple[str, int, "Tensor | None"]  # original's module, call, mask places
 
 
 class Asked(Protocol):
@@ -187,17 +188,17 @@ class Finding(Noting):
         """Look a dropout call up, unless it is a recomputation."""
         site = scope.site()
         if not computed_again():
-            self.found[site].append(self._place(site, scope.next_call(site), kind, tensors))
+            self.found[site].append(self._find_place(site, scope.next_call(site), kind, tensors))
 
-    def _place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
+    def _find_place(self, site: str, call: int, kind: str, tensors: list[Tensor]) -> Place | None:
         assert self.asked is not None
         own = [drop for drop in self.known if drop.site == self.asked.original_module(site)]
         for drop in own:
             whole = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
-            told = self.asked.part_said(site, whole) if drop.call == call % len(own) else None
-            if told is not None:
-                return drop.site, drop.call, told
-        parts = _locals(tensors)
+            declared = self.asked.part_said(site, whole) if drop.call == call % len(own) else None
+            if declared is not None:
+                return drop.site, drop.call, declared
+        parts = _local_tensors(tensors)
         if parts is None:
             return None
         for some in (own, [drop for drop in self.known if drop not in own]):
@@ -233,14 +234,14 @@ class Dropping(OfModules):
     def __init__(self, seed: int, off: frozenset[str], rows: Sequence[int] | None = None) -> None:
         super().__init__()
         self.seed, self.off, self.rows = seed, off, rows
-        self._drawn: tuple[str, int, Tensor | None] = "", 0, None
-        self._kept = 0
+        self._drawn_place: tuple[str, int, Tensor | None] = "", 0, None
+        self._drawn_count = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is ATTRIBUTE:  # a third of all calls
+        if type(func) is ATTRIBUTE:  # fast path: a third of all calls
             return func(*args, **kwargs)
         if func not in _DRAWS:
             return self.run(func, types, args, kwargs)
@@ -250,8 +251,8 @@ class Dropping(OfModules):
         drawn = self.next(given(func, args, kwargs)[1])
         if drawn is None or drawn[0] in self.off:
             return super().__torch_function__(func, types, args, kwargs)
-        self._drawn, self._kept = drawn, 0
-        return _locally(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
+        self._drawn_place, self._drawn_count = drawn, 0
+        return _run_on_local(lambda *a, **k: LOGICAL[func](self, func, *a, **k), args, kwargs)
 
     def next(self, tensors: Sequence[Tensor]) -> tuple[str, int, Tensor | None] | None:
         """Return the module and call of a dropout, and its places; None: all places."""
@@ -262,20 +263,20 @@ class Dropping(OfModules):
         """See Draw."""
         where = scope.current()
         assert where is not None
-        site, call, places = self._drawn
-        drawn = repr((self.seed, where.moment, site, call, self._kept)).encode()
+        site, call, places = self._drawn_place
+        drawn = repr((self.seed, where.moment, site, call, self._drawn_count)).encode()
         key = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "little", signed=True)
-        self._kept += 1  # a recurrent network draws between any two layers
+        self._drawn_count += 1  # one dropout call of an RNN draws between any two layers
         if places is None:
-            places = self._of_rows(shape)
-        rest = tuple(shape)[places.dim() :]  # dims of which every rank has all
+            places = self._places_of_rows(shape)
+        rest = tuple(shape)[places.dim() :]  # trailing dims that no rank divides
         if math.prod(rest) > 1:
             more = torch.arange(math.prod(rest)).reshape(rest)
             places = places.reshape(*places.shape, *[1] * len(rest)) * math.prod(rest) + more
         bits = mixed(places.reshape(tuple(shape)) + 1, torch.tensor(key))
         return torch.ge(bits, round(p * 2**BITS))
 
-    def _of_rows(self, shape: Sequence[int]) -> Tensor:
+    def _places_of_rows(self, shape: Sequence[int]) -> Tensor:
         """Return all places of a mask, or those of the rows that are present."""
         each = math.prod(shape)
         if self.rows is None or not shape or shape[0] % len(self.rows):
@@ -328,7 +329,9 @@ class Placed(Dropping):
             found = next(self._places.get(site, iter(())), ("", 0, None))
             before.append(found)
             self._states[site].add(state)
-            whole = not any(isinstance(one, DTensor) for one in tensors)  # torch draws for those
+            whole = not any(
+                isinstance(one, DTensor) for one in tensors
+            )  # torch synchronises draws of DTensors
             if whole and found is not None and found[2] is not None:
                 self.drawn.setdefault((*found[:2], _digest(found[2])), state)
         if found is not None and found[2] is None:
@@ -342,7 +345,7 @@ def computed_again() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_on_local(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function on local parts of DTensors, and return a DTensor."""
     like = next((a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)), None)
     if like is None:
@@ -356,14 +359,14 @@ def _locally(run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
     out = run(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
     last = out.shape[-1] if out.shape[-1] != own(like).shape[-1] else like.shape[-1]
-    shape = torch.Size((*like.shape[:-1], last))  # attention gives as wide rows as its values have
+    shape = torch.Size((*like.shape[:-1], last))  # attention's last dim is that of its values
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         out, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 
-# ---- What both sides drop from, and what of it is known.
+# ---- Dropout calls of both sides.
 
 
 @dataclass(frozen=True)

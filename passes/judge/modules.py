@@ -22,7 +22,7 @@ from schedlang.passes.localize.diagnose import NONE, Pattern, diagnose, fits
 from schedlang.runtime.isolated import Frame, in_words
 
 OF_LOSS = "the loss"
-_OUTPUT = "the output"
+_THE_OUTPUT = "the output"
 MOST_PLACES, NEAR = 32, 1e-9
 
 
@@ -51,16 +51,16 @@ class Found:
     what: str
     pattern: Pattern
     before: str = ""
-    pending: tuple[str, ...] = ()  # where ranks have terms of a sum
+    pending: tuple[str, ...] = ()  # modules where ranks have terms of a sum
     at: At = (("", 0), 0)
-    parts: tuple[Part, ...] = ()  # what ranks have of it, of a gradient without their factors
-    anchors: tuple[Part, ...] = ()  # what they have of outputs that are right before it, last first
+    parts: tuple[Part, ...] = ()  # ranks' values, gradients without factors
+    anchors: tuple[Part, ...] = ()  # right outputs before it, the last first
     because: str = ""
 
     @property
     def back(self) -> bool:
         """Whether the difference is in a gradient."""
-        return self.what != _OUTPUT
+        return self.what != _THE_OUTPUT
 
     @property
     def text(self) -> str:
@@ -83,16 +83,16 @@ class Exact:
 
     def __init__(self, right: Run) -> None:
         self.right = right
-        self._wholes: dict[At, Whole] = {}
+        self._outputs: dict[At, Whole] = {}
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
         """Find the places of an output in the original's; None if it is not found."""
         frame, k = at
-        if at not in self._wholes:
-            self._wholes[at] = Whole(self.right.calls[frame].outputs[k])
-        places = placed(value, self._wholes[at])
-        shape = self._wholes[at].values.shape
-        return places if places is None or _all_there(places, shape) else None
+        if at not in self._outputs:
+            self._outputs[at] = Whole(self.right.calls[frame].outputs[k])
+        places = placed(value, self._outputs[at])
+        shape = self._outputs[at].values.shape
+        return places if places is None or _covers_dims(places, shape) else None
 
     def known(self, at: At, value: Tensor) -> bool:
         """Return whether an output that was not found is comparable: no unknown arrangement."""
@@ -151,11 +151,11 @@ class Exact:
         found = diagnose(value, want, sizes)
         if found and found.how and not found.short:
             return found
-        if not back and (said := _laid(value, want)):
+        if not back and (said := _describe_permutation(value, want)):
             return Pattern(said)
         off = (value - want).abs() > 1e-9 * want.abs().max()
         text = f"{int(off.sum())} of {want.numel()} elements are wrong"
-        if found and found != NONE:  # a guess, as a rounding is, is looked into
+        if found and found != NONE:  # a guess (a rounding) needs more detail
             text = found.text
         if back and want.dim() > 1 and bool((want == 0).all(-1)[off.any(-1)].all()):
             text += ", all in rows that are zero: what does not count (a label of -100) counts"
@@ -188,7 +188,7 @@ class Followed:
                 calls.setdefault(names.get(frame[0], ""), []).append((rank, frame, seen))
         parts: dict[At, list[Part]] = {}
         for frame, right in self.right.calls.items():
-            turns = _turns(self.right, frame[0])
+            turns = _count_calls(self.right, frame[0])
             mine = [one for one in calls.get(frame[0], ()) if one[1][1] % turns == frame[1]]
             for k, one in enumerate(right.outputs):
                 parts[frame, k] = [
@@ -232,8 +232,8 @@ class Followed:
         turns: list[int] = []
         for run, names in self.ranks:
             for name, meant in names.items():
-                if once := _turns(self.right, meant):
-                    turns.append(_turns(run, name) // once)
+                if once := _count_calls(self.right, meant):
+                    turns.append(_count_calls(run, name) // once)
         factors: dict[int, float] = {}
         for at in self.right.back:
             self.factored(at, factors)
@@ -259,39 +259,39 @@ class Followed:
         """
         before = ""
         anchors: tuple[Part, ...] = ()
-        words: dict[
-            int, dict[str, tuple[int, ...]]
-        ] = {}  # by rank and module, of which it has some
+        words: dict[int, dict[str, tuple[int, ...]]] = {}  # by rank and module, where not all
         for at, found in self.parts.items():
             frame = at[0]
-            if self._terms(at, found):
+            if self._are_terms(at, found):
                 want = self.right.of(at)
                 everywhere = torch.arange(want.numel()).reshape(want.shape)
                 self.parts[at] = [replace(part, places=everywhere) for part in found]
-            elif not forward or at in passed or not frame[0]:  # a stage returns what it has
+            elif (
+                not forward or at in passed or not frame[0]
+            ):  # the root module of a stage may return anything
                 pass
-            elif said := self._output(at, found, anchors):
-                because = _apart(words)
+            elif said := self._explain_output(at, found, anchors):
+                because = _compare_positions(words)
                 return Found(
-                    in_words(frame), _OUTPUT, said, before, (), at, (*found,), anchors, because
+                    in_words(frame), _THE_OUTPUT, said, before, (), at, (*found,), anchors, because
                 )
             for part in found:
-                if (some := _words(part, self.right.of(at).shape)) and frame[0]:
+                if (some := _positions(part, self.right.of(at).shape)) and frame[0]:
                     words.setdefault(part.rank, {})[in_words(frame)] = some
             if found:
                 before, anchors = in_words(frame), (*found, *anchors)
-        return self._backward()
+        return self._first_gradient()
 
     def right_after(self, at: At) -> Iterator[At]:
         """Yield later right outputs, the last first; partly right ones if `at` is all wrong."""
         order = [*self.parts]
-        enough = any if all(self._wholly(at, part) for part in self.parts[at]) else all
+        enough = any if all(self._is_all_wrong(at, part) for part in self.parts[at]) else all
         for one in reversed(order[order.index(at) + 1 :]):
             found = [part.places is not None for part in self.parts[one]]
             if one[0][0] and found and enough(found):
                 yield one
 
-    def _wholly(self, at: At, part: Part) -> bool:
+    def _is_all_wrong(self, at: At, part: Part) -> bool:
         """Return whether a wrong output has no right element."""
         want = self.right.of(at).reshape(-1)[self.looks.block(at, part.rank, part.value)]
         same = want.shape == part.value.shape
@@ -299,20 +299,20 @@ class Followed:
         right = bool(((part.value - want).abs() <= near).any()) if same else False
         return part.places is None and not right
 
-    def _output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
+    def _explain_output(self, at: At, parts: Sequence[Part], anchors: Sequence[Part]) -> Pattern:
         """Describe how a module's output is wrong; empty if it is right or unknown."""
         lost = [part for part in parts if part.places is None]
         if not lost or not all(self.looks.known(at, part.value) for part in lost):
             return Pattern("")
         shape = self.right.of(at).shape
-        there = [_placed_as(p, anchors, shape) for p in lost]
+        there = [_places_of_rows(p, anchors, shape) for p in lost]
         wrong = [
             replace(p, places=self.looks.block(at, p.rank, p.value) if one is None else one)
             for p, one in zip(lost, there)
         ]
-        return self._of_ranks(at, False, wrong, parts)
+        return self._explain_ranks(at, False, wrong, parts)
 
-    def _terms(self, at: At, parts: Sequence[Part]) -> bool:
+    def _are_terms(self, at: At, parts: Sequence[Part]) -> bool:
         """Return whether ranks have terms of the right value, to be summed later."""
         want = self.right.of(at)
         if len(parts) < 2:
@@ -322,7 +322,7 @@ class Followed:
         everywhere = torch.arange(want.numel()).reshape(want.shape)
         return self.looks.total(at, False, _sum(parts), everywhere)
 
-    def _of_ranks(
+    def _explain_ranks(
         self,
         at: At,
         back: bool,
@@ -340,22 +340,24 @@ class Followed:
         bad = {part.rank for part in wrong}
         good = sorted({part.rank for part in parts} - bad)
         said = self.looks.together(said)
-        texts = [f"{one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
-        short = [f"{one.short or one.text} (rank {_list(ranks)})" for one, ranks in said.items()]
+        texts = [f"{one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()]
+        short = [
+            f"{one.short or one.text} (rank {_join_ranks(ranks)})" for one, ranks in said.items()
+        ]
         more, first = [], wrong[0]
         if len(wrong) > 1 and all(_same_place(part, first) for part in wrong):
             alike = all(self.looks.alike(part.value, first.value) for part in wrong)
             more.append(f"they are {'alike' if alike else 'different'} on these ranks")
-            if not alike and not back and _one_row(_sum(wrong) - self.right.of(at)):
+            if not alike and not back and _has_equal_rows(_sum(wrong) - self.right.of(at)):
                 more.append("their sum is right but for one row in all places: each adds a bias")
-        elif back and self._misplaced(at, wrong, factors or {}):
+        elif back and self._are_misplaced(at, wrong, factors or {}):
             more.append("their sum is right: parts of them belong to the places of other ranks")
             return Pattern("; ".join([*texts, *more]))
-        more += [f"right on rank {_list(good)}"] * bool(good)
+        more += [f"right on rank {_join_ranks(good)}"] * bool(good)
         text, short_ = ("; ".join([*one, *more]) for one in (texts, short))
         return Pattern(text, all(one.how for one in said), short_ if short_ != text else "")
 
-    def _misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
+    def _are_misplaced(self, at: At, wrong: Sequence[Part], factors: Mapping[int, float]) -> bool:
         """Return whether ranks' gradients are right as a sum, though each is misplaced."""
         if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
             return False
@@ -369,7 +371,7 @@ class Followed:
 
     # -- backward
 
-    def _backward(self) -> Found | None:
+    def _first_gradient(self) -> Found | None:
         """Return the first gradient, in backward order, without its rank's factor."""
         factors: dict[int, float] = {}
         before, pending = "", dict[str, None]()
@@ -383,16 +385,16 @@ class Followed:
             if not pairs:
                 none = Pattern("no rank has one: detached, or never asked for")
                 return Found(in_words(frame), what, none, before, (*pending,))
-            wrong = [part for part, _ in pairs if not self._right(at, part, factors)]
-            if wrong and self._pending(at, wrong, factors):
+            wrong = [part for part, _ in pairs if not self._is_right(at, part, factors)]
+            if wrong and self._are_pending_terms(at, wrong, factors):
                 pending[in_words(frame)] = None
-            elif wrong and not known and self._pending(at, [p for p, _ in pairs]):
-                factors.clear()  # of terms of a sum there is none
+            elif wrong and not known and self._are_pending_terms(at, [p for p, _ in pairs]):
+                factors.clear()  # terms of a sum have no factor
                 pending[in_words(frame)] = None
             elif wrong:
                 got = [part for part, _ in pairs]
-                found = self._of_calls(at, pairs)
-                found = found or self._of_ranks(at, True, wrong, got, factors)
+                found = self._explain_calls(at, pairs)
+                found = found or self._explain_ranks(at, True, wrong, got, factors)
                 if not before:
                     text = f"the gradient that it sends back to `{in_words(frame)}` is not right: "
                     found = replace(found, text=text + found.text)
@@ -403,11 +405,11 @@ class Followed:
                 before = in_words(frame)
         return None
 
-    def _right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
+    def _is_right(self, at: At, part: Part, factors: Mapping[int, float]) -> bool:
         assert part.places is not None
         return self.looks.same(at, True, part.value, part.places, factors.get(part.rank, 1.0))
 
-    def _of_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
+    def _explain_calls(self, at: At, pairs: Sequence[tuple[Part, Tensor]]) -> Pattern:
         """Describe the factors of a rank's calls, if each call is right but for its factor.
 
         Calls are for parts of the batch, so the factor is the weight of a part.
@@ -415,7 +417,7 @@ class Followed:
         factors: dict[int, list[float]] = {}
         for part, want in pairs:
             factor = self.looks.factor(part.value, want)
-            if not self._right(at, part, {part.rank: factor}):
+            if not self._is_right(at, part, {part.rank: factor}):
                 return Pattern("")
             factors.setdefault(part.rank, []).append(factor)
         for rank, found in factors.items():
@@ -426,7 +428,7 @@ class Followed:
                 )
         return Pattern("")
 
-    def _pending(
+    def _are_pending_terms(
         self, at: At, wrong: Sequence[Part], factors: Mapping[int, float] | None = None
     ) -> bool:
         """Return whether ranks have terms of a right sum that is still to be made.
@@ -439,7 +441,7 @@ class Followed:
             assert part.places is not None
             groups.setdefault(tuple(part.places.reshape(-1)[:8].tolist()), []).append(part)
         for copies in groups.values():
-            group: list[Part] = []  # each term once: ranks may have it as copies
+            group: list[Part] = []  # each term once, without copies of it
             for part in copies:
                 if not any(self.looks.alike(part.value, one.value) for one in group):
                     group.append(part)
@@ -456,7 +458,7 @@ class Followed:
         return True
 
 
-def _all_there(places: Tensor, shape: torch.Size) -> bool:
+def _covers_dims(places: Tensor, shape: torch.Size) -> bool:
     """Return whether each dim of the original's size has all of its indices."""
     if places.dim() != len(shape):
         return True
@@ -481,7 +483,7 @@ def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | 
     return whole if lead == shape[:2] else None
 
 
-def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
+def _places_of_rows(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:
     """Return the places of a wrong output, assuming that it has the rows of outputs before it."""
     if part.value.dim() < 3 or part.value.shape[2:] != shape[2:]:
         return None
@@ -491,7 +493,7 @@ def _placed_as(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor
     return (rows[..., None] * size + torch.arange(size)).reshape(part.value.shape)
 
 
-def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
+def _positions(part: Part, shape: torch.Size) -> tuple[int, ...]:
     """Return a rank's positions along the second-to-last dim, if they are not all."""
     if part.places is None or part.places.dim() != len(shape) or len(shape) < 2:
         return ()
@@ -499,7 +501,7 @@ def _words(part: Part, shape: torch.Size) -> tuple[int, ...]:
     return tuple(found) if len(found) < shape[-2] else ()
 
 
-def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
+def _compare_positions(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
     """Report modules of a rank that have equally many positions, but different ones."""
     for rank, known in words.items():
         for (a, some), (b, others) in itertools.combinations(known.items(), 2):
@@ -511,7 +513,7 @@ def _apart(words: Mapping[int, Mapping[str, tuple[int, ...]]]) -> str:
     return ""
 
 
-def _laid(value: Tensor, want: Tensor) -> str:
+def _describe_permutation(value: Tensor, want: Tensor) -> str:
     """Describe a permutation of places along a dim of a right output; "" if there is none."""
     near = NEAR * float(want.abs().max())
     for dim, size in enumerate(want.shape):
@@ -520,7 +522,9 @@ def _laid(value: Tensor, want: Tensor) -> str:
         ours, right = (one.movedim(dim, 0).flatten(1) for one in (value, want))
         same = torch.stack([(one - right).abs().amax(1) <= near for one in ours])
         order: list[int] = []
-        for place, there in enumerate(same):  # alike ones: in its place, or after the one before
+        for place, there in enumerate(
+            same
+        ):  # equal slices: prefer its own index, then the next one
             known = there.nonzero().reshape(-1).tolist()
             if not known:
                 break
@@ -531,7 +535,7 @@ def _laid(value: Tensor, want: Tensor) -> str:
     return ""
 
 
-def _turns(run: Run, name: str) -> int:
+def _count_calls(run: Run, name: str) -> int:
     return sum(frame[0] == name for frame in run.calls)
 
 
@@ -539,7 +543,7 @@ def _sum(parts: Sequence[Part]) -> Tensor:
     return torch.stack([part.value.double() for part in parts]).sum(0)
 
 
-def _one_row(gap: Tensor) -> bool:
+def _has_equal_rows(gap: Tensor) -> bool:
     """Return whether all rows of a tensor are equal."""
     flat = gap.reshape(-1, gap.shape[-1]) if gap.dim() > 1 else gap[:0, None]
     return len(flat) > 1 and bool(flat.any()) and fits(flat, flat[:1].expand_as(flat))
@@ -549,5 +553,5 @@ def _same_place(a: Part, b: Part) -> bool:
     return a.places is not None and b.places is not None and torch.equal(a.places, b.places)
 
 
-def _list(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, dict.fromkeys(ranks)))

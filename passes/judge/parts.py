@@ -23,7 +23,7 @@ from schedlang.runtime.batch import shares
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
-MANY = 16  # labels: fewer are numbers that may be others
+MANY = 16  # smaller counts of labels may equal other numbers
 Gradients = Mapping[str, Tensor | None]
 
 
@@ -46,7 +46,7 @@ class Parts:
     trial: Trial
     labels: Sequence[Labels] = ()
     shared: Sequence[Sequence[int]] = ()
-    _known: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
+    _cache: dict[tuple[Any, ...], Sequence[Gradients]] = field(default_factory=dict)
 
     def of_rows(self, name: str, condition: str) -> Iterator[Cut]:
         """Yield a tensor's gradients for each division of the rows, into blocks and with strides.
@@ -58,10 +58,12 @@ class Parts:
         count = rows(one.batches[0])
         for parts in sorted({*self._divisors, 2, 4}):
             if parts <= count:
-                yield from self._cut(one, name, [list(part) for part in shares(count, parts)])
-                yield from self._cut(one, name, [[*range(k, count, parts)] for k in range(parts)])
+                yield from self._divide(one, name, [list(part) for part in shares(count, parts)])
+                yield from self._divide(
+                    one, name, [[*range(k, count, parts)] for k in range(parts)]
+                )
         if self.shared:
-            yield from self._cut(one, name, [list(part) for part in self.shared])
+            yield from self._divide(one, name, [list(part) for part in self.shared])
 
     def of_words(self, name: str, condition: str) -> Iterator[Cut]:
         """Yield a tensor's gradients for each division of the labels along the sequence.
@@ -86,7 +88,7 @@ class Parts:
             for way in ways if count >= 2 * parts else ():
                 for shift in (0, 1):
                     chosen = [[(place + shift) % count for place in part] for part in way]
-                    yield from self._cut(one, name, chosen, label)
+                    yield from self._divide(one, name, chosen, label)
 
     def labelled(self, condition: str) -> dict[str, int]:
         """Return the number of labels that count, by description: as they are, and shifted by one.
@@ -120,21 +122,21 @@ class Parts:
         return [n for n in range(2, world + 1) if world % n == 0]
 
     def _condition(self, name: str) -> Condition:
-        return next(one for one in self.trial.told if one.name == name)
+        return next(one for one in self.trial.conditions if one.name == name)
 
-    def _cut(
+    def _divide(
         self, one: Condition, name: str, chosen: list[list[int]], label: Labels | None = None
     ) -> Iterator[Cut]:
         """Yield one division, if all parts are accepted and have a finite gradient."""
         key = one.name, label, *map(tuple, chosen)
-        if key not in self._known:
-            self._known[key] = self._derived(one.batches[0], chosen, label)
-        found = [of_part.get(name) for of_part in self._known[key]]
+        if key not in self._cache:
+            self._cache[key] = self._gradients(one.batches[0], chosen, label)
+        found = [of_part.get(name) for of_part in self._cache[key]]
         there = [g for g in found if g is not None and bool(g.isfinite().all())]
         if found and len(there) == len(found):
             yield Cut(there, "the batch" if label is None else "the words")
 
-    def _derived(
+    def _gradients(
         self, batch: Batch, chosen: list[list[int]], label: Labels | None
     ) -> Sequence[Gradients]:
         """Run the original on each part; nothing if it rejects one of them."""
@@ -147,14 +149,14 @@ class Parts:
             with ambient(Float64(), Dropping(drops.seed, drops.off, tuple(here))):
                 try:
                     subject.derive(part, here)
-                except _REJECTS:
+                except _REJECTIONS:
                     return []
             found.append(dict(subject.gradients()))
         return found
 
 
-# what models and losses raise for sizes or rows that they do not take; where nothing is trained
-_REJECTS = (Refusal, RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError)
+# errors of models and losses for rejected sizes or rows, or if nothing is trained
+_REJECTIONS = (Refusal, RuntimeError, ValueError, IndexError, ZeroDivisionError, AssertionError)
 
 
 def of_rows(batch: Batch, chosen: Sequence[int]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-CLOSE = 1e-9  # of the largest number: what two sides that compute alike may be apart
-MOST = 4096  # numbers of a rank's tensor that are looked up
-MOST_FITS = 64  # places that are tried where numbers are not unique
-FAR = 16.0  # roundings by which a part may differ from where it lies, in the mean square
-APART = 4.0  # how much further off, at least, any other window is
-ALONG = 0.9  # the cosine of what lies in a place and of what is right there, at least
-MOST_WINDOWS = 256  # that are tried
-MOST_SLICES = 256  # of a part that are compared with all of a whole
+CLOSE = 1e-9  # of the largest element: tolerance between the two sides
+MOST = 4096  # elements of a rank's tensor that are looked up
+MOST_FITS = 64  # windows that are tried where values are not unique
+FAR = 16.0  # roundings (RMS) by which a part may differ from its window
+APART = 4.0  # by which any other window must be further off
+ALONG = 0.9  # least cosine between a part and its window
+MOST_WINDOWS = 256  # tried in a low dtype
+MOST_SLICES = 256  # of a part, each compared with all slices of the full tensor
 
 
 class Whole:
@@ -40,15 +40,15 @@ class Whole:
         whole = [torch.arange(size) for size in shape]
         if part.shape == shape and self._fits(part, whole):
             return whole
-        found = self._looked_up(part)
-        options = [] if found is None else [_filled(one, n) for one, n in zip(found, shape)]
+        found = self._look_up(part)
+        options = [] if found is None else [_complete_index(one, n) for one, n in zip(found, shape)]
         fits: list[list[Tensor]] = []
         for some in itertools.islice(itertools.product(*options), MOST_FITS) if options else ():
             if self._fits(part, some):
                 fits.append(list(some))
-        return fits[0] if len(fits) == 1 else None if fits else self._by_slices(part)
+        return fits[0] if len(fits) == 1 else None if fits else self._match_slices(part)
 
-    def _by_slices(self, part: Tensor) -> list[Tensor] | None:
+    def _match_slices(self, part: Tensor) -> list[Tensor] | None:
         """Find a part that is divided along one dim only, in any order, slice by slice."""
         shape = self.values.shape
         cut = [dim for dim, (p, w) in enumerate(zip(part.shape, shape)) if p < w]
@@ -67,7 +67,7 @@ class Whole:
         gap = (there - part.to(there.dtype)).abs()
         return not gap.numel() or bool(gap.max() <= self.close)
 
-    def _looked_up(self, part: Tensor) -> list[Tensor] | None:
+    def _look_up(self, part: Tensor) -> list[Tensor] | None:
         """Return the index of each slice of a part, -1 where unknown; None: values contradict."""
         if self._sorted is None:
             values, order = self.values.reshape(-1).sort()
@@ -91,7 +91,7 @@ class Whole:
         return found
 
 
-def _filled(index: Tensor, size: int) -> list[Tensor]:
+def _complete_index(index: Tensor, size: int) -> list[Tensor]:
     """Return candidate indices of a dim, of which some are known, as runs with one stride."""
     count = len(index)
     known = (index >= 0).nonzero().reshape(-1)
@@ -132,16 +132,16 @@ def placed(part: Tensor, whole: Whole) -> Tensor | None:
     return None
 
 
-# a whole as programs may have laid it: words before rows, both in one dim
+# layouts that programs may use: positions before rows, or both in one dim
 _VIEWS: dict[int, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
     0: (None, lambda x: x.transpose(0, 1)),
     -1: (lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1).flatten(0, 1)),
 }
 
 
-# ---- In few bits numbers are not unique, and those of two sides differ: none tells its place.
+# ---- In a low dtype values are not unique and differ between sides: compare windows.
 
-Window = tuple[float, Sequence[Tensor]]  # how far off, and its indices by dim
+Window = tuple[float, Sequence[Tensor]]  # distance, and indices by dim
 
 
 class Likest(Whole):
@@ -154,10 +154,10 @@ class Likest(Whole):
         value = part.detach().double()
         size = float(value.norm())
 
-        def off(there: Tensor) -> float:  # in angle squared
+        def off(there: Tensor) -> float:  # grows with the squared angle
             return 1.0 - float((there * value).sum()) / (size * float(there.norm()) or 1.0)
 
-        return _alone(_windows(value, self.values, off), 1.0 - ALONG) if size else None
+        return _clear_nearest(_all_windows(value, self.values, off), 1.0 - ALONG) if size else None
 
 
 def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
@@ -167,19 +167,21 @@ def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
     """
     value = part.detach().double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
-    found = _windows(value, whole.double(), lambda there: float((there - value).norm()))
-    return _alone(found, FAR * unit, unit)
+    found = _all_windows(value, whole.double(), lambda there: float((there - value).norm()))
+    return _clear_nearest(found, FAR * unit, unit)
 
 
-def _windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
+def _all_windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
     """Yield all windows of a part's shape with their distances; none if there are too many."""
-    options = [_cuts(p, w) for p, w in zip(part.shape, whole.shape)]
+    options = [_index_ranges(p, w) for p, w in zip(part.shape, whole.shape)]
     if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
         for some in itertools.product(*options):
             yield off(whole[torch.meshgrid(*some, indexing="ij")] if some else whole), some
 
 
-def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[Tensor] | None:
+def _clear_nearest(
+    windows: Iterator[Window], most: float, least: float = 0.0
+) -> list[Tensor] | None:
     """Return the indices of the nearest window, if it is near and the others are not."""
     found = sorted(windows, key=lambda one: one[0])
     if not found or found[0][0] > most:
@@ -188,7 +190,7 @@ def _alone(windows: Iterator[Window], most: float, least: float = 0.0) -> list[T
     return list(found[0][1]) if far else None
 
 
-def _cuts(part: int, whole: int) -> list[Tensor]:
+def _index_ranges(part: int, whole: int) -> list[Tensor]:
     """Return the index ranges that ranks or microbatches take of a dim: blocks, and every n-th."""
     if part == whole:
         return [torch.arange(whole)]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 IMPORT_NAME = "schedlang_program_file"
-WAYS = ("mean", "sum", "same")  # how the losses of ranks make the loss of the batch
+WAYS = ("mean", "sum", "same")  # of ranks' losses to the loss of the batch
 FORM = "def program(model): ... return schedlang.TrainingProgram(module, step)"
-_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
+_ALREADY_JOINED = re.compile("env:// rendezvous|initialize the default process group twice")
 _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip gpus|xpu")
 
 
@@ -159,7 +159,7 @@ def check(program: TrainingProgram, rank: int) -> None:
     if not callable(program.step):
         title = f"`step` of the program on rank {rank} is {kind_of(program.step)}, not a function"
         raise Refusal(Diagnostic("S761", title, helps=("give step(batch)",)))
-    for part in _OF_A_BATCH:
+    for part in _TAKES_BATCH:
         _check_takes_one(getattr(program, part), part, rank)
     if program.world_loss not in WAYS:
         title = f"`world_loss` is {program.world_loss!r}"
@@ -179,7 +179,7 @@ def check(program: TrainingProgram, rank: int) -> None:
 def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) -> None:
     try:
         signature = inspect.signature(function) if function is not None else None
-    except ValueError:  # of something that is built in
+    except ValueError:  # a builtin has no signature
         return
     try:
         if signature is not None:
@@ -190,7 +190,7 @@ def _check_takes_one(function: Callable[..., Any] | None, part: str, rank: int) 
         raise Refusal(Diagnostic("S761", title, helps=helps)) from error
 
 
-_OF_A_BATCH = ("step", "evaluate")
+_TAKES_BATCH = ("step", "evaluate")
 _FUNCTION = Callable, "a function"
 _PARTS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("optimizer", "clip", "evaluate", "state_dict", "load"), _FUNCTION),
@@ -249,21 +249,21 @@ def telling(make: Make, what: str, rank: int) -> Iterator[None]:
     except Refusal:
         raise
     except (Exception, SystemExit) as error:
-        raise _told(error, make, what, rank) from error
+        raise _refusal_of(error, make, what, rank) from error
 
 
-def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
+def _refusal_of(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     file = file_of(make)
     own, deeper = frames_in(file, error)
-    said = _words(error)
+    said = _summary(error)
     code = getattr(make, "__code__", None)
-    if not own and file and code is not None:  # its call fails: the place where it is written
+    if not own and file and code is not None:  # the call itself fails: use the definition's line
         own = [traceback.FrameSummary(file, code.co_firstlineno, code.co_name)]
     label = Label(at_frame(own[-1]), "here") if own else Label()
     notes = [f"called at {Path(f.filename).name}:{f.lineno}: {f.line}" for f in own[:-1]]
     notes += deeper
-    if (root := _root(error)) is not error:
-        notes.append(f"it comes from {_words(root)}")
+    if (root := _root_cause(error)) is not error:
+        notes.append(f"it comes from {_summary(root)}")
     if _GPU.search(str(error).lower()):
         title = f"`{what}` asks for a GPU on rank {rank}: {said}"
         helps = (
@@ -272,8 +272,8 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
         )
         return Refusal(Diagnostic("S765", title, label, notes=tuple(notes), helps=helps))
     title = f"`{what}` raises {said} on rank {rank}"
-    helps = (_RETURN if isinstance(error, SystemExit) else _HELPS[what],)
-    if _JOINED.search(str(error)):
+    helps = (_EXIT_HELP if isinstance(error, SystemExit) else _HELPS[what],)
+    if _ALREADY_JOINED.search(str(error)):
         helps = (
             "the process group is there: `if not dist.is_initialized(): ...` around its making",
         )
@@ -282,20 +282,20 @@ def _told(error: BaseException, make: Make, what: str, rank: int) -> Refusal:
     return refusal
 
 
-def _words(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def _root(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     """Return the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-_RETURN = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
+_EXIT_HELP = "the judge goes on after this call: let it return, and leave `sys.exit` to the script"
 _HELPS = {
     "program": "it is called on every rank with a copy of the model in float64, on the CPU",
     "step": "it is called on every rank with the whole batch, and takes its part of it",

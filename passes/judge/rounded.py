@@ -21,7 +21,7 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.passes.judge.beside import alike
 from schedlang.passes.judge.causes import Remembered
 from schedlang.passes.judge.choices import Choosing, Routes, untold
-from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.trial import Trial
 from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import HIDDEN, Condition, Observation
@@ -30,7 +30,7 @@ from schedlang.passes.verify.working_dtype import bounds_of, undecided
 from schedlang.report import Row
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
-KEPT = "bfloat16"  # what the rest is computed in
+KEPT = "bfloat16"  # dtype of all other operators
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 
 
@@ -49,10 +49,10 @@ class EightBits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         places = _PRODUCTS.get(func._overloadpacket.__name__, ())
-        given = [self._rounded(a) if k in places else a for k, a in enumerate(args)]
+        given = [self._to_fp8(a) if k in places else a for k, a in enumerate(args)]
         return func(*given, **(kwargs or {}))
 
-    def _rounded(self, value: Tensor) -> Tensor:
+    def _to_fp8(self, value: Tensor) -> Tensor:
         if not value.is_floating_point() or not value.numel():
             return value
         wide = value.float()
@@ -84,7 +84,9 @@ class Compared:
     facts: Sequence[tuple[str, str]] = ()
 
 
-def lowered(dtype: str, case: Case, told: Sequence[Condition]) -> tuple[Case, list[Condition]]:
+def lowered(
+    dtype: str, case: Case, conditions: Sequence[Condition]
+) -> tuple[Case, list[Condition]]:
     """Return the original and the conditions of a float64 judgement in another dtype.
 
     `case` holds the original in its own dtype. A `dtype` of eight bits applies to operands of
@@ -94,11 +96,13 @@ def lowered(dtype: str, case: Case, told: Sequence[Condition]) -> tuple[Case, li
         title = f"`{dtype}` is not a dtype that programs are judged in"
         helps = (f"choose one of {', '.join((*LOW, *FORMATS))}, or none: float64",)
         raise Refusal(Diagnostic("S704", title, helps=helps))
-    batches = tuple({id(batch): batch for one in told for batch in one.batches}.values())
+    batches = tuple({id(batch): batch for one in conditions for batch in one.batches}.values())
     working = as_worked(replace(case, batches=batches, dtype=kept_in(dtype)))
     assert working is not None, "a judge in float64 is another"
     low = {id(wide): narrow for wide, narrow in zip(batches, working.batches)}
-    return working, [replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in told]
+    return working, [
+        replace(one, batches=tuple(low[id(b)] for b in one.batches)) for one in conditions
+    ]
 
 
 def kept_in(dtype: str) -> str:
@@ -107,7 +111,7 @@ def kept_in(dtype: str) -> str:
 
 
 def rounded(
-    dtype: str, trial: Trial, told: Sequence[Condition], seen: Observation, kept: Kept
+    dtype: str, trial: Trial, conditions: Sequence[Condition], seen: Observation, record: Kept
 ) -> Compared:
     """Compare what ranks computed in a dtype with the original's runs in that dtype.
 
@@ -117,18 +121,18 @@ def rounded(
     def against(choosing: Callable[[int | None], Choosing]) -> tuple[Observation, Bounds]:
         bounds = bounds_of(
             trial.case.plan.model.model,
-            told,
+            conditions,
             trial.case.loss,
             modes=trial.modes,
             ranks=trial.world,
             choosing=choosing,
             rounding=rounding(dtype),
         )
-        expected, actual = alike(bounds.exact, seen, kept)
+        expected, actual = alike(bounds.exact, seen, record)
         run = Remembered(bounds.run)
         return actual, replace(bounds, exact=expected, run=run, state=True)
 
-    routes = Routes(kept.chosen)
+    routes = Routes(record.chosen)
     actual, bounds = against(routes.mode)
     first, facts = bounds.exact, list[tuple[str, str]]()
     rows, unsure = undecided(bounds.rows(actual))
@@ -141,7 +145,7 @@ def rounded(
             rows, more = untold(rows, bounds.rows(other.exact))
             unsure += more
         facts = again.facts()
-    rows += [*_counts(bounds.exact, actual), *_copies(actual, dtype)]
+    rows += [*_compare_counts(bounds.exact, actual), *_compare_copies(actual, dtype)]
     chosen = (again or routes).exact
     return Compared(rows, first, bounds.exact, actual, bounds, chosen, unsure, facts)
 
@@ -151,21 +155,21 @@ def rounding(dtype: str) -> Callable[[], AbstractContextManager[Any]]:
     return partial(EightBits, dtype) if dtype in FORMATS else contextlib.nullcontext
 
 
-def _counts(expected: Observation, actual: Observation) -> Iterator[Row]:
+def _compare_counts(expected: Observation, actual: Observation) -> Iterator[Row]:
     """Yield rows for integers that no rounding changes: counted steps and batches."""
     for key, want in expected.tensors.items():
         counted = key.kind == "optimizer step" or key.kind in ("other state", HIDDEN)
         if want is None or not counted or key.kind in actual.missing:
             continue
         if want.is_floating_point() and (want.dim() or key.kind != "optimizer step"):
-            continue  # it has a bound
+            continue  # compared with its bound
         got = actual.tensors.get(key)
         ok = got is not None and torch.equal(got.double(), want.double())
         error = 0.0 if ok else math.inf
         yield Row(key.condition, key.kind, key.name, error, 0.0, ok, key.step)
 
 
-def _copies(seen: Observation, dtype: str) -> list[Row]:
+def _compare_copies(seen: Observation, dtype: str) -> list[Row]:
     """Compare copies on different ranks: they may differ by a few roundings."""
     gate = COPIES * torch.finfo(getattr(torch, kept_in(dtype))).eps
     return [

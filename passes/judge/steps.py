@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.subject import Kept
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.localize.diagnose import diagnose, fits
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
@@ -39,33 +39,33 @@ def of_steps(
     first: Row | None,
     expected: Observation,
     actual: Observation,
-    kept: Kept,
+    record: Kept,
     sizes: Mapping[str, int],
 ) -> Iterator[tuple[str, str]]:
     """Explain how the optimizer's steps differ, if gradients are right until then."""
     if first is None or first.kind != "parameters" or first.step is None:
         return
     found: dict[str, list[str]] = {}
-    rows = [row for row in wrong if (row.condition, row.kind, row.step) == _when(first)]
+    rows = [row for row in wrong if (row.condition, row.kind, row.step) == _key_of(first)]
     for row in rows:
         key = Key(first.condition, first.kind, first.step, row.name)
         now, want = actual.tensors.get(key), expected.tensors.get(key)
         before = expected.tensors.get(key._replace(step=first.step - 1))
-        before = before if first.step else (kept.initial or {}).get(row.name)
+        before = before if first.step else (record.initial or {}).get(row.name)
         if now is None or want is None or before is None or now.shape != before.shape:
             return
-        found.setdefault(_stepped(now - before, want - before, sizes), []).append(row.name)
+        found.setdefault(_explain_step(now - before, want - before, sizes), []).append(row.name)
     if not found.pop("", None):
         for text, names in found.items():
-            count = sum(key[:3] == _when(first) for key in expected.tensors)
+            count = sum(key[:3] == _key_of(first) for key in expected.tensors)
             yield "parameters", f"{said_of(text, names, count)}; gradients are right"
 
 
-def _when(row: Row) -> tuple[str, str, int | None]:
+def _key_of(row: Row) -> tuple[str, str, int | None]:
     return row.condition, row.kind, row.step
 
 
-def _stepped(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
+def _explain_step(moved: Tensor, right: Tensor, sizes: Mapping[str, int]) -> str:
     """Explain a parameter's change by the right change; "" if no rule fits."""
     if not moved.any():
         return "not stepped: they are what they were before"

@@ -19,7 +19,7 @@ from schedlang.passes.localize.diagnose import fits
 from schedlang.passes.verify.observe import Batch
 
 MOST_PLACES, MOST_INPUTS = 32, 3
-CLEAR, NONE = 1e-6, 1e-12  # of the largest number: a dependence, and none
+CLEAR, NONE = 1e-6, 1e-12  # of the largest element
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Changed:
 def changes(batch: Batch) -> list[list[Changed]]:
     """Return batches with single changed positions, in a list for each suitable input."""
     inputs = [name for name, value in batch.items() if _has_places(value)]
-    return [list(_of_input(batch, name)) for name in inputs[:MOST_INPUTS]]
+    return [list(_change_input(batch, name)) for name in inputs[:MOST_INPUTS]]
 
 
 def _has_places(value: object) -> bool:
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] < 2:
         return False
-    return value.is_floating_point() or len(torch.unique(value)) > 2  # two: a mask
+    return value.is_floating_point() or len(torch.unique(value)) > 2  # two values: a mask
 
 
-def _of_input(batch: Batch, name: str) -> Iterator[Changed]:
+def _change_input(batch: Batch, name: str) -> Iterator[Changed]:
     given = batch[name]
     count = given.shape[1]
     for place in torch.linspace(0, count - 1, min(count, MOST_PLACES)).round().long().tolist():
         value = given.clone()
         if given.is_floating_point():
             value[:, place] += 1
-        else:  # another number of the batch's own
+        else:  # another value that the batch contains
             known = torch.unique(given)
             at = torch.searchsorted(known, given[:, place].contiguous())
             value[:, place] = known[(at + 1) % len(known)]
@@ -74,12 +74,12 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
     `right` and each part hold the output for the given batch, then for each changed batch. The
     second dim of the output is the position.
     """
-    whole = _moved(right)
+    whole = _relative_changes(right)
     length = right[0].shape[1]
     more: set[tuple[int, int]] = set()
     less: set[tuple[int, int]] = set()
     for part in parts:
-        moved, there = _moved(part.outputs), whole[:, part.rows.reshape(-1)]
+        moved, there = _relative_changes(part.outputs), whole[:, part.rows.reshape(-1)]
         places = part.rows.reshape(-1) % length
         for found, pairs in (
             (more, (moved > CLEAR) & (there == 0)),
@@ -89,27 +89,29 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
                 found.add((int(places[row]), made[change].place))
     source = made[0].source
     if more and less:
-        order = _seen_order(whole, [(_moved(p.outputs), p.rows.reshape(-1)) for p in parts], made)
-        text = f"{_pairs(more, source, 'depends')} and not on what the original's does"
+        order = _find_order(
+            whole, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], made
+        )
+        text = f"{_describe_pairs(more, source, 'depends')} and not on what the original's does"
         return f"{text}: {order or 'words are in another order, or another mask is used'}"
     said = []
     if more:
-        text = f"{_pairs(more, source, 'depends')}, where the original's does not"
+        text = f"{_describe_pairs(more, source, 'depends')}, where the original's does not"
         said.append(f"{text}: a mask lets through too much")
     if less:
-        text = f"{_pairs(less, source, 'does not depend')}, where the original's does"
+        text = f"{_describe_pairs(less, source, 'does not depend')}, where the original's does"
         said.append(f"{text}: something is masked or missing")
     return "; ".join(said)
 
 
-def _seen_order(
+def _find_order(
     whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
 ) -> str:
     """Return the order of positions that explains all dependences; "" if there is none."""
     moved = torch.cat([found > CLEAR for found, _ in parts], 1)
     there = torch.cat([whole[:, rows] > CLEAR for _, rows in parts], 1)
     order = []
-    for column in there:  # the place of which another depends as on this one
+    for column in there:  # find the place with the same dependences
         same = [k for k, one in enumerate(moved) if torch.equal(one, column)]
         if len(same) != 1:
             return ""
@@ -117,7 +119,7 @@ def _seen_order(
     return f"it has the words in the order {order}" if len(set(order)) == len(order) else ""
 
 
-def _moved(outputs: Sequence[Tensor]) -> Tensor:
+def _relative_changes(outputs: Sequence[Tensor]) -> Tensor:
     """Return by change and row how far an output moves, relative to its largest element."""
     first = outputs[0]
     scale = float(first.abs().max()) or 1.0
@@ -126,13 +128,13 @@ def _moved(outputs: Sequence[Tensor]) -> Tensor:
     return torch.stack(gaps) / scale
 
 
-def _pairs(pairs: set[tuple[int, int]], source: str, verb: str) -> str:
+def _describe_pairs(pairs: set[tuple[int, int]], source: str, verb: str) -> str:
     place, other = min(pairs)
     count = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
     return f"place {place} {verb} on place {other} of `{source}`{count}"
 
 
-MOST = 12  # places that are listed
+MOST = 12  # places in a sentence
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +161,25 @@ def misgiven(
         found = [(one, one.values[place], placed(one.values[place], whole)) for one in same]
         said: dict[str, list[int]] = {}
         for one, value, there in found:
-            if text := _order(value, there, whole, partial(_makes, again, one.output)):
+            if text := _describe_order(
+                value, there, whole, partial(_reproduces, again, one.output)
+            ):
                 said.setdefault(text, []).append(one.rank)
         if said:
             each = (f"{text} (rank {', '.join(map(str, on))})" for text, on in said.items())
             return f"what it takes {'; '.join(each)}"
         known = {one: there for one, _, there in found if there is not None}
-        if text := _other_rows(known, want.shape):
+        if text := _explain_other_rows(known, want.shape):
             return text
     return ""
 
 
-def _makes(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
+def _reproduces(again: Callable[[Tensor], Tensor | None], output: Tensor, value: Tensor) -> bool:
     made = again(value)
     return made is not None and made.shape == output.shape and fits(output, made)
 
 
-def _order(
+def _describe_order(
     value: Tensor, there: Tensor | None, whole: Whole, makes: Callable[[Tensor], bool]
 ) -> str:
     """Describe the order of a rank's input, if that is not the original's.
@@ -183,7 +187,7 @@ def _order(
     Features (the last dim) may have any order, as weights have: `makes` must show that it is wrong.
     """
     if there is None:
-        mixed = value.numel() > 1 and _among(value, whole.values)
+        mixed = value.numel() > 1 and _occurs_in(value, whole.values)
         said = "has the right numbers at other places: a reshape mixes dims, or parts are misplaced"
         return said if mixed else ""
     for dim, size in enumerate(there.shape):
@@ -192,12 +196,12 @@ def _order(
             continue
         if dim == there.dim() - 1 and not makes(value):
             continue
-        places = _varying(line, whole.values.shape)
-        return f"holds along dim {dim} the places {_listed(places)} of what is right"
+        places = _varying_indices(line, whole.values.shape)
+        return f"holds along dim {dim} the places {_format_places(places)} of what is right"
     return ""
 
 
-def _among(value: Tensor, whole: Tensor) -> bool:
+def _occurs_in(value: Tensor, whole: Tensor) -> bool:
     """Return whether all values occur in `whole`, and `whole` has many distinct values (no ids)."""
     known = torch.unique(whole)
     if 2 * len(known) < whole.numel() or bool((known == known.round()).all()):
@@ -207,7 +211,7 @@ def _among(value: Tensor, whole: Tensor) -> bool:
     return bool(((known[at] - value.reshape(-1)).abs() <= 2 * near).all())
 
 
-def _varying(line: Tensor, shape: torch.Size) -> list[int]:
+def _varying_indices(line: Tensor, shape: torch.Size) -> list[int]:
     """Return the indices of a line of places along the dim in which they differ."""
     return next(
         (one.tolist() for one in torch.unravel_index(line, shape) if len(torch.unique(one)) > 1),
@@ -215,12 +219,12 @@ def _varying(line: Tensor, shape: torch.Size) -> list[int]:
     )
 
 
-def _listed(places: Sequence[int]) -> str:
+def _format_places(places: Sequence[int]) -> str:
     more = ", ..." if len(places) > MOST else ""
     return f"[{', '.join(map(str, places[:MOST]))}{more}]"
 
 
-def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
+def _explain_other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
     """Report ranks that compute the same output from different rows or positions."""
     for first in ranks:
         group = [one for one in ranks if one.output.shape == first.output.shape]
@@ -228,9 +232,11 @@ def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
         for dim, word in ((0, "rows"), (1, "words")):
             if dim >= len(shape) or len(group) < 2:
                 continue
-            mine = {one: _indices(ranks[one], shape, dim) for one in group}
+            mine = {one: _distinct_indices(ranks[one], shape, dim) for one in group}
             if len(set(mine.values())) > 1 and all(len(i) < shape[dim] for i in mine.values()):
-                who = " and ".join(f"rank {one.rank} {_listed(i)}" for one, i in mine.items())
+                who = " and ".join(
+                    f"rank {one.rank} {_format_places(i)}" for one, i in mine.items()
+                )
                 return (
                     f"ranks compute it together, and have other {word} there ({who}): "
                     "those that share one copy of the model must read the same batch"
@@ -238,5 +244,5 @@ def _other_rows(ranks: Mapping[Taken, Tensor], shape: torch.Size) -> str:
     return ""
 
 
-def _indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
+def _distinct_indices(there: Tensor, shape: torch.Size, dim: int) -> tuple[int, ...]:
     return tuple(torch.unique(torch.unravel_index(there.reshape(-1), shape)[dim]).tolist())

@@ -72,7 +72,7 @@ class Tape(TorchFunctionMode):
         versions = tuple((t, t._version) for t in tensors_in((args, kwargs)))
         given = [t for t, _ in versions if t.requires_grad and t.is_floating_point()]
         for tensor in given:
-            self.watch(tensor)  # before it may be written into
+            self.watch(tensor)  # before an in-place write
         made = func(*args, **kwargs)
         outputs = tuple(t for t in tensors_in(made) if t.requires_grad and t.is_floating_point())
         if given and outputs:
@@ -85,9 +85,9 @@ class Tape(TorchFunctionMode):
         """Record a tensor's gradient when backward computes it."""
         if id(tensor) not in self.gradients:
             self.gradients[id(tensor)] = torch.empty(0)
-            tensor.register_hook(self._noting(id(tensor)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(self._gradient_hook(id(tensor)))  # type: ignore[no-untyped-call]
 
-    def _noting(self, key: int) -> Any:
+    def _gradient_hook(self, key: int) -> Any:
         def note(gradient: Tensor) -> None:
             before, new = self.gradients[key], gradient.detach().clone()
             self.gradients[key] = before + new if before.numel() else new
@@ -108,12 +108,12 @@ class Tape(TorchFunctionMode):
             term
             for call in self.calls
             if any(t is tensor for t, _ in call.given)
-            if (term := self._term(call, tensor)) is not None
+            if (term := self._find_term(call, tensor)) is not None
         ]
         whole = found and fits(torch.stack([term.back for term in found]).sum(0), total)
         return found if whole and len(found) <= MOST_TERMS else []
 
-    def _term(self, call: Call, tensor: Tensor) -> Term | None:
+    def _find_term(self, call: Call, tensor: Tensor) -> Term | None:
         sent = [self.gradient(one) for one in call.outputs]
         if all(one is None for one in sent) or any(t._version != v for t, v in call.given):
             return None
@@ -142,7 +142,7 @@ def pulled(call: Call, tensor: Tensor, sent: Sequence[Tensor | None]) -> Tensor 
     return found
 
 
-# ---- What a wrong gradient is made of.
+# ---- Components of a wrong gradient.
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
         if len(brought) < len(terms) or not terms:
             return ""
         if (
-            said := _left_out(brought, path, got)
-            or _counted(brought, got)
-            or _unsummed(brought, got)
+            said := _explain_missing_derivative(brought, path, got)
+            or _explain_factors(brought, got)
+            or _explain_missing_sum(brought, got)
         ):
             return said
         call = terms[0].call
@@ -198,7 +198,7 @@ def made_of(tape: Tape, tensor: Tensor, got: Sequence[Got]) -> str:
 Brought = Sequence[tuple[Term, Tensor]]
 
 
-def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
+def _solve(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     """Return the unique factors of columns that give a value; None if there are none."""
     matrix = torch.stack([column.reshape(-1) for column in columns], 1)
     flat = value.reshape(-1, 1)
@@ -214,11 +214,11 @@ def _solved(value: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     return factors
 
 
-def _is(number: float, wanted: float) -> bool:
+def _is_near(number: float, wanted: float) -> bool:
     return abs(number - wanted) <= NEAR * max(1.0, abs(wanted))
 
 
-def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
+def _explain_missing_derivative(terms: Brought, path: Path, got: Sequence[Got]) -> str:
     """Report a function that returns its output's gradient unchanged, without a derivative."""
     for place, (term, back) in enumerate(terms):
         sent = None if term.sent is None else path.back(term.sent)
@@ -231,38 +231,38 @@ def _left_out(terms: Brought, path: Path, got: Sequence[Got]) -> str:
     return ""
 
 
-def _counted(terms: Brought, got: Sequence[Got]) -> str:
+def _explain_factors(terms: Brought, got: Sequence[Got]) -> str:
     """Report terms with a wrong factor, unless all have the same factor."""
     if len(terms) < 2:
         return ""
     said: dict[str, None] = {}
     for one in got:
-        factors = _solved(one.value, [back.reshape(-1)[one.places] for _, back in terms])
-        if factors is None or all(_is(f, factors[0]) for f in factors):
+        factors = _solve(one.value, [back.reshape(-1)[one.places] for _, back in terms])
+        if factors is None or all(_is_near(f, factors[0]) for f in factors):
             return ""
-        said["; ".join(_counts(terms, factors))] = None
+        said["; ".join(_describe_factors(terms, factors))] = None
     return next(iter(said)) if len(said) == 1 else ""
 
 
-def _counts(terms: Brought, factors: Sequence[float]) -> Iterator[str]:
+def _describe_factors(terms: Brought, factors: Sequence[float]) -> Iterator[str]:
     for (term, _), factor in zip(terms, factors):
         if abs(factor) <= NEAR:
             yield f"what {term.call.name} sends back is missing"
-        elif not _is(factor, 1.0):
+        elif not _is_near(factor, 1.0):
             yield f"what {term.call.name} sends back counts {factor:.4g} times"
 
 
-def _unsummed(terms: Brought, got: Sequence[Got]) -> str:
+def _explain_missing_sum(terms: Brought, got: Sequence[Got]) -> str:
     """Report terms that need a sum over ranks, where other terms are complete on each rank."""
     if len(got) < 2 or len(terms) < 2 or len({one.rank for one in got}) < len(got):
         return ""
     if any(not torch.equal(one.places, got[0].places) for one in got):
         return ""
     columns = [back.reshape(-1)[got[0].places] for _, back in terms]
-    factors = _solved(torch.stack([one.value for one in got]).sum(0), columns)
-    if factors is None or not all(_is(f, 1.0) or _is(f, len(got)) for f in factors):
+    factors = _solve(torch.stack([one.value for one in got]).sum(0), columns)
+    if factors is None or not all(_is_near(f, 1.0) or _is_near(f, len(got)) for f in factors):
         return ""
-    names = [term.call.name for (term, _), f in zip(terms, factors) if _is(f, 1.0)]
+    names = [term.call.name for (term, _), f in zip(terms, factors) if _is_near(f, 1.0)]
     if not names or len(names) == len(terms):
         return ""
     what = " and ".join(names)

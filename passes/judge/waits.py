@@ -25,13 +25,13 @@ from schedlang.diagnostics.culprit import OURS
 from schedlang.report import Gap, Row
 
 WAITS, WORK = "collectives", Work
-_NOBODY = "nobody waits for it: what it gives may be read before it is there"
-_THEIRS = os.path.dirname(torch.__file__)
-_LOW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
-_NAMED = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
-CASTS = {Tensor.to, Tensor.type, *_NAMED}
-_BY_MEMORY = {dist.scatter, dist.broadcast, dist.reduce}  # what gloo does so, pytorch#192920
-HEARD = CASTS | _BY_MEMORY
+_UNWAITED_NOTE = "nobody waits for it: what it gives may be read before it is there"
+_TORCH_FOLDER = os.path.dirname(torch.__file__)
+_LOW_DTYPES = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+_CAST_METHODS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
+CASTS = {Tensor.to, Tensor.type, *_CAST_METHODS}
+_STRIDE_BLIND = {dist.scatter, dist.broadcast, dist.reduce}  # under gloo: pytorch#192920
+HEARD = CASTS | _STRIDE_BLIND
 STRIDES = (
     "gloo takes a tensor that is not contiguous in the order of memory (pytorch#192920): make it "
     "`.contiguous()`. The backward of `torch.distributed.nn.functional.all_gather` gives it such "
@@ -62,39 +62,39 @@ class Heard:
     """
 
     def __init__(self) -> None:
-        self.left: dict[int, tuple[str, str]] = {}  # of each work: its function, and its line
+        self.left: dict[int, tuple[str, str]] = {}  # work number -> function, line
         self._numbers = itertools.count()
         self.low: set[str] = set()
-        self.strided: set[tuple[str, str]] = set()  # a function, and the line that calls it
+        self.strided: set[tuple[str, str]] = set()  # function, calling line
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a call."""
-        dtype = kwargs.get("dtype") or _NAMED.get(func)
+        dtype = kwargs.get("dtype") or _CAST_METHODS.get(func)
         if dtype is None and func in CASTS:
             dtype = next((one for one in args[1:] if isinstance(one, torch.dtype)), None)
-        if dtype in _LOW:
+        if dtype in _LOW_DTYPES:
             self.low.add(str(dtype).removeprefix("torch."))
-        if func in _BY_MEMORY:
+        if func in _STRIDE_BLIND:
             several = [*args, *kwargs.values()]
             given = [t for one in several for t in (one if isinstance(one, list) else [one])]
             if any(isinstance(t, Tensor) and not t.is_contiguous() for t in given):
-                self.strided.add((func.__name__, _line()))
+                self.strided.add((func.__name__, _user_line()))
 
     def watched(self, func: Any, work: Any) -> Any:
         """Wrap a function's work; a send is not wrapped, because its tensor is complete before."""
         if func.__name__ == "isend":
             return work
         number = next(self._numbers)
-        self.left[number] = func.__name__, _line()
+        self.left[number] = func.__name__, _user_line()
         return Watched(work, lambda: self.left.pop(number, None))
 
 
-def _line() -> str:
+def _user_line() -> str:
     """Return the user's line of the current call."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = os.path.realpath(frame.f_code.co_filename)
-        if not file.startswith((*OURS, _THEIRS)):
+        if not file.startswith((*OURS, _TORCH_FOLDER)):
             break
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -104,7 +104,7 @@ def rows(unwaited: Mapping[tuple[str, str], list[int]]) -> Iterator[Row]:
     """Yield a failing row for each line whose works are not waited for."""
     for (name, line), ranks in unwaited.items():
         said = f"`{name}` ({line})"
-        note = f"on rank {', '.join(map(str, ranks))} {_NOBODY}"
+        note = f"on rank {', '.join(map(str, ranks))} {_UNWAITED_NOTE}"
         yield Row("", WAITS, said, float("inf"), 0.0, False, None, note)
 
 

@@ -19,11 +19,11 @@ from schedlang.passes.verify.conditioning import Bounds
 from schedlang.passes.verify.observe import Key, Observation
 
 ALIKE = 16.0  # roundings by which copies may differ
-SUMMED = 4.0  # by how many bounds a sum of ranks' terms, each of them rounded, may be off
+SUMMED = 4.0  # bounds that a sum of ranks' terms may be off, as each term is rounded
 
 
 @dataclass(frozen=True)
-class _Far(Pattern):
+class _DistancePattern(Pattern):
     """A sentence that gives only a distance, in bounds."""
 
     share: float = 0.0
@@ -44,11 +44,11 @@ class Within(Exact):
 
     def placed(self, at: At, value: Tensor) -> Tensor | None:
         """Find the places of an output; None if it is further off than its bound."""
-        places = self._place(at, value)
+        places = self._assume_places(at, value)
         right = places is not None and self.same(at, False, value, places)
         return places if right else None
 
-    def _place(self, at: At, value: Tensor) -> Tensor | None:
+    def _assume_places(self, at: At, value: Tensor) -> Tensor | None:
         want = self.right.of(at).double()
         found = placed(value, Likest(want))
         if found is None and value.shape == want.shape:
@@ -57,22 +57,22 @@ class Within(Exact):
 
     def known(self, at: At, value: Tensor) -> bool:
         """Return whether an output has a place in the original's."""
-        return self._place(at, value) is not None
+        return self._assume_places(at, value) is not None
 
     def block(self, at: At, rank: int, value: Tensor) -> Tensor:
         """Return the place of a wrong output."""
-        found = self._place(at, value)
+        found = self._assume_places(at, value)
         return super().block(at, rank, value) if found is None else found
 
     def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
         """Return whether a value is within its bound of the right value times a factor."""
-        return not self._share(at, back, value, places, factor) > 1.0
+        return not self._bound_ratio(at, back, value, places, factor) > 1.0
 
     def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
         """Return whether a sum over ranks is right; each of its terms is rounded."""
-        return not self._share(at, back, value, places, factor) > SUMMED
+        return not self._bound_ratio(at, back, value, places, factor) > SUMMED
 
-    def _share(
+    def _bound_ratio(
         self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0
     ) -> float:
         """Return the ratio of the error to its bound."""
@@ -123,20 +123,22 @@ class Within(Exact):
         if torch.finfo(value.dtype).eps > self.eps:
             word = str(value.dtype).removeprefix("torch.")
             return Pattern(f"it is computed in {word}: judge the program by `--dtype {word}`")
-        return _far([self._share(at, back, value, places, factor)])
+        return _describe_distance([self._bound_ratio(at, back, value, places, factor)])
 
     def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
         """Join the sentences of ranks; all that give only a distance become one."""
-        far = {one: ranks for one, ranks in said.items() if isinstance(one, _Far)}
+        far = {one: ranks for one, ranks in said.items() if isinstance(one, _DistancePattern)}
         found = {one: ranks for one, ranks in said.items() if one not in far}
         if far:
             ranks = sorted(rank for each in far.values() for rank in each)
-            found[_far([one.share for one in far])] = ranks
+            found[_describe_distance([one.share for one in far])] = ranks
         return found
 
 
-def _far(shares: Sequence[float]) -> _Far:
+def _describe_distance(shares: Sequence[float]) -> _DistancePattern:
     """Describe a distance, on one rank or on several."""
     least, most = f"{min(shares):.3g}", f"{max(shares):.3g}"
     times = most if least == most else f"{least} to {most}"
-    return _Far(f"{times} times as far off as roundings may move it", how=False, share=max(shares))
+    return _DistancePattern(
+        f"{times} times as far off as roundings may move it", how=False, share=max(shares)
+    )

@@ -16,9 +16,9 @@ from schedlang.passes.judge import modules, waits
 from schedlang.passes.judge.copies import Copy
 from schedlang.passes.judge.kinds import INITIAL, _counts, _squares, other_start
 from schedlang.passes.judge.places import Whole
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.regions import Region
 from schedlang.passes.judge.steps import left_apart, of_steps
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.passes.verify.spilled import spill
 from schedlang.report import Report, Row
@@ -182,6 +182,6 @@ def test_weights_that_are_nowhere_are_told_by_how() -> None:
 def test_a_sum_that_has_a_row_too_much() -> None:
     """A bias that each rank adds is the same in all places; other gaps are not."""
     row = torch.tensor([1.0, -2.0])
-    assert modules._one_row(row.expand(3, 4, 2))
-    assert not modules._one_row(torch.arange(24.0).reshape(3, 4, 2))
-    assert not modules._one_row(torch.zeros(3, 2))
+    assert modules._has_equal_rows(row.expand(3, 4, 2))
+    assert not modules._has_equal_rows(torch.arange(24.0).reshape(3, 4, 2))
+    assert not modules._has_equal_rows(torch.zeros(3, 2))

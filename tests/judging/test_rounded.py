@@ -15,8 +15,8 @@ from schedlang import TrainingProgram, verify_program
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.passes.judge.causes import _near, _of_copies, _of_factor
 from schedlang.passes.judge.copies import Copy
+from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.regions import Region
-from schedlang.passes.judge.subject import Kept
 from schedlang.passes.verify.observe import Key
 from schedlang.passes.verify.spilled import spill
 from schedlang.runtime.launch.pool import Pool
