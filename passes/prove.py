@@ -1,4 +1,4 @@
-"""Prove that a plan computes what the model computes: run the ranks, run the original, compare."""
+"""Prove that a plan computes what its model computes: run ranks, run the original, compare."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def prove(
     command: str = "",
     progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:
-    """Compare a plan with its original in float64; on failure name the rows to blame.
+    """Compare a plan with its original in float64; if they differ, name the rows to blame.
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
@@ -161,7 +161,7 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
 
 
 def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
-    """Find the row to blame; a search that fails or takes too long ends no verdict."""
+    """Find the rows to blame; a search that fails or takes too long does not change the verdict."""
     try:
         return suspected(report, failure, pool)
     except Refusal:
@@ -177,14 +177,14 @@ def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
 
 
 def _lengthened(case: Case, steps: int) -> Case:
-    """The case with at least so many batches, the given ones again where they are too few."""
+    """Return the case with at least `steps` batches; the given batches are repeated."""
     given = case.batches
     more = max(0, steps - len(given)) if steps > STEPS else 0
     return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
 
 
 def _class(case: Case) -> str:
-    """The equivalence class of a schedule, in a word."""
+    """Return the equivalence class of a schedule."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
     names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
     names += ["dtype"] * ("dtype" in case.plan.gives_up)
@@ -197,7 +197,7 @@ def _class(case: Case) -> str:
 def _in_working_dtype(
     working: Case | None, told: Sequence[Condition], wanted: Asked, pool: Pool
 ) -> tuple[list[Row], list[str]]:
-    """Kernels by themselves and loss curves; and what of it could not be run."""
+    """Return rows of kernel trials and loss curves, and what of them could not be run."""
     if working is None:
         lost = ["the `rtol` of `verify`"] if wanted.rtol else []
         lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
@@ -207,7 +207,7 @@ def _in_working_dtype(
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
-    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row (S702)."""
+    """Refuse (S702) more ranks than a laptop runs; suggest a mesh that keeps every row."""
     if plan.mesh.world <= MOST_RANKS:
         return
     sizes = dict(plan.mesh.axes)
@@ -229,7 +229,7 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 
 
 class _Beside:
-    """The original observed once, while the ranks run; refused where its numbers say nothing.
+    """The original, observed once while the ranks run; refused if its numbers say nothing.
 
     `given` has the model's own parameters, `case` those of the proof.
     """
@@ -243,7 +243,7 @@ class _Beside:
         self.given, self.case, self.working, self.told = given, case, working, told
 
     def begin(self) -> None:
-        """Do all of it; what the model raises in the working dtype alone its ranks say."""
+        """Observe the original. Errors in the working dtype are left to the ranks, which report them."""
         try:
             check_own_parts(self.given)
         except Refusal as refusal:
@@ -256,7 +256,7 @@ class _Beside:
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
-        """The observation of the original, and how many masks it drew."""
+        """The observation of the original, and the number of masks drawn."""
         try:
             expected, drawn = original(self.case, self.told)
             check_original(self.case, self.told, expected)
@@ -275,10 +275,10 @@ def _ranks(
     plain: Case | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> _Ran:
-    """Run the ranks: what they saw in float64 and in the working dtype, saved state loaded.
+    """Run the ranks; return what they observed in float64 and in the working dtype, and loaded state.
 
-    `plain` is the case without its exact rows, of which a step is run in the end; `meanwhile` as of
-    `Pool.run`.
+    `plain` is the case without its exact rows, of which one step runs at the end. `meanwhile` is
+    called while the ranks run, as in `Pool.run`.
     """
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
@@ -316,7 +316,7 @@ def _compared(
     pool: Pool,
     plain: Observation | None = None,
 ) -> list[Row]:
-    """The rows of one run of the ranks; `plain` as of `Rounded`."""
+    """Return the rows of one run of the ranks; `plain` as in `Rounded`."""
     actual, worked, archive, *_ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
@@ -336,13 +336,13 @@ def _compared(
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
-    """Add what the original alone knows: the order of its gradients, and names of one weight."""
+    """Add facts that only the original has: the order of its gradients, and tied names."""
     return replace(actual, order=expected.order, ties=expected.ties)
 
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The case without its exact rows; in words what was taken away, or why it is not run."""
+    """The case without its exact rows; a description of what was removed, or why it does not run."""
 
     case: Case | None = None
     words: str = ""
@@ -350,9 +350,9 @@ class _Baseline:
 
 
 def _baseline(given: Case, case: Case) -> _Baseline:
-    """The case without its exact rows; nothing where there are none, or all of it is exact.
+    """Return the case without its exact rows; empty if there are none, or if all of it is exact.
 
-    It is traced on the model as `given`, of which something is known already.
+    The plan is traced on the model in `given`, of which some facts are already known.
     """
     assert given.prepared is not None
     found = baseline(given.plan, given.prepared.staged.timeline.replicas)
@@ -368,7 +368,7 @@ def _baseline(given: Case, case: Case) -> _Baseline:
 
 
 def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
-    """The baseline, and the condition under which its first step is compared."""
+    """Return the baseline, and the condition of its first step."""
     first = replace(told[0], batches=told[0].batches[:1], final=False)
     case, _, only = with_outputs(plain, None, [first])
     return case, only
@@ -383,7 +383,7 @@ def _with_baseline(
     progress: Progress,
     meanwhile: Callable[[], object],
 ) -> tuple[_Ran, _Baseline]:
-    """Run the ranks; once more without the baseline where it is this that they refuse."""
+    """Run the ranks; if they refuse the baseline, run them again without it."""
     try:
         return _ranks(case, working, told, pool, progress, plain.case, meanwhile), plain
     except Refusal as refusal:
@@ -396,7 +396,7 @@ def _with_baseline(
 def _baseline_rows(
     case: Case, plain: _Baseline, without: Observation, actual: Observation
 ) -> tuple[list[Row], list[str]]:
-    """The first step against that of the plan without its exact rows; or why it was not run."""
+    """Compare the first step with the baseline's; or return why the baseline did not run."""
     if plain.case is None:
         return [], [f"bits {plain.words}: {plain.refused}"] if plain.words else []
     assert case.prepared is not None
@@ -410,7 +410,10 @@ def _rank(
     folder: str,
     plain: tuple[Case, Sequence[Condition]] | None = None,
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
-    """One rank's part of the proof; only rank 0 gives what it saw, each what kernels left."""
+    """Run one rank's part of the proof.
+
+    Only rank 0 returns observations; each rank returns the calls that its kernels declined.
+    """
     made: list[Program] = []
     with kept_outside(case.plan.model.model, case.loss), ambient(Float64()):
         seen = observed(case, told, made)
@@ -432,7 +435,7 @@ def _rank(
 
 
 def _without(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
-    """The first step without exact rows; what is refused of it is no fault of the case."""
+    """Observe the baseline's first step; mark a refusal, so that the case is not refused for it."""
     if plain is None:
         return Observation()
     try:
@@ -458,13 +461,13 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
 
 
 def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
-    """Say what fused rows gain, and which calls kernels left to the model."""
+    """Yield what fused rows gain, and calls that kernels declined."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
 
 
 def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say which numbers fall to either side, which choices, and what scale a loss has."""
+    """Yield facts about codes and choices that follow the ranks', and about a lower loss scale."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
     said = sum(row.note == TIPPED for row in rows)
@@ -473,7 +476,7 @@ def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _magnified(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Say how far the widest gate in float64 is, where the original magnifies roundings."""
+    """Yield the widest float64 gate, if the original magnifies roundings."""
     found = [row for row in rows if row.note == MAGNIFIED]
     if found:
         widest = max(found, key=lambda row: row.gate)

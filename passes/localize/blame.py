@@ -1,10 +1,7 @@
-"""Blame: the fewest rows at the fewest modules on which a failed proof fails again, and why.
+"""Find the fewest rows of a schedule, at the fewest modules, that make a failed proof fail again.
 
-* Again: a failure that was seen, repeated on some rows of the plan, as cheaply as it shows.
-* Blame: the fewest rows of a schedule that break it.
-* Culprits: the fewest rows, at the fewest modules, on which a failure shows again.
-* Stopped: the row for which ranks refuse to go on in the middle of a step.
-* Suspect: after a proof has failed, say where the difference arose and which rows made it.
+`suspected` adds to a report where the difference arose, its pattern and the rows to blame. `placed`
+finds the row for which ranks refuse in the middle of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from schedlang.runtime.launch.pool import Hang, Pool, RankDied
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to look for a failure: a condition cut short, and with what else."""
+    """A cheap way to see a failure again: one condition with few steps, and extra checks."""
 
     condition: Condition
     saved: bool = False  # with a save, and a load by one rank
@@ -42,12 +39,12 @@ class Trial:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Training steps, float64 before all else."""
+        """The number of training steps, then the cost of extra checks."""
         return len(self.condition.batches), self.saved + 2 * self.working
 
 
 def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
-    """Ways in which these failing rows may be seen again, the cheapest first."""
+    """Return trials in which these failing rows may fail again, the cheapest first."""
     found = [trial for row in rows for trial in _ways(row, failure)]
     unique: list[Trial] = []
     for trial in sorted(found, key=lambda t: t.cost):
@@ -70,22 +67,21 @@ def _ways(row: Row, failure: Failure) -> Iterator[Trial]:
 
 
 class Again:
-    """Whether some rows of a plan alone fail as was seen."""
+    """Predicate: whether a plan of some rows fails as the proof did."""
 
     def __init__(self, failure: Failure, trial: Trial, pool: Pool) -> None:
         self.failure, self.trial, self.pool = failure, trial, pool
         self._right: Observation | None = None
 
     def __call__(self, rows: Sequence[Action]) -> bool:
-        """Return whether a plan of these rows fails; one that is not legal, or whose ranks die,
-        does not."""
+        """Return whether a plan of these rows fails; False for illegal plans and ranks that die."""
         try:
             return any(not row.ok for row in self.rows(rows))
         except (Refusal, RankDied, Hang):
             return False
 
     def rows(self, rows: Sequence[Action]) -> list[Row]:
-        """Compare on a plan of these rows; raises as a proof does."""
+        """Compare a plan of these rows with the original; raises as a proof does."""
         failure, trial = self.failure, self.trial
         if trial.kernels:
             assert failure.working is not None
@@ -105,8 +101,11 @@ class Again:
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
     def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
-        """The condition, its own case with these rows; where it is saved a step of the first before
-        it, which is to load it."""
+        """Return the trial's condition with these rows.
+
+        Before a trial of saved state, one step of the first condition makes the program that loads
+        it.
+        """
         first, condition = self.failure.told[0], self.trial.condition
         loads = self.trial.saved and condition.name != first.name
         before = [replace(first, batches=first.batches[:1])] if loads else []
@@ -115,7 +114,7 @@ class Again:
 
 
 def _follows(case: Case) -> bool:
-    """Return whether the original does as rows say, so that it is another one for other rows."""
+    """Return whether the original depends on rows of the plan, so that fewer rows change it."""
     plan = case.plan
     rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
     return case.parted or case.table is not None or any(map(bool, rules))
@@ -130,7 +129,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Blame(Generic[T]):
-    """`rows` fail together, and none can be left out; empty if it fails without any row."""
+    """Rows that fail together, none of which can be left out; empty if no row is needed."""
 
     rows: tuple[T, ...]
     prefix: int  # rows of the shortest failing prefix that was found
@@ -138,11 +137,11 @@ class Blame(Generic[T]):
 
 
 def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
-    """Find the rows to blame: bisect prefixes, then debug by deltas rows that fail only together.
+    """Find the rows to blame: bisect prefixes, then apply delta debugging.
 
-    `fails(subset)` is asked for subsets in their order; a subset that is not legal must answer
-    False. The whole is known to fail. About log2(n) runs for a single culprit. Delta debugging
-    after Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
+    `fails(subset)` receives rows in their order and must return False for an illegal subset. All
+    rows together must fail. A single culprit takes about log2(n) runs. Delta debugging is from
+    Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
     """
     asked = _Asked(rows, fails)
     everything = tuple(range(len(rows)))
@@ -161,7 +160,7 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
 def _without_pairs(
     failing: tuple[int, ...], asked: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
-    """Leave out what can be, one or two at a time: two rows may be legal only together."""
+    """Leave out one or two rows at a time, because two rows may be legal only together."""
     if len(failing) < 2:
         return failing
     for count in (1, 2):
@@ -173,7 +172,7 @@ def _without_pairs(
 
 
 class _Asked(Generic[T]):
-    """The predicate on sets of indices; no set is asked twice."""
+    """The predicate on sets of indices, with cached results."""
 
     def __init__(self, rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> None:
         self.rows, self.fails = rows, fails
@@ -190,7 +189,7 @@ class _Asked(Generic[T]):
 def _minimal(
     failing: tuple[int, ...], culprit: int, asked: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
-    """A failing subset from which none of the others can be left out."""
+    """Return a failing subset from which no row except the culprit can be left out."""
     others = tuple(i for i in failing if i != culprit)
     pieces = 2
     while others:
@@ -212,7 +211,7 @@ def _less(
     chunks: list[tuple[int, ...]],
     fails: Callable[[tuple[int, ...]], bool],
 ) -> tuple[int, ...] | None:
-    """One chunk alone, or all without one chunk, that still fails."""
+    """Return one chunk, or all rows without one chunk, that still fails."""
     alone = [chunk for chunk in chunks if len(chunk) < len(others)]
     without = [tuple(i for i in others if i not in chunk) for chunk in chunks]
     return next((rest for rest in (*alone, *without) if fails(rest)), None)
@@ -222,10 +221,7 @@ MOST_RUNS = 24  # to find fewer modules
 
 
 def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
-    """The rows to blame; first those at the modules that are suspected, each by itself.
-
-    That all rows fail together is known.
-    """
+    """Find the rows to blame, first among rows at suspected modules. All rows together must fail."""
     asked = 0
     for near in _near(rows, hints):
         asked += 1
@@ -237,7 +233,7 @@ def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blam
 
 
 def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
-    """Rows that change what a module computes: each alone, all of them, with those around it."""
+    """Yield rows near suspected modules: each by itself, all of them, those of enclosing modules."""
     told: set[tuple[int, ...]] = set()
     for hint in hints:
         for around in _outwards(hint):
@@ -250,7 +246,7 @@ def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action
 
 
 def _outwards(fqn: str) -> Iterator[str]:
-    """A module, and the two around it."""
+    """Yield a module and the two around it."""
     for _ in range(3):
         if fqn:
             yield fqn
@@ -270,9 +266,9 @@ def _touches(site: str, fqn: str) -> bool:
 
 
 def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> tuple[Action, ...]:
-    """The rows at the fewest modules that still fail; nothing if each acts at one already.
+    """Return the rows at the fewest modules that still fail; empty if each row has one module.
 
-    First only at the modules that are suspected.
+    Suspected modules are tried first.
     """
     single = [replace(row, sites=group) for row in rows for group in row.each]
     if len(single) == len(rows):
@@ -290,7 +286,7 @@ def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> 
 
 
 def _at_most(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
-    """The predicate on parts of rows; what would cost more runs is taken to hold."""
+    """Limit the runs of a predicate; after the last run it returns False."""
     left = [runs]
 
     def fails(some: Sequence[Action]) -> bool:
@@ -301,7 +297,7 @@ def _at_most(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
 
 
 def _joined(some: Sequence[Action]) -> list[Action]:
-    """Actions of one row as one, in the order of rows."""
+    """Join actions of one row, in the order of rows."""
     joined: dict[int, Action] = {}
     for one in some:
         known = joined.get(one.row)
@@ -310,10 +306,10 @@ def _joined(some: Sequence[Action]) -> list[Action]:
 
 
 def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) -> Refusal:
-    """The refusal at the last of the fewest rows that are refused alike.
+    """Return the refusal with the place of the last of the fewest rows that cause it.
 
-    What is found out while a model runs is found where no row is known.  As it is, if it has a
-    place, or if the first step of the first run alone is not refused so.
+    A refusal while a model runs has no row. The refusal is returned unchanged if it has a place, or
+    if the first step of the first condition does not cause it.
     """
     if any(one.primary.span for one in refusal.diagnostics):
         return refusal
@@ -347,7 +343,7 @@ MOST_HINTS = 3
 
 
 def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
-    """The report with where its first difference arose, its pattern and the rows to blame."""
+    """Add to a report where its first difference arose, the pattern, and the rows to blame."""
     bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
     if not bad:  # what both sides draw by is no row's
         return report
@@ -375,7 +371,7 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
 
 
 def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[str]:
-    """Modules at which to look first: those that are wrong alone, else those of wrong gradients."""
+    """Return modules to try first: those that are wrong by themselves, else owners of wrong gradients."""
     model = failure.case.plan.model
     if guilty:
         return list(guilty[:MOST_HINTS])
@@ -388,7 +384,7 @@ def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[
 def _seen_again(
     bad: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
 ) -> Again | None:
-    """The cheapest way in which all rows together fail once more; None if none does."""
+    """Return the cheapest trial in which all rows together fail again; None if there is none."""
     for trial in trials_of(bad, failure):
         again = Again(failure, trial, pool)
         if again(rows):
@@ -397,7 +393,7 @@ def _seen_again(
 
 
 def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
-    """Localise among modules; None if they cannot be cut apart or the ranks do not get on."""
+    """Find the wrong module; None if modules cannot be run separately or ranks fail."""
     if failure.case.plan.context_axes:
         return None  # a call of the original is no part's alone
     try:
@@ -411,7 +407,7 @@ def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Locatio
 
 
 def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
-    """Name the first bad gradient in the order of backward, and the last good one before it."""
+    """Yield the first wrong gradient in backward order, and the last right one before it."""
     first = bad[0]
     if first.kind != "gradients":
         return

@@ -1,8 +1,4 @@
-"""Diagnosis of a wrong tensor: the arithmetic that makes it, and the pattern of a failure.
-
-* Diagnose: by what arithmetic a wrong tensor comes from the right one.
-* Pattern: the arithmetic behind a failure, from the tensors that tell it best.
-"""
+"""Explain a wrong tensor: the arithmetic that makes it from the right one, or where it is wrong."""
 
 from __future__ import annotations
 
@@ -27,10 +23,10 @@ _FITS = 1e-6  # relative error below which a pattern is said to fit
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sentence about a wrong tensor; empty: there is nothing to say.
+    """A sentence about a wrong tensor; empty if there is nothing to say.
 
-    how    it tells how every number comes about, not merely that, or where, they are wrong
-    short  of a guess, what stays of the sentence where the cause is known
+    `how`   the sentence explains every element, and not only where elements are wrong
+    short   of a guess, the sentence to use if the cause is known
     """
 
     text: str
@@ -38,7 +34,7 @@ class Pattern:
     short: str = ""
 
     def __bool__(self) -> bool:
-        """Whether there is a sentence."""
+        """Return whether there is a sentence."""
         return bool(self.text)
 
 
@@ -52,11 +48,11 @@ def diagnose(
     sizes: Mapping[str, int],
     others: Mapping[str, Tensor | None] | None = None,
 ) -> Pattern:
-    """The pattern that fits, `NONE` if none does; an empty one where there is nothing wrong.
+    """Return the pattern that fits; `NONE` if none does, and an empty one if nothing is wrong.
 
-    `sizes` are the numbers that a mistake may have divided, multiplied or cut by: mesh axes,
-    microbatches. `others` are right tensors of other names (or steps) that may have taken this
-    one's place.
+    `sizes` are numbers by which a mistake may have divided, multiplied or split: mesh axes,
+    microbatches. `others` are right tensors of other names or steps that may have replaced this
+    one.
     """
     if actual is None or expected is None:
         there = actual is not None
@@ -88,7 +84,7 @@ def diagnose(
 def explain(
     row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]
 ) -> Pattern:
-    """The pattern behind a failing row of `compare`, and what came out right just before it."""
+    """Explain a failing row of `compare`, and name the last right gradient before it."""
     key = next((k for k in expected.tensors if _is_of(k, row)), None)
     if key is None:
         return Pattern("")
@@ -113,12 +109,12 @@ def _is_of(key: Key, row: Row) -> bool:
 
 
 def fits(x: Tensor, r: Tensor) -> bool:
-    """Whether two tensors are one, but for what a pattern is said to fit by."""
+    """Return whether two tensors are equal within the tolerance of patterns."""
     return float((x - r).norm()) <= _FITS * float(r.norm())
 
 
 def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
-    """The same number times the right tensor everywhere."""
+    """Report one factor between the tensor and the right one."""
     if not float(r.norm()):
         return ""
     factor = float((x * r).sum() / (r * r).sum())
@@ -131,7 +127,7 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
 
 
 def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    """Signed products and quotients of sizes, named; then small integers and their inverses."""
+    """Yield named factors: signed products and quotients of sizes, then small integers and inverses."""
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
         for group in itertools.combinations(named, count):
@@ -147,7 +143,7 @@ def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
 
 
 def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
-    """A vector, as a bias is, is in every row a few times too often."""
+    """Report a vector (a bias) that every row contains a few times too often."""
     gap = x - r
     for name, other in others.items():
         if other is None or other.dim() != 1 or x.dim() < 2 or other.shape[0] != x.shape[-1]:
@@ -163,10 +159,9 @@ def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) 
 
 
 def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
-    """Describe how the ranks' own values make the right ones, where each is wrong by itself; "" if
-    no way.
+    """Explain how the ranks' wrong values combine to the right ones; "" if they do not.
 
-    `right` is what each rank should hold.
+    `right` is what each rank should have.
     """
     for axis in (name for name, size in mesh.axes if size > 1):
         ways = {_over(group, locals_, right) for group in mesh.groups(axis)}
@@ -198,7 +193,7 @@ def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequenc
 
 
 def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
-    """Describe the part of a sum (a microbatch) that is missing or counted twice; "" if none is."""
+    """Name the part of a sum (a microbatch) that is missing or counted twice; "" if none is."""
     if x.shape != r.shape:
         return ""
     for name, part in parts.items():
@@ -213,7 +208,7 @@ def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
 def _taken(
     x: Tensor, r: Tensor, others: Mapping[str, Tensor | None], sizes: Mapping[str, int]
 ) -> str:
-    """Another tensor stands in its place, or has been added, by ranks or axes times."""
+    """Report another tensor in this one's place, or added to it, maybe times a named factor."""
     for name, other in others.items():
         if other is None or other.shape != x.shape or not other.any():
             continue
@@ -232,7 +227,7 @@ def _taken(
 
 
 def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
-    """Some of n equal blocks along one dim are right and others not, or all are out of order."""
+    """Report equal blocks along one dim, of which some are wrong, or all are out of order."""
     for dim, (name, n) in itertools.product(range(x.dim()), sizes.items()):
         if n < 2 or x.shape[dim] % n:
             continue
@@ -252,7 +247,7 @@ def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> Pattern | None:
 
 
 def _permuted(x: Tensor, r: Tensor) -> str:
-    """The same slices in another order."""
+    """Report the right slices in another order, or a transposed matrix."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
         if len(ours) < 2 or fits(ours, right):
@@ -268,7 +263,7 @@ def _permuted(x: Tensor, r: Tensor) -> str:
 
 
 def _few(x: Tensor, r: Tensor) -> Pattern | None:
-    """Most elements are right: how many are not, and whether they are the last ones."""
+    """Report the number of wrong elements, if most are right."""
     wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
     count = int(wrong.sum())
     if not 0 < count <= x.numel() // 4:
@@ -283,7 +278,7 @@ SHOWN = 16  # of places that are wrong
 
 
 def _slices(x: Tensor, r: Tensor) -> Pattern | None:
-    """Some slices along one dim are right, and the others zero or wrong."""
+    """Report wrong slices along one dim, if most are right."""
     for dim in range(x.dim()):
         ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
         off = (ours - right).norm(dim=1) > _FITS * float(r.norm())
@@ -297,7 +292,7 @@ def _slices(x: Tensor, r: Tensor) -> Pattern | None:
 
 
 def _constants(x: Tensor, r: Tensor) -> str:
-    """The same number, or one of two, is added everywhere."""
+    """Report one number, or two, that is added everywhere."""
     gap = (x - r).flatten()
     if x.numel() < 5:
         return ""
@@ -314,9 +309,9 @@ def _constants(x: Tensor, r: Tensor) -> str:
 
 
 def _rounded(x: Tensor, r: Tensor) -> Pattern:
-    """An error of the size of a lower precision's rounding, in nearly every number.
+    """Guess a rounding to a lower precision, if nearly all elements are off by about its size.
 
-    Where many numbers are right the others are no roundings; of a single one it says nothing.
+    If many elements are right, the others are no roundings; a single element shows nothing.
     """
     if x.numel() < 2 or not float(r.norm()):
         return NOTHING
@@ -333,7 +328,7 @@ def _rounded(x: Tensor, r: Tensor) -> Pattern:
 
 
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
-    """Describe in words the first wrong gradient, or what the first wrong module makes."""
+    """Describe the first wrong gradient, or what the first wrong module makes."""
     plan = failure.case.plan
     micro = plan.micro
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})
@@ -350,7 +345,7 @@ def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) 
 
 
 def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Pattern:
-    """Diagnose what a module makes that is fed what is right."""
+    """Explain what a wrong module makes from right inputs."""
     if where.values is None:
         return NOTHING
     got, want = where.values
@@ -367,7 +362,7 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Patt
 
 
 def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
-    """Diagnose a gradient by the ranks' own values, or by what each part of the batch adds."""
+    """Explain a gradient by the ranks' own values, or by the contributions of parts of the batch."""
     key = Key(first.condition, first.kind, 0, first.name)
     got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
     if want is None:
@@ -389,7 +384,7 @@ def _of_ranks(name: str, failure: Failure, where: Location, want: Tensor) -> str
 
 
 def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | None]:
-    """Derive on the original what each part of the batch adds to a gradient."""
+    """Return the contribution of each part of the batch to a gradient of the original."""
     probe = Probe(failure.case, batch)
     count = len(probe.parts)
     if count < 2:

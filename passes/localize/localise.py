@@ -1,8 +1,8 @@
-"""Localise: which module is wrong, by feeding each alone what the original's gets.
+"""Find the module that is wrong in a failed proof, by giving each module the original's inputs.
 
-Two runs of the ranks on one batch. In the first nobody interferes, and the first activation that
-differs is found; in the second every module gets the right input and cotangent
-(`runtime/isolated`), so that one that merely receives something wrong is not blamed.
+Ranks run twice on one batch. The first run is undisturbed and finds the first activation that
+differs. In the second run every module gets the right inputs and output gradients
+(`runtime/isolated`), so a module that only receives wrong values is not blamed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[R
 
 @dataclass(frozen=True)
 class Failure:
-    """A proof that failed: what was run and seen in float64, and the case in its own dtype."""
+    """A proof that failed: its cases in float64 and in the working dtype, and the observations."""
 
     case: Case
     working: Case | None
@@ -68,12 +68,13 @@ Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 class Location:
     """The place where a difference arose.
 
-    first    the first module, in the order in which they return, whose output differs in a run
-    before   the last one before it whose output agrees
-    guilty   modules that are wrong though they are given what is right, and what they make wrong
-    values   what the first of them makes, and what it should
-    judged   how many modules were tried alone; unknown: those whose layout could not be told
-    locals   the gradient of one parameter as each rank has it after a step
+    first      the first module, in order of returns, whose output differs in a run
+    before     the last module before it whose output agrees
+    guilty     modules that are wrong with right inputs, and what they make wrong
+    values     what the first guilty module makes, and the right value
+    `judged`   number of modules tried separately
+    unknown    modules of unknown layout
+    `locals`   each rank's gradient of one parameter after a step
     """
 
     first: str = ""
@@ -88,7 +89,7 @@ class Location:
 
 @dataclass(frozen=True)
 class _Sight:
-    """The findings of one rank: in a run, and of each module alone."""
+    """Findings of one rank: in the undisturbed run, and of each module by itself."""
 
     seen: Seen
     findings: tuple[Finding, ...]
@@ -100,7 +101,7 @@ class _Sight:
 def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Location:
     """Find the module that is wrong on a batch, under the initial parameters.
 
-    Each rank also tells what it has of the gradient of `parameter`.
+    Also records each rank's gradient of `parameter`.
     """
     plain = prepared(replace(case, plan=_plain(case.plan)))
 
@@ -111,7 +112,7 @@ def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Locat
 
 
 def _plain(plan: Plan) -> Plan:
-    """The plan without what changes no module: recomputation, offloading, slices of state."""
+    """Return the plan without rows that change no module: recomputation, offloading, sliced state."""
     rows = (a for a in plan.actions if not a.changes(Facet.RECOMPUTE, Facet.RESIDENCE))
     return of_rows(
         plan,
@@ -123,7 +124,7 @@ def _plain(plan: Plan) -> Plan:
 
 
 def _opaque(plan: Plan) -> tuple[str, ...]:
-    """Modules whose inside is not the original's."""
+    """Return modules whose inside is not the original's."""
     return tuple(site for a in plan.rows_changing(Facet.STRUCTURE) for site in a.sites)
 
 
@@ -131,7 +132,7 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
 
 
 def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
-    """Write down every call of the original for every part; the calls as they return."""
+    """Write every call of the original for every part to files; return the calls as they return."""
     modes, _ = modes_of(case)
     order: tuple[Frame, ...] = ()
     for replica, share in enumerate(Probe(case, batch).shares):
@@ -152,7 +153,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
 def _rank(
     case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
 ) -> _Sight:
-    """One rank's part in both runs."""
+    """Run both runs on one rank."""
     with ambient(Float64()):
         program = program_of(case)
         view = _view(case, program, order)
@@ -179,7 +180,7 @@ def _rank(
 
 
 def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
-    """Say which stage runs, and record gradients in a run without backward."""
+    """Set `told.stage` to the running stage; record gradients also in runs without backward."""
     for number, stage in program.assembly.pipeline.stages.items():
 
         def forward(*args: Any, _plain: Any = stage.forward, _number: int = number) -> Any:
@@ -191,7 +192,7 @@ def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
 
 
 def _forward(program: Program, parts: Sequence[Part]) -> None:
-    """One forward in training mode; what backward there is, is of the modules alone."""
+    """Run one forward in training mode; only the modules themselves may run backward."""
     a = program.assembly
     a.module.train()
     with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(0.0):
@@ -226,7 +227,7 @@ def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
 
 
 def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], frozenset[Frame]]:
-    """The stage of every call, and the calls that are not inside one unit of a stage."""
+    """Return the stage of every call, and the calls that are not inside one unit of a stage."""
     staged = ready.staged
     if staged.axis is None:
         return {}, frozenset()
@@ -277,14 +278,14 @@ def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
 
 
 def _forward_first(found: Sequence[Finding], order: Sequence[Frame]) -> list[Finding]:
-    """Findings in forward if there are any, else those in backward, as the modules return."""
+    """Return findings in forward, else those in backward, in the order in which modules return."""
     place = {frame: k for k, frame in enumerate(order)}
     told = [one for one in found if not one.back] or list(found)
     return sorted(told, key=lambda one: place.get(one.frame, -1))
 
 
 def _guilty(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
-    """Each guilty module once, with the first thing that it makes wrong."""
+    """Return each guilty module once, with the first value that it makes wrong."""
     told: dict[str, str] = {}
     for one in found:
         size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"

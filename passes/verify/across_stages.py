@@ -1,6 +1,6 @@
-"""State that a forward leaves to the next one, where stages of a pipeline each have a copy of it.
+"""Check state that one forward leaves for the next, where each pipeline stage has a copy.
 
-What a stage writes, another one does not see; code between units runs in several stages.
+A stage does not see what another stage writes, and code between units runs in several stages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ TIMES = 3  # the second forward meets what the first has left, the third what is
 
 
 def check_across_stages(case: Case) -> None:
-    """Refuse (S708) a model whose forwards in turn, stage by stage, do not give the losses that
-    they give in one piece, by what they leave in buffers and attributes."""
+    """Refuse (S708) a model whose losses differ between stages and one piece, by state of forwards.
+
+    Several forwards run in turn, in one piece and stage by stage. The refusal names the buffers and
+    attributes that a forward changes.
+    """
     assert case.prepared is not None
     staged, loss = case.prepared.staged, case.loss
     if staged.axis is None or staged.cut.stages == 1 or case.prepared.traced.lossless is not None:
@@ -66,7 +69,7 @@ def _state(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> list[Tensor]:
-    """The losses of some forwards in turn, of which the loss itself keeps nothing."""
+    """Return the losses of several forwards in turn; the loss function keeps no state of them."""
     with as_before(loss):
         made = []
         for _ in range(TIMES):
@@ -77,7 +80,7 @@ def _losses(loss: Any, part: Mapping[str, Any], output: Callable[[], Any]) -> li
 
 
 def _entered(part: Mapping[str, Any]) -> Placed:
-    """One operation of a step; where a stage has ended a forward, draws would be counted on."""
+    """Enter a fresh scope: after a stage's forward, draws would otherwise count on."""
     return entered(Scope(0, 0, tuple(range(rows(part)))))
 
 
@@ -89,7 +92,7 @@ def _whole(module: nn.Module, part: Mapping[str, Any]) -> Any:
 def _pipeline(
     case: Case, staged: Staged, homes: tuple[int, ...], part: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """A forward of the stages, one after the other; stages of one place share a copy."""
+    """Return a forward through all stages in order; stages at one place share a copy."""
     copies = {place: _training(twin(case)) for place in sorted(set(homes))}
     cut = staged.cut
     switches = {place: Switch(copy, cut.graph.units) for place, copy in copies.items()}

@@ -1,4 +1,4 @@
-"""Read what the `verify(...)` rows of a schedule ask for beyond what every proof checks."""
+"""Requirements of a proof: rows that need equal bits, and what `verify(...)` rows request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in anoth
 
 
 def given_up(plan: Plan) -> frozenset[str]:
-    """Name what the result may differ in: nothing for axes of size 1 with one microbatch."""
+    """Return the rules by which results may differ from the original, without `IN_ORACLE`.
+
+    Nothing is given up on axes of size 1 with one microbatch.
+    """
     alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
     return frozenset(
         name
@@ -45,23 +48,22 @@ def given_up(plan: Plan) -> frozenset[str]:
 
 
 def exact_row(action: Action) -> bool:
-    """Return whether a row gives up nothing and can be left out: recomputation, offloading."""
+    """Return whether a row changes no bit and can be left out: recomputation, offloading."""
     return action.acts and not action.changes(*_NEEDED) and not action.primitive.gives_up
 
 
 def _exact(plan: Plan, action: Action) -> bool:
-    """Return whether a row of this plan is exact: what runs again from rounded inputs gives up what
-    they do."""
+    """Return whether a row of this plan is exact; not if it recomputes from rounded inputs."""
     return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
 
 def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
-    """The plan without its exact rows, its state unsliced; and in words what was taken away.
+    """Return the plan without its exact rows and with unsliced state, and a description; or None.
 
-    Unsliced only where sums are the same ones: gradients of two replicas that are reduced once a
-    step. With more replicas, or where the order of a pipeline has `copies` of its stages, their
-    order, and with a reduction for each microbatch their grouping, is another, so a sliced state is
-    then equal but for rounding.
+    State is unsliced only where the same sums are made: gradients of two replicas, reduced once a
+    step. With more replicas, or with `copies` of a pipeline's stages, the order of sums differs;
+    with a reduction for each microbatch their grouping differs. Sliced state is then equal up to
+    roundings.
     """
     exact = [action for action in plan.actions if _exact(plan, action)]
     dropped = sorted({action.name for action in exact})
@@ -83,10 +85,10 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
 def exact_rows(
     without: Observation, program: Observation, words: str, summed: Container[str] = ()
 ) -> Iterator[Row]:
-    """Rows for the first step of a program against that of its baseline, bit by bit.
+    """Compare the first step of a program with that of its baseline, bit by bit.
 
-    Beside sliced state a few roundings are allowed to gradients that may be added in another order.
-    Of parameters that are `summed` over other axes too, one sum comes before the other there.
+    With sliced state, a few roundings are allowed in gradients that may be added in another order.
+    Parameters in `summed` are also summed over other axes, one sum before the other.
     """
 
     def first(seen: Observation) -> Observation:
@@ -102,12 +104,12 @@ def exact_rows(
 def _regrouped(
     rows: Iterable[Row], without: Observation, program: Observation, summed: Container[str]
 ) -> Iterator[Row]:
-    """Let pass what differs by the order in which gradients of a value with several readers add up.
+    """Accept gradient differences that come from another order of addition.
 
-    Units of sliced state stand as nodes of their own in the graph: what a unit reads several times,
-    and others read as well, gets (a + b) + c in the place of (c + b) + a.  So does what lies before
-    it, and nothing else: forwards are equal bit by bit, and so is the gradient that is made first,
-    of those that are not summed over ranks that share a replica.
+    Units of sliced state are separate nodes of the graph: a tensor that a unit reads several times,
+    and others read as well, gets (a + b) + c instead of (c + b) + a. So do tensors before it, and
+    nothing else. Therefore forwards must be equal bit by bit, and so must the first gradient in
+    backward that is not summed over ranks of one replica.
     """
     rows = list(rows)
     made = {row.name: row for row in rows if row.kind == "gradients"}
@@ -149,7 +151,7 @@ _SCOPES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss curve that stays within a share of the original's, in the working dtype."""
+    """A loss curve in the working dtype that must stay near the original's (`within`, relative)."""
 
     within: float
     steps: int
@@ -158,7 +160,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Asked:
-    """`rtol` by kind replaces the rule of rounding in the working dtype; float64 is never wider."""
+    """Requests of all `verify` rows.
+
+    `rtol` by kind replaces the error bound in the working dtype; float64 is never wider.
+    """
 
     steps: int = STEPS
     rtol: Mapping[str, float] = field(default_factory=dict)
@@ -168,7 +173,7 @@ class Asked:
 
 
 def asked(plan: Plan) -> Asked:
-    """All `verify` rows together; raises Refusal S709 where bits are asked of rows that round."""
+    """Join all `verify` rows; refuse (S709) equal bits of rows that round."""
     found = Asked()
     rtol: dict[str, float] = {}
     for row in plan.checks:
@@ -192,12 +197,12 @@ def asked(plan: Plan) -> Asked:
 
 
 def steps_of(plan: Plan) -> int:
-    """Return the number of batches that a proof of this plan wants."""
+    """Return the number of batches that a proof of this plan needs."""
     return asked(plan).steps
 
 
 def _check_exact(plan: Plan, action: Action) -> None:
-    """Bits can be asked of what gives up nothing: the rows of the same step."""
+    """Refuse a request for equal bits in a step whose rows round."""
     allowed = given_up(plan)
     inexact = [a for a in plan.actions if a.step == action.step and a.primitive.gives_up & allowed]
     if inexact:

@@ -1,8 +1,8 @@
-"""State that a forward leaves behind, in buffers and in plain attributes: counts, means, memories.
+"""Check state that a forward leaves in buffers and plain attributes: counts, means, memories.
 
-Microbatches, or ranks, run a forward more often than a plain loop, or on other rows.  Of buffers
-all that a forward writes is compared.  Of attributes (`self.calls += 1`, `self.memory = x`) what is
-carried on: the same batch changes it twice; what it leaves alike is a cache.
+Microbatches and ranks run a forward more often than a plain loop, or on other rows. All buffers
+that a forward writes are compared. Attributes (`self.calls += 1`, `self.memory = x`) are compared
+if the same batch changes them twice; an attribute that stays equal then is a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as 
 
 
 def _by_rows(parts: list[Any], whole: Any) -> bool:
-    """Return whether tensors of parts, one after the other, are that of the whole."""
+    """Return whether the concatenation of the parts' tensors equals the tensor of the whole."""
     tensors = (
         isinstance(whole, Tensor) and whole.dim() and all(isinstance(p, Tensor) for p in parts)
     )
@@ -33,8 +33,10 @@ def _by_rows(parts: list[Any], whole: Any) -> bool:
 
 
 def _follows(later: Any, fresh: Any) -> bool:
-    """Return whether a number, or one of equal shape, is another one after an earlier forward, as
-    a running mean is that begins with its first value; a table that grows is none."""
+    """Return whether a float value differs after an earlier forward, as a running mean does.
+
+    Values must have equal shapes, so a growing table does not count.
+    """
     one, other = (torch.as_tensor(x) if isinstance(x, float) else x for x in (later, fresh))
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
@@ -43,9 +45,9 @@ def _follows(later: Any, fresh: Any) -> bool:
 
 @contextmanager
 def buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
-    """The buffers of a subject as they are now, which they are again afterwards.
+    """Yield a subject's buffers, and restore them afterwards.
 
-    So are parameters that its forward writes into, and plain attributes of its modules.
+    Parameters that the forward writes to, and plain attributes of modules, are restored too.
     """
     before, plain = _kept(subject), Kept(subject.module, subject.loss)
     yield before
@@ -72,7 +74,7 @@ def _kept(subject: Sequential) -> dict[str, Tensor]:
 def check_buffers(
     subject: Sequential, batch: Batch, shares: Sequence[Sequence[Part]], rtol: float = RTOL
 ) -> None:
-    """Refuse a model whose buffers depend on how a batch is split (S708), measured on the original.
+    """Refuse (S708) a model whose buffers depend on how a batch is split, measured on the original.
 
     `shares` are the microbatches of each data-parallel rank, which run one after the other.
     """
@@ -90,7 +92,7 @@ def check_buffers(
 def _buffers_after(
     subject: Sequential, parts: Sequence[Part]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The buffers before and after a forward and backward of each part; then they are put back."""
+    """Return the buffers before and after a forward and backward of each part; restore them."""
     with buffers_put_back(subject) as before:
         for part in parts if before else ():
             subject.derive(part.inputs, part.rows)
@@ -105,11 +107,10 @@ def check_carried(
     changed: Iterable[str],
     shared: bool,
 ) -> None:
-    """Refuse (S708) plain attributes that carry something from one forward to the next, where ranks
-    and microbatches leave something else in them than the whole batch does.
+    """Refuse (S708) attributes that carry state between forwards and depend on the split.
 
-    `changed` are those that a forward changes; `shared`: ranks share sums, so parts alone tell
-    nothing of what they leave.  Lists and the like that change no loss are notes of the user's.
+    `changed` are attributes that a forward changes. With `shared`, ranks share sums, so a part
+    alone says nothing of its result. Lists and the like that change no loss are the user's notes.
     """
     names, most = [*changed], max(map(len, shares))
 
@@ -139,7 +140,7 @@ def check_carried(
 
 
 def _tells(subject: Sequential, before: Part, part: Part) -> bool:
-    """Return whether a forward before changes what a part gives, in its loss or gradients."""
+    """Return whether an earlier forward changes a part's loss or gradients."""
 
     def given(*runs: Part) -> list[Tensor | None]:
         with buffers_put_back(subject):
@@ -152,7 +153,7 @@ def _tells(subject: Sequential, before: Part, part: Part) -> bool:
 
 
 def near(x: Tensor, r: Tensor, rtol: float) -> bool:
-    """Return whether two tensors are equal, but for roundings of this relative size."""
+    """Return whether two tensors are equal up to this relative tolerance."""
     wide = torch.complex128 if x.is_complex() else torch.float64
     return x.shape == r.shape and torch.allclose(
         x.to(wide), r.to(wide), rtol=rtol, atol=rtol * 1e-3, equal_nan=True

@@ -1,10 +1,10 @@
-"""Compare: an observation of a program against one of the original, tensor by tensor, by name.
+"""Compare two observations tensor by tensor, by name.
 
-Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s, with s the largest norm among the original's
-tensors of the same kind: a gradient that is zero but for rounding has no relative error. The same
-with the largest element in place of the norm, a hundred times wider: one wrong element among
-millions moves no norm. Nothing compares equal to NaN, but for places of outputs that are NaN
-on both sides: what a mask hides need be no number.
+Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s. Here s is the largest norm among the
+original's tensors of the same kind, because a gradient that is zero but for roundings has no
+relative error. The same test with the largest element instead of the norm is a hundred times wider:
+one wrong element among millions does not change a norm. NaN equals nothing, except places of
+outputs that are NaN on both sides, because a mask may hide them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ORDER: tuple[str, ...] = (
 def compare(
     expected: Observation, actual: Observation, *, rtol: float = RTOL, exact: bool = False
 ) -> tuple[Row, ...]:
-    """All comparisons, in the order in which a difference arises: forward, backward, updates.
+    """Return all comparisons, in the order in which differences arise: forward, backward, updates.
 
-    With `exact` everything has to be equal to the last bit. What the actual side does not offer
-    (`actual.missing`, `actual.left_out`) is not compared: report it.  What the expected side drew
-    is judged by itself.
+    With `exact` all bits must be equal. Kinds and places that the actual side does not offer
+    (`actual.missing`, `actual.left_out`) are skipped, so report them. The draws of the expected
+    side are checked by themselves.
     """
     sets = list(_sets(expected, actual))
     rows = [row for row in sets if row.kind != DRAWS]
@@ -85,7 +85,7 @@ def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
 def tensor_rows(
     expected: Observation, actual: Observation, rtol: float, exact: bool
 ) -> Iterator[Row]:
-    """Compare tensor by tensor, in the order in which a difference arises."""
+    """Compare tensor by tensor, in the order in which differences arise."""
     scales = _scales(expected)
     place = {name: i for i, name in enumerate(expected.order)}
 
@@ -107,14 +107,14 @@ def tensor_rows(
 
 
 def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
-    """Return whether a tensor stands in a part of the output that the program does not give."""
+    """Return whether a tensor belongs to a part of the output that the program does not give."""
     return key.kind in OUTPUTS and any(
         key.name == name or key.name.startswith(f"{name}.") for name in left_out
     )
 
 
 def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """Largest norm and largest element among the finite tensors of each (condition, kind, step)."""
+    """Return the largest norm and element among finite tensors, by (condition, kind, step)."""
     scales: dict[tuple[str, str, int], tuple[float, float]] = {}
     for key, value in expected.tensors.items():
         if value is not None and value.numel() and (norm := _norm(value)) < math.inf:
@@ -131,7 +131,7 @@ def _difference(
     rtol: float,
     exact: bool,
 ) -> tuple[float, bool, str]:
-    """Relative error, verdict and explanation for one tensor."""
+    """Return the relative error, the verdict and a note for one tensor."""
     # not to name a tensor is to have none: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
     if r is None and x is not None and key.kind == "input gradients" and not x.any():
@@ -151,7 +151,7 @@ def _difference(
 
 
 def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
-    """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
+    """Return outputs with 0 wherever all of them are NaN, unless they are NaN everywhere."""
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
     hidden = reduce(torch.logical_and, (v.isnan() for v in values))
@@ -160,7 +160,7 @@ def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _count(x: Tensor, r: Tensor) -> float:
-    """The part of the elements that differ."""
+    """Return the fraction of elements that differ."""
     return float((x != r).double().mean()) if x.numel() else 0.0
 
 
@@ -180,12 +180,12 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
 
 
 def over(a: float, b: float) -> float:
-    """Divide an error by what it may be; nothing over nothing is no error."""
+    """Divide an error by its allowed size; 0/0 is no error."""
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 
 def _norm(x: Tensor) -> float:
-    """Frobenius norm, in float64; NaN if any element is."""
+    """Return the Frobenius norm in float64; NaN if any element is NaN."""
     return float(torch.linalg.vector_norm(x.to(_wide(x)).flatten())) if x.numel() else 0.0
 
 
@@ -198,7 +198,7 @@ def _wide(x: Tensor) -> dtype:
 
 
 def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
-    """Names of one weight still hold one value."""
+    """Compare the values of tied names with each other."""
     states = {k[:3] for k in actual.tensors if k.kind == "parameters"}
     for condition, _, step in sorted(states):
         for group in expected.ties:

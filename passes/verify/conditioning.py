@@ -1,8 +1,8 @@
-"""Conditioning: how far roundings move each tensor of the original, and so may a program's.
+"""Error bounds: how far roundings move each tensor of the original, and so may move a program's.
 
-The original is run again in its working dtype, each result of each operator, forward, backward and
-in the optimizer, off by a rounding in either direction (TTrace's perturbation, at every operator).
-What a tensor is off then is what its own conditioning makes of roundings: no tolerance is given.
+The original runs again in its working dtype. Each result of each operator, in forward, backward and
+optimizer, is off by one rounding, up or down (TTrace's perturbation, at every operator). The errors
+then show each tensor's conditioning, so no tolerance is chosen by hand.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _POOL = 2**16  # signs that are drawn once, and read from any place on
 
 
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Move each rounded result by a rounding more, up or down, by one unit in its last place.
+    """Perturb each rounded result by one more rounding, up or down, of one unit in its last place.
 
-    In the mean square that is what twelve roundings to the nearest do.  Numbers below the normal
-    ones of a dtype move by the distance between two of them: a second moment in float16 is one or
-    two of these, or nothing.  Whole numbers that the dtype has stay, and so does what stands for
-    infinity: no rounding makes them, a mask of 0 and 1 times other numbers is no mask; of eight
-    bits only 0 does.  Numbers in float64 stay too, unless `wide`.
+    In the mean square that equals twelve roundings to nearest. Subnormal numbers move by the
+    distance between two of them: a second moment in float16 is one or two of these, or zero.
+    Integers that the dtype represents stay, and so do stand-ins for infinity: roundings do not make
+    them, and a mask of 0 and 1 times other numbers would be no mask. In eight bits only 0 stays.
+    Numbers in float64 stay too, unless `wide`.
     """
 
     supports_higher_order_operators = True
@@ -94,7 +94,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value.copy_(torch.where(stays, v, moved))
 
     def _step(self, like: Tensor, unit: float) -> Tensor:
-        """Draw a rounding for each element, relative to it."""
+        """Draw a relative perturbation for each element."""
         key, count = (like.dtype, unit), like.numel()
         steps = self._steps.get(key)
         if steps is None:
@@ -109,13 +109,13 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _unit(dtype: torch.dtype) -> float:
-    """The unit roundoff of a dtype; 0 of what is no float."""
+    """Return the unit roundoff of a dtype; 0 for non-floats."""
     return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
 
 @cache
 def _rounds(func: Any) -> bool:
-    """Return whether an operator's results are new numbers, or are written where others were."""
+    """Return whether an operator computes new values: no view, and no exact operation."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return False
     name = func._overloadpacket.__name__
@@ -133,7 +133,7 @@ def _doubled(func: Any, args: Any) -> bool:
 
 
 def _units(args: Iterable[Any]) -> list[float]:
-    """The unit roundoffs of the floats that an operator is given."""
+    """Return the unit roundoffs of an operator's float arguments."""
     found = []
     for one in args:
         if isinstance(one, Tensor):
@@ -173,20 +173,20 @@ MOST = 1e6  # degrees of freedom, of errors that are all the same
 
 @dataclass(frozen=True)
 class Bound:
-    """The greatest size of one more error: its norm, and its largest element."""
+    """The largest plausible error: its norm, and its largest element."""
 
     norm: float
     most: float
 
     def share(self, error: Tensor) -> float:
-        """The part of the bound that an error takes; above 1 it is no luck."""
+        """Return the ratio of an error to the bound; above 1 it is not plausible."""
         if not bool(error.isfinite().all()):
             return math.inf
         return max(over(float(error.norm()), self.norm), over(_largest(error), self.most))
 
 
 def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
-    """The size above which one more error lies with this chance; None: too few to say."""
+    """Return the size that one more error exceeds with this chance; None: too few errors."""
     norms = [float(e @ e) for e in errors]
     mean = math.fsum(norms) / max(1, len(norms))
     if len(errors) < LEAST or not mean or not math.isfinite(mean):
@@ -197,7 +197,7 @@ def bound(errors: Sequence[Tensor], chance: float) -> Bound | None:
 
 
 def limits(errors: Sequence[Tensor], chance: float, n: float, draws: int = 0) -> Bound:
-    """The bound from errors of so many degrees of freedom, as if there were `draws` of them."""
+    """Return the bound of errors with `n` degrees of freedom, as if there were `draws` errors."""
     times = math.sqrt(quantile(chance / 2, n, n * (draws or len(errors))))
     further = math.sqrt(1 + math.log(2 / chance) / math.log(2 * n))
     norm = _mean_square([float(e.norm()) for e in errors])
@@ -214,7 +214,7 @@ def _largest(error: Tensor) -> float:
 
 
 def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
-    """Degrees of freedom, of errors whose mean squared norm is 1, and their inner products."""
+    """Estimate degrees of freedom from norms and inner products; mean squared norm is 1."""
     pairs = {(i, j): dots[i][j] for i, j in combinations(range(len(norms)), 2)}
     squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
     apart = [
@@ -227,7 +227,7 @@ def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
 
 @cache
 def quantile(chance: float, n: float, m: float) -> float:
-    """Return the number above which F(n, m) lies with this chance."""
+    """Return the number that F(n, m) exceeds with this chance."""
     low, high = 0.0, 1.0
     while above(high, n, m) > chance:
         low, high = high, 2 * high
@@ -238,12 +238,12 @@ def quantile(chance: float, n: float, m: float) -> float:
 
 
 def above(value: float, n: float, m: float) -> float:
-    """The chance that F(n, m) lies above a number: an incomplete beta function."""
+    """Return the probability that F(n, m) exceeds a number: an incomplete beta function."""
     return _beta(m / 2, n / 2, m / (m + n * value)) if value > 0 else 1.0
 
 
 def _beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    """Compute the regularised incomplete beta function by its continued fraction (DLMF 8.17.22)."""
     if x > (a + 1) / (a + b + 2):  # where the other end converges faster
         return 1.0 - _beta(b, a, 1.0 - x) if x < 1 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) - math.log(a)
@@ -282,11 +282,11 @@ Run = Callable[[int], Observation]
 
 @dataclass
 class Bounds:
-    """Bounds of how far from float64 each tensor may be, told from runs of the original.
+    """Bounds of each tensor's distance from float64, estimated from runs of the original.
 
-    exact  the original in float64, from the weights that the others start from
-    run    its k-th run in the working dtype: as it stands for 0, `Nudged` by k for others
-    state  buffers and the optimizer's state have bounds, too
+    exact  the original in float64, from the same initial weights
+    run    its k-th run in the working dtype: unperturbed for 0, `Nudged` by k for others
+    state  also bound buffers and the optimizer's state
     """
 
     exact: Observation
@@ -298,13 +298,13 @@ class Bounds:
     def rows(
         self, program: Observation, *, rtol: Mapping[str, float] | None = None, casts: bool = False
     ) -> tuple[Row, ...]:
-        """Compare a program's errors with their bounds; an error of 1 is the gate.
+        """Compare a program's errors with their bounds; the gate is 1 in units of the bound.
 
-        For kinds in `rtol` the schedule has given a bound of its own for the relative error. Under
-        `casts` a step whose gradients overflow is skipped: where the original's do, the program's
-        must, in whichever tensor; of such a step those are compared that are finite on both sides.
-        The original is run until each error is known to be within its bound: a few times at most,
-        where the program is right.
+        For kinds in `rtol` the schedule gives a bound of the relative error. Under `casts` a step
+        with overflowing gradients is skipped: if the original skips a step, the program must skip
+        it too, whatever tensor overflows; of such a step only tensors that are finite on both sides
+        are compared. The original runs until each error is known to be within its bound, so only a
+        few times if the program is right.
         """
         rtol, found, left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
         keys = list(self._keys(program))
@@ -339,11 +339,12 @@ class Bounds:
         return tuple(found.values())
 
     def widen(self, rows: Sequence[Row], program: Observation) -> list[Row]:
-        """Widen the gates of rows in float64 that fail by no more than roundings explain.
+        """Widen the gates of float64 rows that fail by no more than roundings explain.
 
-        All runs are `Nudged`: where these move a tensor further than its gate, as training steps of
-        an ill-conditioned model do, the gate is their bound. Nothing is run, and all rows stay,
-        where any fails that no rounding explains: by more than `WIDEST`, or by what has no size.
+        All runs are `Nudged`. If they move a tensor further than its gate, as steps of an
+        ill-conditioned model do, the gate becomes their bound. If some row fails by more than
+        `WIDEST`, or without a size, no rounding explains it: then nothing is run, and all rows are
+        returned as they are.
         """
         failed = {Key(r.condition, r.kind, r.step or 0, r.name): r for r in rows if not r.ok}
         left = dict[Key, Tensor]()
@@ -360,7 +361,7 @@ class Bounds:
         return [widened.get(row, row) for row in rows]
 
     def tells_apart(self, program: Observation) -> bool:
-        """Whether gradients overflow in other steps of the program than of the original."""
+        """Return whether gradients overflow in other steps of the program than of the original."""
         return _overflowing(program) != _overflowing(self._as_it_stands)
 
     @property
@@ -370,7 +371,7 @@ class Bounds:
         return self._plain
 
     def _keys(self, program: Observation) -> Iterator[Key]:
-        """The floats that a program gives; of parameters those of the last step."""
+        """Yield the floats to compare; of parameters only those of the last step."""
         last = {key[:2]: key.step for key in self.exact.tensors}
         for key, r in self.exact.tensors.items():
             if not self._has(key) or key.kind in program.missing or r is None:
@@ -389,11 +390,12 @@ class Bounds:
     def _shares(
         self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
     ) -> dict[Key, float]:
-        """The shares of their bounds that errors take, from as many runs as that asks for.
+        """Return the ratios of errors to their bounds, from as many runs as that needs.
 
-        A bound only falls with the degrees of freedom, and these are no more than elements: what is
-        within the bound of so many, told from the runs so far, needs no more of them.  NaN is that
-        of an error beyond it where roundings alone make some run of the original no number.
+        A bound decreases with the degrees of freedom, which are at most the number of elements. An
+        error within the bound for that number, from the runs so far, needs no more runs. NaN means
+        that an error exceeds its bound, and roundings alone make some run of the original not
+        finite.
         """
         shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
         lost = set[Key]()
@@ -428,13 +430,13 @@ class Bounds:
         return shares
 
     def _together(self, key: Key) -> list[Key]:
-        """The tensor; of a number all steps, each a draw: one tells little of its law."""
+        """Return the key; for a number the keys of all steps: one draw says little of its law."""
         if key.kind not in _NUMBERS:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
 
     def _floored(self, key: Key, one: Bound) -> Bound:
-        """The bound, and at least one rounding: of what comes out exact, by luck, for the whole."""
+        """Return the bound, at least one rounding: a result may be exact by luck."""
         r, s = self.exact.tensors[key], self._as_it_stands.tensors[key]
         assert r is not None and s is not None
         unit = _unit(s.dtype)
@@ -443,7 +445,7 @@ class Bounds:
 
 
 def _is_lost(key: Key, exact: Tensor, original: Tensor) -> bool:
-    """Whether the original is no number in float64, but for outputs that no dtype has there."""
+    """Return whether the original is not finite in float64, except NaN in all dtypes."""
     if key.kind in OUTPUTS:
         return bool(unhidden(key, exact, original)[0].isnan().any())
     return not bool(exact.isfinite().all())
@@ -453,13 +455,13 @@ _SKIPPED = ("gradients", "gradient norm")
 
 
 def _of_a_skipped_step(key: Key, original: Tensor, error: Tensor) -> bool:
-    """Whether a gradient, or the norm of all, is no number in the original or in the program."""
+    """Return whether a gradient or the gradient norm is not finite on some side."""
     finite = bool(original.isfinite().all()) and bool(error.isfinite().all())
     return key.kind in _SKIPPED and not finite
 
 
 def _overflowing(seen: Observation) -> frozenset[tuple[str, int]]:
-    """Conditions and steps in which some gradient is not finite."""
+    """Return conditions and steps in which some gradient is not finite."""
     every = ((k, v) for k, v in seen.tensors.items() if k.kind == "gradients" and v is not None)
     return frozenset((k.condition, k.step) for k, v in every if not bool(v.isfinite().all()))
 
@@ -468,7 +470,7 @@ _GIVEN = "the bound of the schedule"
 
 
 def _value(seen: Observation, key: Key) -> Tensor | None:
-    """A tensor; of parameters the change since the first step, which their size does not swamp."""
+    """Return a tensor; of parameters the change since step 0, as their size would hide errors."""
     value = seen.tensors.get(key)
     if key.kind != "parameters" or value is None:
         return value
@@ -477,7 +479,7 @@ def _value(seen: Observation, key: Key) -> Tensor | None:
 
 
 def _error(exact: Observation, seen: Observation, key: Key) -> Tensor | None:
-    """The error of a tensor, of a number by its size; None if it is not there."""
+    """Return the error of a tensor, relative for a number; None if it is missing."""
     r, v = (_value(one, key) for one in (exact, seen))
     if r is None or v is None or v.shape != r.shape:
         return None

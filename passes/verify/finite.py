@@ -1,6 +1,6 @@
-"""Tell what the original itself lacks before it is compared: a finite loss, finite gradients, any.
+"""Check that the original can be compared: a trainable parameter, finite loss, finite gradients.
 
-A loss that is no number is that of every program, wrong or right, so that nothing could be proven.
+If the original's loss is not finite, so is every program's, and nothing can be proven.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNBOUND = (
 def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> None:
     """Refuse batches on which the original trains without a finite loss or gradient (S707).
 
-    `seen` is what it showed in float64; the first condition has the batches as they are given.
+    `seen` is the original's observation in float64. The first condition has the batches as given.
     """
     first = {k: v for k, v in seen.tensors.items() if k.condition == told[0].name}
     for key, value in first.items():
@@ -51,7 +51,7 @@ def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> 
 
 
 def check_trained(case: Case) -> Case:
-    """The case; refuse a model that no step changes (S710)."""
+    """Refuse a model that no step changes (S710); else return the case."""
     parameters = list(case.plan.model.model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise Refusal(
@@ -69,7 +69,7 @@ def check_trained(case: Case) -> Case:
 
 
 def check_batch(case: Case, place: int) -> None:
-    """Refuse one of the batches on which the original, as it stands, is not finite (S707)."""
+    """Refuse a batch on which the original's loss or gradients are not finite (S707)."""
     batch = case.batches[place]
     look = _looked(case, batch)
     lost = [name for name, grad in look.gradients.items() if not _finite(grad)]
@@ -90,7 +90,7 @@ def check_batch(case: Case, place: int) -> None:
 
 @dataclass
 class _Look:
-    """One forward and backward of the original: loss, gradients, where NaN or inf is first met."""
+    """One forward and backward of the original: loss, gradients, first place of NaN or inf."""
 
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def _looked(case: Case, batch: Batch) -> _Look:
 
 
 def _noting(look: _Look, name: str) -> Any:
-    """A hook that notes where NaN or inf first goes in or comes out; masks may hold -inf."""
+    """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
         for words, value in (("what goes into", given), ("the output of", out)):

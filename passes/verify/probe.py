@@ -1,11 +1,11 @@
-"""One probe: the original, run on a batch and on the parts that ranks make of it, and compared.
+"""Check that the parts of a batch make the same loss and gradients as the whole batch.
 
-copy        a twin of the original in float64, with logical draws, as a proof runs it; or alone,
-            as its user calls it, where it is asked whose fault a difference is
-inputs      a batch, its parts, and what each part weighs
-hypotheses  the weighed parts make the whole: loss and gradients (S703), the buffers that a
-            forward writes (S708), and each call of torch in between, to tell the line
-compare     tensor by tensor, relative error at most RTOL
+copy        of the original in float64, with logical draws, as a proof runs it; or the model
+            alone, as its user calls it, to find whose fault a difference is
+inputs      a batch, its parts, and the weight of each part
+hypotheses  the weighted parts equal the whole: loss and gradients (S703), buffers that a forward
+            writes (S708), and each torch call in between, to find the line
+comparison  tensor by tensor, relative error at most RTOL
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Probe:
 
     @property
     def parts(self) -> list[Part]:
-        """All of them, those of one rank after the other."""
+        """All microbatches, rank after rank."""
         return [part for share in self.shares for part in share]
 
     @cached_property
@@ -92,9 +92,10 @@ class Probe:
         return found
 
     def together(self) -> list[Derived] | None:
-        """Weighed losses and gradients of parts that share their sums; None: they share none.
+        """Return weighted losses and gradients of parts that share sums; None if they share none.
 
-        Each part runs on a copy of its own in a thread of this process; they meet at each sum.
+        Each part runs on its own copy in a thread of this process; the threads wait for each other
+        at each sum.
         """
         case, parts, total = self.case, self.parts, sum(self.weights)
         assert case.prepared is not None
@@ -118,14 +119,14 @@ class Probe:
             return list(threads.map(run, range(len(parts))))
 
     def disagreement(self, evaluate: bool = False) -> Row | None:
-        """The first of loss and gradients that the weighed parts do not give as the whole does."""
+        """Return the first of loss and gradients that differs between weighted parts and whole."""
         if len(self.parts) == 1:
             return None
         with alone(self.case, evaluate=evaluate) as subject:
             return self.differs(subject)
 
     def differs(self, subject: Sequential, whole: Derived | None = None) -> Row | None:
-        """See `disagreement`: on this subject, which has derived the `whole` already if given."""
+        """Return `disagreement` on this subject; `whole` are its loss and gradients, if known."""
         if len(self.parts) == 1:
             return None
         given = self.batch, self.parts, self.weights, self.together()
@@ -147,10 +148,10 @@ def parts_agree(
     whole: Derived | None = None,
     rtol: float = RTOL,
 ) -> tuple[Row, ...]:
-    """Compare loss and gradients of a batch with the weighed means of those of its parts.
+    """Compare loss and gradients of a batch with the weighted sums of those of its parts.
 
-    Buffers are put back as they were. `weighed` are the losses and gradients of the parts, times
-    their weights, where they were derived together; `whole` those of the batch, where known.
+    Buffers are restored. `weighed` are the weighted losses and gradients of parts that were derived
+    jointly; `whole` are those of the batch, if known.
     """
     name = f"{len(parts)} parts"
     whole = whole or derived(subject, batch, range(rows(batch)))
@@ -172,7 +173,7 @@ def parts_agree(
 def weighed_shares(
     subject: Sequential, parts: Sequence[Part], weights: Sequence[float]
 ) -> Iterator[tuple[int, Derived]]:
-    """Yield what each part that weighs something adds to loss and gradients, with its number."""
+    """Yield the weighted loss and gradients of each part with a nonzero weight, and its number."""
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if weight:
             found, share = derived(subject, part.inputs, part.rows), weight / sum(weights)
@@ -189,7 +190,7 @@ def _added(shares: Iterable[Derived]) -> Derived:
 
 
 def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derived:
-    """Loss and gradients of one run; buffers are put back."""
+    """Return loss (under "") and gradients of one run; restore buffers."""
     with buffers_put_back(subject):
         found: Derived = {"": subject.derive(batch, tuple(samples)).clone()}
         found |= {n: None if g is None else g.clone() for n, g in subject.gradients().items()}
@@ -205,11 +206,11 @@ UNTOLD = float("inf")
 
 
 def gap_alone(probe: Probe) -> float:
-    """Return the relative gap of loss and gradients between the parts, weighed, and the whole.
+    """Return the relative gap between weighted parts and the whole, for the model alone.
 
-    None of our loops, meetings, dtypes and logical draws takes part, so that what they do wrong is
-    not said of the model; what it draws it draws by row.  `UNTOLD` where it draws in other ways, or
-    does not run without a mode.
+    None of our loops, threads, dtypes and logical draws takes part, so that our mistakes are not
+    blamed on the model. Random draws are made by row. Returns `UNTOLD` if the model draws otherwise
+    or cannot run without a mode.
     """
     case, parts, weights = probe.case, probe.parts, probe.weights
     module = twin(case)
@@ -234,7 +235,7 @@ def gap_alone(probe: Probe) -> float:
 def _called(
     case: Case, module: nn.Module, batch: Mapping[str, Any], rows: Sequence[int], seed: int = 0
 ) -> dict[str, Tensor]:
-    """The loss of rows of a batch, under "", and its gradients; the module stays as it is."""
+    """Return loss (under "") and gradients of rows of a batch; the module does not change."""
     torch.manual_seed(seed)
     fresh = copied(module)
     with ambient(Alone(ByRow(rows))):
@@ -245,7 +246,7 @@ def _called(
 
 
 def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Return the gap of tensors, each relative to its size; of small ones to the largest size."""
+    """Return the largest gap, relative to each tensor's norm; small tensors to the largest norm."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in b):
         return UNTOLD
     most = max(float(value.norm()) for value in b.values())
@@ -261,10 +262,10 @@ Call = tuple[str, str, Tensor]  # the function, the model's line, what it gave
 
 
 def line_where_rows_meet(probe: Probe) -> str:
-    """The first call whose result for the whole batch is not made of those of the parts.
+    """Return the first call whose result for the whole batch is not made of the parts' results.
 
-    A result with rows should be that of the parts, one after the other; one without should be alike
-    in all, or their mean by weight.  "" where no line can be told: parts take other ways.
+    A result with rows should be the concatenation of the parts'; one without rows should be equal
+    in all parts, or their weighted mean. Returns "" if parts take other code paths.
     """
     parts = probe.parts
     whole = _calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
@@ -281,7 +282,7 @@ def line_where_rows_meet(probe: Probe) -> str:
 
 
 def _calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
-    """The calls of the original on some rows, in order; None where they give too much."""
+    """Return the original's calls on some rows, in order; None if their results are too large."""
     calls: list[Call] = []
 
     class Noting(TorchFunctionMode):
@@ -333,9 +334,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def check_parts(case: Case) -> Case:
-    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
+    """Return the case; refuse a model whose weighted loss over parts is not that of the whole.
 
-    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
+    If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
     free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
@@ -402,7 +403,7 @@ def _sums(probe: Probe) -> bool:
 
 
 def _line_if_told(probe: Probe) -> str:
-    """The line where rows meet; an error on the way there must not stand for what is refused."""
+    """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
     try:
         return line_where_rows_meet(probe)
     except Exception:  # tensors inside of `vmap`, say, which end with it
@@ -410,10 +411,10 @@ def _line_if_told(probe: Probe) -> str:
 
 
 def check_own_parts(case: Case) -> None:
-    """Refuse as `check_parts` where the model's own parameters alone show it, or unlike parts do.
+    """Refuse as `check_parts`, with the model's own parameters, and with unequal parts.
 
-    A hinge, or a clamp, is flat at some parameters; these are the ones that training begins with.
-    A loss over a mask's sum of its own splits well as long as all parts have equal sums.
+    A hinge or a clamp may be flat at randomised parameters; training begins with the model's own. A
+    loss that divides by its own sum of a mask splits correctly if all parts have equal sums.
     """
     if relaxed(case.plan) or case.plan.shares * case.plan.micro == 1:
         return
@@ -425,7 +426,7 @@ def check_own_parts(case: Case) -> None:
 
 
 def _of_the_model(probe: Probe, bad: Row) -> None:
-    """Raise an error of our own where the model alone does not show what our runs of it show."""
+    """Raise an OwnError if the model alone does not show what our runs of it show."""
     found = gap_alone(probe)
     # a model that computes in fewer bits shows their roundings, and what is much larger is ours
     if found <= max(RTOL, MUCH * bad.error) and found != UNTOLD:
@@ -438,7 +439,7 @@ def _of_the_model(probe: Probe, bad: Row) -> None:
 
 
 def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
-    """The first module, and its class, that trains by statistics of the rows that it is given."""
+    """Return the name and class of the first module with statistics over rows in training."""
     bare = meta_model(model, {})
     Training(bare).on()
     for fqn, one in bare.named_modules():
@@ -449,7 +450,7 @@ def batch_norm(model: nn.Module, traced: Traced) -> tuple[str, str] | None:
 
 
 def _check_batch_norms(plan: Plan, found: Prepared) -> None:
-    """Refuse (S703) a model with a batch norm that trains by the rows of a part, without a run."""
+    """Refuse (S703) a model with a batch norm over the rows of a part, without running it."""
     first = None if relaxed(plan) else batch_norm(plan.model.model, found.traced)
     if first is not None:
         raise Refusal.of(
@@ -461,8 +462,7 @@ def _check_batch_norms(plan: Plan, found: Prepared) -> None:
 
 
 def _check_left_behind(probe: Probe) -> None:
-    """Refuse a model in whose buffers, or attributes, the parts leave what the whole does not
-    (S708)."""
+    """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
     ways = directions_of(probe.case.prepared.staged)
     with alone(probe.case) as subject:
@@ -480,9 +480,9 @@ CHEAP = 10**9  # parameters times numbers of a batch: about a second of one core
 
 
 def sound(case: Case) -> Case:
-    """The case with its plan traced once; refuses whatever `verify` refuses before it has ranks.
+    """Prepare a case, and refuse whatever `verify` refuses before ranks start.
 
-    A model that lies on the meta device has no loss to ask for.
+    A model on the meta device has no loss to check.
     """
     made = prepared(case)
     if not _on_meta(made.plan):
@@ -494,11 +494,11 @@ def sound(case: Case) -> Case:
 def cheaply(
     plan: Plan, batch: Mapping[str, Any], found: Prepared, *, loss: Any = None, weight: Any = None
 ) -> None:
-    """Refuse as `verify` does where parts do not make the whole (S703, S708), if soon found out.
+    """Refuse as `verify` does if parts do not make the whole (S703, S708), if cheap to find.
 
-    For `build`, on each rank alike: it runs the model on the whole batch, which for a large one
-    takes as long as steps do, and memory that its ranks may not have.  Of one only its batch norms
-    are looked at; the rest `verify` says.
+    For `build`, on all ranks alike. The check runs the model on the full batch, which for a large
+    model takes as long as steps do, and memory that ranks may not have. A large model is only
+    searched for batch norms; `verify` checks the rest.
     """
     numbers = max((t.numel() for t in named_tensors(batch).values()), default=0)
     size = sum(fact.numel for fact in plan.model.unique.values())
@@ -526,7 +526,7 @@ def cheaply(
 
 
 def _runs(case: Case) -> bool:
-    """Return whether the original runs as a proof runs it, on the whole batch."""
+    """Return whether the original runs in a proof's setting, on the full batch."""
     try:
         wider = widened(case)
         with alone(wider) as subject:

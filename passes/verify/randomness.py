@@ -1,4 +1,4 @@
-"""Compare what can be of randomness: the draws made, the generators left, native draws."""
+"""Compare random draws and generator states of both sides, and check native draws of training."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) 
 
 
 def generators(module: nn.Module) -> dict[str, Tensor]:
-    """The state of torch's own generator and of those that modules keep as attributes.
+    """Return the states of torch's generator and of generators that modules store as attributes.
 
-    Dropout of a proof is drawn logically, so both sides have to leave them as they were.
+    Dropout of a proof is drawn logically, so both sides must leave generators unchanged.
     """
     found = {"torch": torch.get_rng_state()}
     for path, child in module.named_modules():
@@ -39,7 +39,7 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 
 
 def draws_in_words(noted: Draws) -> list[str]:
-    """Each draw as a text: where, the how manyth, in which step, for which samples."""
+    """Describe each draw: module, call number, step and samples."""
     return [
         f"`{site or 'model'}` call {call}, {_when(step)}, {_rows(sorted(samples))}"
         for (step, site, call), samples in noted.items()
@@ -47,11 +47,11 @@ def draws_in_words(noted: Draws) -> list[str]:
 
 
 def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
-    """Draws that begin as another one does, each with that one, in words; there should be none.
+    """Describe draws whose random streams start equally; there should be none.
 
-    Both sides of a proof draw by one function of step, site, call and sample: where it leaves one
-    of them out they agree, under masks that no training has.  Numbers have 53 bits, so that two
-    streams of a proof do not share one by chance, also where one runs behind the other.
+    Both sides of a proof draw by one function of step, module, call and sample. If that function
+    ignored one of them, both sides would agree, under masks that no training has. Numbers have 53
+    bits, so two streams share none by chance, even if one runs behind the other.
     """
     found = [f"{_stream(stream)} twice" for stream, one in begun.items() if one.twice]
     first: dict[int, Stream] = {}
@@ -67,14 +67,17 @@ def _stream(stream: Stream) -> str:
 
 
 def _when(moment: Moment) -> str:
-    """A step, or an evaluation before it."""
+    """Describe a step, or an evaluation before it."""
     if isinstance(moment, int):
         return f"step {moment}"
     return f"evaluation {moment[1]} before step {moment[0]}"
 
 
 def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
-    """The draws of all ranks: each has some samples, some sites, or a slice of the same mask."""
+    """Join the draws of all ranks.
+
+    Each rank draws for some samples, for some modules, or for a part of the same mask.
+    """
     out: dict[tuple[Moment, str, int], set[int]] = {}
     for noted in everyone:
         for key, samples in (noted or {}).items():
@@ -83,12 +86,12 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
 
 
 def _rows(samples: Sequence[int], word: str = "rows") -> str:
-    """Say in words which rows a draw is for."""
+    """Describe the rows that a draw is for."""
     return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Sorted numbers as "0-3,5"."""
+    """Format sorted numbers as "0-3,5"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -126,7 +129,7 @@ Sites = Mapping[tuple[str, int], set[int]]  # (module, call) -> samples
 
 @dataclass(frozen=True)
 class Mine:
-    """One rank's part: what it drew natively, by step what that was, and what it drew logically."""
+    """One rank's draws: native ones by content, native sites by step, and logical sites."""
 
     begun: Mapping[Content, set[float]]
     sites: Sequence[Sites]
@@ -134,10 +137,9 @@ class Mine:
 
 
 def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None:
-    """Return the number of masks that two steps drew natively, and their faults; None: none are
-    drawn.
+    """Train two steps with native draws; return the number of masks and their faults, or None.
 
-    All ranks call together.
+    None means that no masks are drawn. All ranks must call this together.
     """
     assembly = program.assembly
     logical, native = assembly.dropout, assembly.native
@@ -177,12 +179,12 @@ def _of(noted: Noted, step: int) -> Sites:
 
 
 def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
-    """Say in words what is wrong with the draws of all ranks."""
+    """Describe what is wrong with the native draws of all ranks."""
     return [*_places(everyone), *_streams(everyone)]
 
 
 def _places(everyone: Sequence[Mine]) -> Iterator[str]:
-    """Draws that a rank makes in training and not in the proof, or the other way round."""
+    """Yield draws that a rank makes in training but not in the proof, or the reverse."""
     for rank, mine in enumerate(everyone):
         for drawn in mine.sites:
             differ = [
@@ -194,7 +196,7 @@ def _places(everyone: Sequence[Mine]) -> Iterator[str]:
 
 
 def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
-    """One number for each part of a mask, one part for each number."""
+    """Yield parts of masks with several streams, and streams with several parts."""
     numbers: dict[Content, dict[float, int]] = {}
     parts: dict[float, tuple[Content, int]] = {}
     for rank, mine in enumerate(everyone):

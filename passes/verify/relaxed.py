@@ -1,11 +1,11 @@
-"""The original under what a schedule relaxes, replayed by a plain loop in one process.
+"""The original under the rules that a schedule relaxes, in a plain loop in one process.
 
-    relax(batch_stats)  trained by parts: statistics are those of each part
-    relax(lossy)        the gradients of data-parallel parts are coded before they are added
-    relax(staleness)    each microbatch meets the versions of weights that a table names
-    relax(dtype)        torch.autocast around modules, cast parameters, a scaled loss
+  relax(batch_stats)  trained by parts: each part has its own statistics
+  relax(lossy)        gradients of data-parallel parts are encoded before they are summed
+  relax(staleness)    each microbatch uses the weight versions that a table names
+  relax(dtype)        torch.autocast around modules, cast parameters, a scaled loss
 
-Nothing is shared with the program but the codecs, and the table of versions.
+Only the codecs and the table of versions are shared with the program.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Directions:
-    """The copy of the buffers that each microbatch meets, where stages are laid over ranks twice.
+    """Copies of buffers that microbatches use, where stages are placed on ranks in two directions.
 
-    of     microbatch -> the replica of the stages that it goes through; none: one for all
-    homes  for each replica, buffer -> the place that keeps it: replicas at one place share it
+    `of`   the replica of the stages of each microbatch; empty: one replica for all
+    homes  for each replica, the place that stores a buffer; replicas at one place share a copy
     """
 
     of: tuple[int, ...] = ()
     homes: tuple[Mapping[str, int], ...] = field(default_factory=tuple)
 
     def copy(self, name: str, replica: int) -> int:
-        """The copy of a buffer that a replica of the stages reads and writes."""
+        """Return the copy of a buffer that a replica of the stages reads and writes."""
         return self.homes[replica].get(name, 0) if self.homes else 0
 
     def replica(self, microbatch: int) -> int:
-        """The replica that a microbatch goes through."""
+        """Return the replica of the stages that a microbatch goes through."""
         return self.of[microbatch] if self.of else 0
 
     def apart(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """The microbatches of each replica, in their order."""
+        """Return the microbatches of each replica, in order."""
         found: dict[int, list[Part]] = {}
         for k, part in enumerate(parts):
             found.setdefault(self.replica(k), []).append(part)
@@ -70,7 +70,7 @@ class Directions:
 
 
 def directions_of(staged: Staged) -> Directions:
-    """Read from the order: each microbatch goes through one replica of the stages."""
+    """Read the replica of each microbatch from the timeline."""
     t = staged.timeline
     if staged.axis is None or t.replicas < 2:
         return Directions()
@@ -80,7 +80,7 @@ def directions_of(staged: Staged) -> Directions:
 
 
 def check_sums(case: Case) -> None:
-    """Refuse (S717) parts that share sums, where one process takes one after the other."""
+    """Refuse (S717) parts that share sums, if one process must run them one after the other."""
     known, plan = case.prepared, case.plan
     if known is None or known.traced.statistics is None or plan.shares * plan.micro == 1:
         return
@@ -98,7 +98,7 @@ def check_sums(case: Case) -> None:
 
 
 class Member(NamedTuple):
-    """One part of a batch: the replica of the batch's rows, the microbatch, and what it weighs."""
+    """One part of a batch: data-parallel replica, microbatch, inputs, and loss weight."""
 
     place: int
     microbatch: int
@@ -108,7 +108,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ran:
-    """A forward of one part: what it gave, and was given."""
+    """The forward of one part: loss, output and inputs."""
 
     loss: Tensor
     output: Any
@@ -116,12 +116,12 @@ class _Ran:
 
 
 class Parted(Sequential):
-    """The plain loop over the microbatches of each replica, the loss being their weighed sum.
+    """The plain loop over microbatches of each replica; the loss is their weighted sum.
 
-    The sequential oracle of statistics over parts: each part is a batch of its own to whatever
-    looks at the batch as a whole, and each replica keeps its own buffers and what else its forward
-    writes into, as its ranks do; of stages laid over ranks in two directions so does each
-    direction, and the first one evaluates.
+    This is the oracle for statistics over parts. Each part is a separate batch for code that looks
+    at the full batch. Each replica has its own buffers and other state that its forward writes,
+    like its ranks; so has each direction of stages placed in two directions. Evaluation uses the
+    first direction.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Parted(Sequential):
         self._at = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
-        """The weighed loss of all parts in training mode, its gradients in `gradients()`."""
+        """Return the weighted loss of all parts in training mode; see `gradients()`."""
         self._switch()
         self.module.zero_grad(set_to_none=True)
         members = self._members(batch)
@@ -149,7 +149,7 @@ class Parted(Sequential):
         return self._together(members, [self._run(one, one.weight / total) for one in members])
 
     def _members(self, batch: Batch) -> list[Member]:
-        """All parts of a batch, those of one replica after the other."""
+        """Return all parts of a batch, replica after replica."""
         return [
             Member(place, k, part, self.weigh(part.inputs))
             for place, parts in enumerate(self.split(batch))
@@ -157,7 +157,7 @@ class Parted(Sequential):
         ]
 
     def _run(self, one: Member, share: float) -> _Ran:
-        """Forward and backward of one part; one that weighs nothing only leaves its statistics."""
+        """Do forward and backward of one part; a part of weight 0 only updates its statistics."""
         self._enter(one.place, self.directions.replica(one.microbatch))
         given = self._given(one.part.inputs)
         self._weights_for("forward", one.microbatch)
@@ -170,10 +170,10 @@ class Parted(Sequential):
         return _Ran(loss.detach(), self.output, self._inputs)
 
     def _weights_for(self, phase: str, microbatch: int) -> None:
-        """Put in place the weights that a microbatch meets: those that there are."""
+        """Put a microbatch's weights in place; here all microbatches use the current ones."""
 
     def _together(self, members: Sequence[Member], ran: Sequence[_Ran]) -> Tensor:
-        """Output and inputs of all parts as of one batch; the weighed mean of their losses."""
+        """Join outputs and inputs of all parts into one batch; return the weighted mean loss."""
         self._enter(0)
         self._inputs = joined([one.inputs for one in ran])
         weights = [one.weight for one in members]
@@ -184,7 +184,7 @@ class Parted(Sequential):
         return torch.stack(losses).sum()
 
     def eval_step(self, batch: Batch) -> Any:
-        """The output in eval mode, each replica's rows under its own buffers."""
+        """Return the output in eval mode, each replica's rows with its own buffers."""
         self._training.off()
         outputs, evaluation, members = [], self._evaluation(), self._members(batch)
         for one in members:
@@ -196,7 +196,7 @@ class Parted(Sequential):
         return stack(outputs, rows, [one.weight for one in members])
 
     def _enter(self, place: int, direction: int = 0) -> None:
-        """Put the buffers of this replica and direction in place, those of the other away."""
+        """Put the buffers of a replica and direction in place, and store the previous ones."""
         own = self._own()
         if self._start is None:
             self._start = {name: one.clone() for name, one in own.items()}
@@ -211,7 +211,7 @@ class Parted(Sequential):
         self._at = place, direction
 
     def _own(self) -> dict[str, Tensor]:
-        """Buffers, and parameters that nothing trains and that the forward writes into."""
+        """Return buffers, and frozen parameters that the forward writes to."""
         frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
         moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
         return {n: b.detach() for n, b in self.module.named_buffers()} | moved
@@ -222,7 +222,7 @@ def _weight(members: Sequence[Member]) -> float:
 
 
 def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join what was given to the parts; only its gradients are asked for."""
+    """Concatenate the parts' inputs and their gradients; only the gradients are used."""
     out = {}
     for name in inputs[0]:
         grads = [given[name].grad for given in inputs]
@@ -242,14 +242,14 @@ def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Kept:
-    """Errors that one rank keeps of its part; the start of the iteration is that of all ranks."""
+    """Codec state of one rank's part: its error feedback, and the start of the power iteration."""
 
     errors: dict[int, Tensor] = field(default_factory=dict)
     q: Tensor | None = None
 
 
 class Compressed(Parted):
-    """The loop over the parts of a batch, whose gradients are coded before they are added."""
+    """The loop over the parts of a batch, with encoded gradients."""
 
     def __init__(
         self, *args: Any, plan: Plan, holdings: Mapping[str, Holding], **options: Any
@@ -262,7 +262,7 @@ class Compressed(Parted):
         self._kept: dict[tuple[str, object], Kept] = {}
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
-        """The weighed loss of all parts; the coded sum of their gradients in `gradients()`."""
+        """Return the weighted loss of all parts; `gradients()` are sums of encoded ones."""
         self._switch()
         members = self._members(batch)
         total = _weight(members) or 1.0
@@ -278,7 +278,7 @@ class Compressed(Parted):
         return self._together(members, ran)
 
     def _sum(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient that every rank ends with, put together from what they hold."""
+        """Return the gradient that every rank has at the end, assembled from what ranks hold."""
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
@@ -305,7 +305,7 @@ class Compressed(Parted):
         return sums
 
     def _ranks(self, holding: Holding) -> Iterator[tuple[int, object]]:
-        """A rank for each different part of a parameter, and what tells the parts apart."""
+        """Yield a rank for each different shard of a parameter, and a key of the shard."""
         mesh, known = self.plan.mesh, set()
         for rank in range(mesh.world):
             key = holding.segments(mesh, rank)
@@ -314,7 +314,7 @@ class Compressed(Parted):
                 yield rank, key
 
     def _coded(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of the parts of all places, as the codec lets them know of each other."""
+        """Return the encoded sum over all places, as the codec makes it."""
         kept = self._kept.setdefault((name, key), Kept())
         if not self.codec.smaller(parts[0].shape):
             return torch.stack(list(parts)).sum(0)
@@ -330,7 +330,7 @@ class Compressed(Parted):
 def _low_rank(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
-    """PowerSGD: the sum projected on what one step of a power iteration finds."""
+    """Return PowerSGD's sum (the exact sum, projected by a power iteration) and the errors."""
     q = own[0].new_zeros(own[0].shape[1], codec.rank) if kept.q is None else kept.q
     total = torch.stack(list(own)).sum(0)
     p = orthogonal(total @ started(q, name, step))
@@ -341,7 +341,7 @@ def _low_rank(
 def _few_bits(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
-    """Each part in few bits, by itself; what they mean is added."""
+    """Quantise each part by itself; return the sum of the decoded parts and the errors."""
     read = [
         decoded(codec, encoded(codec, part, name, step, place), part.numel()).view_as(part)
         for place, part in enumerate(own)
@@ -357,7 +357,7 @@ def _few_bits(
 
 
 class Replayed(Parted):
-    """The loop over microbatches at the weights that a table names, an update after each group."""
+    """The loop over microbatches with a table's weight versions, an update after each group."""
 
     def __init__(self, *args: Any, table: Table, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -365,7 +365,7 @@ class Replayed(Parted):
         self._history: list[dict[str, Tensor]] = []  # of this step, by version
 
     def train_step(self, batch: Batch) -> Tensor:
-        """All updates of a step; the weighed mean of the losses, each where it was met."""
+        """Make all updates of a step; return the weighted mean of the losses."""
         self._switch()
         members = self._members(batch)
         self._history = [self._weights()]
@@ -385,7 +385,7 @@ class Replayed(Parted):
         self._fill(named[microbatch])
 
     def _update(self, total: float) -> None:
-        """The next version, from the newest one; of microbatches without weight, the same again."""
+        """Compute the next version from the newest; without loss weight it equals the newest."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
         newest = len(self._history) - 1
         self._fill(dict.fromkeys(self._stages(), newest))
@@ -401,7 +401,7 @@ class Replayed(Parted):
         return {name: p.detach().clone() for name, p in self._named}
 
     def _fill(self, versions: Versions) -> None:
-        """Write versions of the weights into the parameters, behind the back of autograd."""
+        """Write versions of the weights into the parameters, unseen by autograd."""
         for name, parameter in self._named:
             version = versions[self.table.stage.get(name, 0)]
             parameter.data.copy_(self._history[version][name])
@@ -411,7 +411,7 @@ class Replayed(Parted):
 
 
 def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
-    """Let a copy of the original, and the loss in the options of its loop, compute as rows say."""
+    """Apply the casts of rows to a copy of the original, and to the loss in its loop's options."""
     for one in plan.casts:
         _put(module, one, _islands(plan, one))
     root = root_cast(plan)
@@ -420,7 +420,7 @@ def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
 
 
 class ScaledSteps(Sequential):
-    """The plain loop with torch's own scaler of the loss."""
+    """The plain loop with torch's GradScaler."""
 
     def __init__(self, *args: Any, row: Cast, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -428,7 +428,7 @@ class ScaledSteps(Sequential):
         self._base = self.scale
 
     def train_step(self, batch: Batch) -> Tensor:
-        """Forward, loss, backward, unscale, clip and step, or none; the loss."""
+        """Do forward, loss, backward, unscale, clip and step, unless skipped; return the loss."""
         scaler = self._scaler
         assert self._optimizer is not None, "this subject was made without an optimizer"
         scaler.scale(torch.zeros(()))  # it is there only from its first use on
@@ -447,11 +447,11 @@ class ScaledSteps(Sequential):
 
 
 class ScaledParted(ScaledSteps, Parted):
-    """The same around the loop over the parts of a batch."""
+    """The loop with GradScaler over the parts of a batch."""
 
 
 def _islands(plan: Plan, one: Cast) -> Sequence[str]:
-    """List the modules inside of one that are computed in float32."""
+    """List the modules inside of one that compute in float32."""
     return [o.fqn for o in plan.casts if o.dtype == "fp32" and _inside(o.fqn, one.fqn)]
 
 
@@ -460,7 +460,7 @@ def _inside(name: str, fqn: str) -> bool:
 
 
 def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
-    """Let a module of the twin compute as a row says."""
+    """Apply a cast row to a module of the copy."""
     found = module.get_submodule(one.fqn)
     dtype = _dtype(one.dtype)
     if one.dtype != "fp32" and not one.params:
@@ -486,7 +486,7 @@ def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callab
 def _whole(
     module: nn.Module, call: Callable[..., Any], dtype: Any, islands: Sequence[str]
 ) -> Callable[..., Any]:
-    """A forward with arguments and parameters cast, but for the parameters of islands."""
+    """Wrap a forward: arguments and parameters are cast, except parameters of float32 islands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         named = module.named_parameters(remove_duplicate=False)
@@ -508,7 +508,7 @@ def _whole(
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The dtype of the first float among the arguments, else float32."""
+    """Return the dtype of the first float argument, else float32."""
     found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
     return found[0] if found else torch.float32
 
@@ -518,7 +518,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _to(value: Any, dtype: Any) -> Any:
-    """A structure with its floats in a dtype, finite where they were and no gradient tells."""
+    """Cast the floats of a structure; values without gradient that would overflow are clamped."""
 
     def one(leaf: Any) -> Any:
         if not _is_float(leaf) or leaf.dtype in (torch.float64, dtype):

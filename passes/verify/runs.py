@@ -1,7 +1,6 @@
-"""Runs: under which conditions, on which batches a proof trains, and what these leave unexercised.
+"""Choose the conditions and batches of a proof, and list what they leave unexercised.
 
-Made so that mistakes show: batches are varied where all of them together hide something, and what
-is hidden all the same is told.
+Batches are varied if the given ones all hide the same mistakes; what stays hidden is reported.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Batches:
-    """All batches of a proof, and what they show; `cut` are the row numbers of the parts."""
+    """All batches of a proof, and what they exercise; `cut` returns row numbers by part."""
 
     all: Sequence[Batch]
     cut: Callable[[int], Sequence[range]]
@@ -59,7 +58,7 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """The number of parts that a batch is cut into."""
+        """The number of parts that a batch is split into."""
         return len(self.cut(max(rows(batch) for batch in self.all)))
 
     @property
@@ -88,7 +87,7 @@ class Batches:
 
     @property
     def empty(self) -> bool:
-        """Whether in every part of some batch a row has no label that counts, and a part none."""
+        """Whether in some batch each part has a row without labels, and one part has no labels."""
         for batch in self.all:
             for one, counts in self._counts(batch):
                 parts = [counts[list(run)] for run in self.cut(len(batch[one.source]))]
@@ -105,7 +104,7 @@ class Batches:
 
     @property
     def classes(self) -> bool:
-        """Whether some row has tokens of the lower half of the vocabulary only, some row others."""
+        """Whether some row has only tokens of the lower half of the vocabulary."""
         tokens = [b[TOKENS] for b in self.all if TOKENS in integers(b) and b[TOKENS].dim() > 1]
         if not tokens:
             return True
@@ -114,7 +113,7 @@ class Batches:
         return any(low)
 
     def _counts(self, batch: Batch) -> list[tuple[Labels, Tensor]]:
-        """Per row the number of labels that count; all integers, where no labels are known."""
+        """Return labels that count by row; if no labels are known, of all integer inputs."""
         known = list(self.labels) or [Labels(name, -100) for name in integers(batch)]
         found = [(one, batch[one.source]) for one in known if one.source in integers(batch)]
         return [
@@ -125,25 +124,23 @@ class Batches:
 
 
 def shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's tensors."""
+    """Return the shapes of a batch's tensors."""
     return {k: tuple(v.shape) for k, v in batch.items() if isinstance(v, Tensor)}
 
 
 def integers(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a batch that are not floats."""
+    """Return the tensors of a batch that are not floats."""
     return {k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point()}
 
 
 def varied(
     seen: Batches, wanted: Sequence[str] | None = None
 ) -> tuple[list[Batch], dict[int, list[str]]]:
-    """Change as many batches as hide something all together; return them, and by place what
-    changed.
+    """Change as many batches as needed to exercise everything; return them, and changes by index.
 
-    `wanted` names the changes, where not all of them are.
-
-    A batch is changed only in ways that mean the same for every model: labels that do not count,
-    masked positions, fewer rows, other tokens of a text.
+    `wanted` names the allowed changes; None allows all. Only changes with the same meaning for
+    every model are made: labels that do not count, masked positions, fewer rows, other tokens of a
+    text.
     """
     made = list(seen.all)
     said: dict[int, list[str]] = {}
@@ -163,7 +160,7 @@ def varied(
 
 
 def _padded(seen: Batches, batch: Batch) -> Batch | None:
-    """The ends of rows do not count, more of them in later rows; a mask hides them too."""
+    """Ignore the ends of rows, more of them in later rows; a mask hides the same positions."""
     out = dict(batch)
     for one in seen.labels:
         value = batch.get(one.source)
@@ -183,7 +180,7 @@ def _tail(value: Tensor) -> Tensor:
 
 
 def _emptied(seen: Batches, batch: Batch) -> Batch | None:
-    """The first row of each part counts for nothing, and neither does the last part at all."""
+    """Ignore all labels in the first row of each part, and in the full last part."""
     out = dict(batch)
     for one in seen.labels:
         value = batch.get(one.source)
@@ -212,12 +209,12 @@ def _halved(seen: Batches, batch: Batch) -> Batch | None:
 
 
 def _shortened(seen: Batches, batch: Batch) -> Batch | None:
-    """One row less."""
+    """Remove one row."""
     return _first(seen, batch, rows(batch) - 1)
 
 
 def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
-    """Cut a batch to as many rows as make equal parts."""
+    """Remove rows, so that all parts are equal."""
     return _first(seen, batch, rows(batch) // seen.parts * seen.parts)
 
 
@@ -248,7 +245,7 @@ SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found ou
 
 @dataclass(frozen=True)
 class Runs:
-    """The training runs, what was derived from the user's batches, and what could not be had."""
+    """The training runs, the changes made to the user's batches, and gaps."""
 
     told: tuple[Condition, ...]
     batches: Batches
@@ -257,11 +254,11 @@ class Runs:
 
 
 def runs(case: Case, evaluate: bool = False) -> Runs:
-    """SGD on the batches as given; AdamW, clipped, on variants of them, some weights frozen.
+    """Choose the training runs: SGD on the given batches; AdamW, clipped, on variants.
 
-    To AdamW the scale of the loss does not matter, so there the loss is multiplied.
-    With `evaluate` there is one more, in eval mode.
-    The case is prepared and in float64. Clipping is set by the gradient norm of the original.
+    AdamW's run freezes some weights and scales the loss, because AdamW does not depend on the
+    scale. With `evaluate` another run trains in eval mode. The case must be prepared and in
+    float64. The original's gradient norm determines the clip norm.
     """
     with alone(case) as subject:
         norm = subject.norm(case.batches[0])
@@ -288,9 +285,9 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
 
 
 def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
-    """Add a run in which the statistics of parts make no difference, where these are relaxed.
+    """Add a run in eval mode if batch statistics are relaxed.
 
-    In eval mode they stand still, and the program has to equal the original itself.
+    In eval mode statistics are fixed, and the program must equal the original itself.
     """
     if not case.parted:
         return [], ()
@@ -303,7 +300,7 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
 
 
 def _at_once(case: Case, plain: Condition) -> list[Condition]:
-    """Add a run with one update a step, at its end, where weights are stale: in it none is."""
+    """Add a run with one update a step if weights are stale: in that run none is."""
     if case.table is None or case.parted:
         return []
     assert case.plan.order is not None
@@ -314,7 +311,7 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
 
 
 def _unlimited(case: Case, plain: Condition) -> list[Condition]:
-    """Add a run in which experts that drop tokens take all, and equal the model as it is."""
+    """Add a run without expert capacity, in which no token is dropped and the model is as it is."""
     if not any(routings(case.plan)) or case.parted or case.table is not None:
         return []
     whole = prepared(replace(case, plan=unlimited(case.plan)))
@@ -323,7 +320,7 @@ def _unlimited(case: Case, plain: Condition) -> list[Condition]:
 
 
 def batches_of(case: Case) -> Batches:
-    """The batches of a case, how they are cut, and what in them is known to be labels."""
+    """Return the batches of a case, how they are split, and which inputs are known to be labels."""
     replicas, micro = case.cuts
 
     def cut(count: int) -> list[range]:
@@ -339,7 +336,7 @@ def batches_of(case: Case) -> Batches:
 
 
 def _sound(case: Case, batch: Batch) -> bool:
-    """Return whether the original takes a derived batch, and its parts make the whole."""
+    """Return whether the original accepts a derived batch, and its parts add up to the whole."""
     probe = Probe(case, batch)
     try:
         with alone(case) as subject:
@@ -352,7 +349,7 @@ def _sound(case: Case, batch: Batch) -> bool:
 
 
 def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
-    """The case with a quarter of the parameters frozen, where the user froze none."""
+    """Return the case with a quarter of the parameters frozen, if the user froze none."""
     module = case.plan.model.model
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     if len(names) < len(list(module.parameters())):
@@ -383,8 +380,8 @@ def gaps(
 ) -> tuple[Gap, ...]:
     """List what was not exercised.
 
-    `sizes` are the mesh axes, `drawn` how many dropout masks were drawn, `parameters` the numbers
-    of elements by name.
+    `sizes` are the mesh axes, `drawn` is the number of dropout masks, `parameters` are numbers of
+    elements by name.
     """
     found = [*_batches(seen), *_labels(seen), *_inputs(seen)]
     if drawn == 0:
@@ -401,7 +398,7 @@ def gaps(
 
 
 def unoffered(seen: Observation) -> tuple[Gap, ...]:
-    """Kinds that the program does not offer for comparison, and values that could not be read."""
+    """List kinds that the program does not offer, and values that could not be read."""
     kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(seen.missing)]
     types = [Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(seen.unread)]
     left = [
@@ -411,7 +408,7 @@ def unoffered(seen: Observation) -> tuple[Gap, ...]:
 
 
 def idle(expected: Observation) -> tuple[Gap, ...]:
-    """Parameters on which the loss did not depend in any step: their gradients say nothing."""
+    """List parameters on which the loss never depended: their gradients are not tested."""
     asked: dict[str, bool] = {}
     for key, value in expected.tensors.items():
         if key.kind == "gradients":
@@ -424,7 +421,7 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
 
 
 def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
-    """List what ran as it stands within the program, and by itself at most."""
+    """List rows that ran unchecked within the program, and separately at most."""
     said = {}
     for _, row in plan.rows_with(Tried):
         if row.apart and tried:
@@ -436,7 +433,7 @@ def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
 
 
 def repeating(plan: Plan) -> tuple[Gap, ...]:
-    """A pattern of blocks that repeats with every stage hides blocks that count from 0 again."""
+    """List trunks whose block pattern repeats with every stage, which hides restarted counts."""
     trunks = {trunk for one in plan.cuts for trunk in one.trunks if plan.model.children(trunk)}
     stages = 1
     for one in plan.cuts:
@@ -453,7 +450,7 @@ def repeating(plan: Plan) -> tuple[Gap, ...]:
 
 
 def _pattern(block: Any) -> tuple[Any, ...]:
-    """Describe what makes blocks differ beside weights, without a number that only counts them."""
+    """Return what distinguishes a block besides its weights and its index."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, type(module).__name__, key, value)
@@ -482,7 +479,7 @@ def _same(a: Batch, b: Batch) -> bool:
 
 
 def _labels(seen: Batches) -> Iterator[Gap]:
-    """Uneven numbers of labels that count, which tell a mean of means from a mean."""
+    """Yield gaps of uneven label counts, which distinguish a mean from a mean of means."""
     if not seen.uneven:
         yield Gap("no ignored labels", "means of means, counts of padding")
     if not seen.empty:

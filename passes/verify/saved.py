@@ -1,4 +1,4 @@
-"""Saved state: written by the ranks, read by one rank and by the ranks, equal to the last bit."""
+"""Compare saved state bit by bit: written by the ranks, loaded by one rank and by all ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ UNLIKE = Gap(
 
 
 def saved(told: Sequence[Condition]) -> int:
-    """The run whose last state is saved: AdamW's, if it is among them."""
+    """Return the index of the condition whose final state is saved: AdamW's, if present."""
     return min(1, len(told) - 1)
 
 
 def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
-    """The saved state, loaded by a program of one rank with no rows."""
+    """Load the saved state into a program of one rank without rows, and return its state."""
     condition = told[saved(told)]
     case = condition.case or case
     plain = Plan(case.plan.model, Mesh())
@@ -57,13 +57,12 @@ def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]
 def reloaded(
     made: Sequence[Program], case: Case, told: Sequence[Condition], folder: str
 ) -> tuple[Outputs, Outputs]:
-    """Return, on a rank, the outputs of the saved program, and of another with its layout and
-    state.
+    """Return, on a rank, the outputs of the saved program and of a second one that loads its state.
 
-    The other one is the first that was made.  Another set of parameters may be frozen in it, by
-    which torch computes in another order: whether `matmul` folds the leading dims of an activation
-    hangs on `requires_grad` of the weight, in evaluation as well.  Where this is all that can be
-    meant, as the outputs differ by roundings, one that is frozen alike has to give the same bits.
+    The second program is the first that was made. Other parameters may be frozen in it, and torch
+    then computes in another order: whether `matmul` folds the leading dims of an activation depends
+    on the weight's `requires_grad`, in evaluation too. If the outputs differ by roundings only, a
+    program with the same frozen parameters is built, and must give equal bits.
     """
     saver, condition, batch = made[saved(told)], told[saved(told)], case.batches[0]
     want, got = _with_state(saver, made[0], batch, folder)
@@ -77,7 +76,10 @@ def reloaded(
 def _with_state(
     program: Program, other: Program, batch: Batch, folder: str
 ) -> tuple[Outputs, Outputs]:
-    """The outputs of both; the other's last work was an evaluation with weights of its own."""
+    """Load the state into the second program and return both programs' outputs.
+
+    The second program evaluated last with weights of its own.
+    """
     other = replace(other, optimizer=None)  # it may be of another class
     other.load(f"{folder}/state")
     program.evaluated = other.evaluated = (0, 0)  # what both draw is the same
@@ -86,9 +88,9 @@ def _with_state(
 
 
 def _frozen_alike(case: Case, condition: Condition) -> Program:
-    """A program of the condition's own case that has trained a step from other weights.
+    """Build a program of the condition's own case, trained for one step from other weights.
 
-    The frozen ones differ, too: a load that leaves these out shows.
+    The frozen weights differ as well, so a load that skips them shows.
     """
     run = condition.case or case
     run = run.with_model(randomised(run.plan.model.base.model, run.seed + 1))
@@ -103,7 +105,7 @@ def _alike(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0) ->
 
 
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
-    """Saved under this layout and loaded by one rank: equal to the last bit."""
+    """Compare the state that was saved by all ranks and loaded by one rank, bit by bit."""
     last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
     held = True  # all that was compared by name is there
 

@@ -1,4 +1,4 @@
-"""Trials: kernels and compiled regions, run by themselves beside the proof in float64."""
+"""Trials of kernels and compiled regions, run separately from the float64 proof."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ AGAIN, OTHER = "again, with other values", "in another shape"
 
 
 def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[str]]:
-    """The rows of all trials, and what could not be run; one trial for each kind of module.
+    """Return rows of all trials and what could not be run; one trial for each kind of module.
 
-    The case is in the model's own dtype: forwards of its batches give each module its arguments.
+    `working` is in the model's own dtype: forwards of its batches give each module its arguments.
     """
     plan = working.plan
     wanted: dict[Any, tuple[Action, Tried, str]] = {}
@@ -48,7 +48,7 @@ def trials(working: Case, told: Sequence[Condition]) -> tuple[list[Row], list[st
 
 
 def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
-    """The given batches and their variants in the working dtype; of text, a shorter one."""
+    """Yield the given batches and their variants in the working dtype; of text a shorter one."""
     first = working.batches[0]
 
     def as_given(name: str, value: Any) -> Any:
@@ -69,7 +69,7 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
 def _calls(
     model: nn.Module, batches: Sequence[Batch], wanted: set[str]
 ) -> dict[str, dict[str, Call]]:
-    """Give each module's first call, one with other values in the same shapes, one in others."""
+    """Return each module's first call, one with other values, and one with other shapes."""
     calls: dict[str, dict[str, Call]] = {}
     model = copied(model).eval()
     for place, batch in enumerate(batches):
@@ -94,7 +94,7 @@ def _calls(
 
 
 def _called(model: nn.Module, batch: Batch, wanted: set[str]) -> dict[str, Call]:
-    """The arguments of the first call of each module in a forward."""
+    """Return the arguments of each module's first call in a forward."""
     with torch.no_grad(), first_calls(model, wanted) as calls:
         called(model, batch)
     return calls
@@ -110,7 +110,7 @@ def _equal(one: Call, other: Call) -> bool:
 
 
 def _turned(call: Call) -> Call:
-    """The call with the rows of its numbers in another order; what is no number stays."""
+    """Return the call with the rows of its float tensors rolled by one."""
 
     def turned(x: Any) -> Any:
         numbers = isinstance(x, Tensor) and x.is_floating_point() and x.dim()

@@ -1,4 +1,4 @@
-"""Compare the program in its working dtype: with float64, with the original, and loss curves."""
+"""Check the program in its working dtype: errors against float64, loss curves, and casts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from schedlang.runtime.program import Program
 
 
 def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
-    """One rank's observation in the working dtype, and what all ranks chose and rounded."""
+    """Observe a rank's program in the working dtype, with the choices and codes of all ranks."""
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
@@ -66,11 +66,12 @@ Again = Callable[[Case], Observation]
 
 @dataclass(frozen=True)
 class Rounded:
-    """A program that ran in its working dtype, and what it is held against.
+    """A program that ran in its working dtype, and the data that it is compared with.
 
-    Only rows of the first condition; `exact` is the original in float64, `program` in the other.
-    again   runs the program of another working case; None: it is not run again
-    plain   the original's own first run, where it is known (`as_it_stands`)
+    Only the first condition is compared. `exact` is the original in float64, `program` the program
+    in the working dtype.
+      `again`  runs the program of another working case; None: it cannot run again
+      plain    the original's unperturbed run, if known (`as_it_stands`)
     """
 
     case: Case
@@ -82,14 +83,14 @@ class Rounded:
     plain: Observation | None = None
 
     def rows(self, *, wrong: bool = False) -> list[Row]:
-        """Compare the errors of the program with what roundings make of the original.
+        """Compare the program's errors with what roundings make of the original.
 
-        Of one that is known to be `wrong` no more is asked than what one run of the original tells.
+        If the program is known to be `wrong`, one run of the original must do.
 
-        Behind a choice that rounding tips, a top-k of nearly equal scores, is another function. Of
-        activations in fewer bits a number that lies where two are as near falls to either side:
-        one is a whole step of its block off.  Where rows fail for either, the original is run
-        again, in float64 too, and chooses and takes such numbers, and no others, as ranks did.
+        A rounding may change a choice (a top-k of nearly equal scores), and what follows is another
+        function. A rounding may also change the code of an activation midway between two codes,
+        which is a full quantisation step. If rows fail and such choices or codes exist, the
+        original runs again, in float64 too, with the ranks' choices and codes.
         """
         draws, program = 0 if wrong else DRAWS, self.program
         rows = self._against(draws)
@@ -105,11 +106,11 @@ class Rounded:
         return [replace(row, note=note) if row.ok and not row.note else row for row in rows]
 
     def _against(self, draws: int) -> list[Row]:
-        """The rows against the original, whose every run chooses as that in float64 does.
+        """Return rows against the original, whose runs all choose as its float64 run does.
 
-        Which gradients overflow the scale of the loss decides: those of a batch may where those of
-        its parts do not, or the other way round.  What a skipped step shows is then no mistake, and
-        hides one: both sides run again with a lower scale, until they skip the same steps.
+        The loss scale decides which gradients overflow: those of a batch may, where those of its
+        parts do not, or the reverse. Then sides skip different steps, which is no mistake but hides
+        one. Both sides run again with a lower scale, until they skip the same steps.
         """
         exact = self.exact
         tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
@@ -135,8 +136,10 @@ class Rounded:
 def as_it_stands(
     working: Case, told: Sequence[Condition], exact: Observation, draw: int = 0
 ) -> Observation:
-    """Observe the original in the working dtype, under the casts of the plan, as it stands or
-    `Nudged` by a draw; it chooses as in float64, `exact`."""
+    """Observe the original in the working dtype under the plan's casts; `Nudged` by a draw > 0.
+
+    The run chooses as the float64 run `exact` does.
+    """
     nudged = Nudged(draw) if draw else nullcontext()
     threads = threads_of_ranks(working.plan.mesh.world)
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
@@ -155,16 +158,17 @@ def bounds_of(
     choosing: Callable[[int | None], ModeOrFactory] = lambda draw: nullcontext(),
     rounding: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Bounds:
-    """Tell the bounds of each tensor of any program that trains a model in a low dtype.
+    """Return error bounds for any program that trains a model in a low dtype.
 
-    model     with the weights that ranks start from, in the dtype that they are kept in
-    told      training runs on batches in the dtype that the program is given
-    autocast  what operators compute in, where that is another dtype
-    modes     what the program runs under, such as no dropout
-    ranks     of the program, on this machine: the model takes as many threads as one of them
-    choosing  what a run makes its choices under, of float64 (None) first, then of each draw
-    rounding  what it is rounded by beside its dtype, as in products of eight bits
-    Against the model in float64 from the same weights: the program need not run in it.
+      model     the model with the ranks' initial weights, in the dtype that stores them
+      told      training runs, with batches in the program's dtype
+      autocast  dtype of operators, if it is another
+      modes     modes of the program, such as one without dropout
+      ranks     ranks of the program on this machine: the model uses as many threads as one rank
+      choosing  returns the mode of a run's choices: for float64 (None) first, then for each draw
+      rounding  returns a context that rounds besides the dtype, such as products in eight bits
+    The reference is the model in float64 from the same weights; the program need not run in
+    float64.
     """
 
     def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
@@ -190,7 +194,7 @@ def bounds_of(
 
 
 def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:
-    """Tell how far the original itself magnifies roundings in float64."""
+    """Return bounds of how far the original itself magnifies roundings in float64."""
 
     def run(draw: int) -> Observation:
         with Nudged(draw + 1, wide=True):
@@ -203,9 +207,9 @@ def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Boun
 
 
 def check_cast(working: Case | None) -> None:
-    """Refuse (S895) what torch does not run on this machine under the casts of the rows.
+    """Refuse (S895) casts that torch cannot run on this machine.
 
-    Without values more runs than with them: a kernel may refuse two dtypes where its shapes do not.
+    The casts run with values: on the meta device kernels accept dtypes that they reject otherwise.
     """
     if working is None or not working.plan.casts:
         return
@@ -230,7 +234,7 @@ def check_cast(working: Case | None) -> None:
 
 
 def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows without those of which the original, in its working dtype, has no finite number."""
+    """Drop rows whose original is not finite in the working dtype; return the rest and a note."""
     over = [row for row in rows if row.note == OVERFLOWS and row.kind.endswith(IN_DTYPE)]
     why = f"{OVERFLOWS} there"
     said = [
@@ -240,7 +244,7 @@ def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
 
 
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
-    """Describe how many of the choices that can be compared are others, by site and operator."""
+    """Describe the number of changed choices, by module and operator."""
     counts: dict[tuple[str, str], list[int]] = {}
     for key, wanted in right.items():
         found = other.get(key)
@@ -259,7 +263,7 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
 
 
 def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
-    """One row for each curve: the step at which it is farthest from the original's."""
+    """Return a row for each loss curve: the step at which it is farthest from the original's."""
     if not curves:
         return []
     steps = max(curve.steps for curve in curves)
@@ -284,7 +288,7 @@ def _original(working: Case, steps: int) -> list[float]:
 
 
 def _program(working: Case, steps: int) -> list[float]:
-    """Train on a rank, and return the losses of the program, whole on each rank."""
+    """Train on a rank, and return the program's losses."""
     program = program_of(working, optimizer=_adamw(working))
     return [float(program.train_step(batch)) for batch in _cycled(working, steps)]
 
