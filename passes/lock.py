@@ -1,9 +1,9 @@
-"""Locks: what a schedule makes of a model, as the text of a file, and how two of them differ.
+"""Locks: what a schedule makes of a model, as a text file, and the difference of two locks.
 
 * Names with ranges: `h.0..3.mlp`, and back.
-* What a lock file holds: the structure of a model, and what its schedule makes of it, as names.
-* A lock as the text of its file, and back: TOML, one fact a line, sorted, equal on any machine.
-* How two locks differ, name by name, in lines that a reviewer can read.
+* Contents: the structure of a model, and what its schedule makes of each name.
+* The file: TOML, one fact for each line, sorted, equal on any machine.
+* Differences, name by name, in lines that a reviewer can read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Range = tuple[int, int]
 
 
 def gathered(names: Iterable[str]) -> list[str]:
-    """The fewest names with ranges (`0..3`, both included) that stand for exactly these, sorted."""
+    """Return the fewest names with ranges (`0..3`, both included) for these names, sorted."""
     alike: dict[str, set[Numbers]] = {}
     every = set(names)
     whole = sorted(every & {WHOLE})
@@ -47,7 +47,7 @@ def gathered(names: Iterable[str]) -> list[str]:
 
 
 def spread(name: str) -> Iterator[str]:
-    """The names that a name with ranges stands for, in order; ValueError for absurdly many."""
+    """Return the names that a name with ranges stands for, in order; ValueError if far too many."""
     if name == WHOLE:
         return iter([name])
     choices: list[list[str]] = []
@@ -68,18 +68,18 @@ def spread(name: str) -> Iterator[str]:
 
 
 def _counts(part: str) -> bool:
-    """Tell whether this part of a name is a number without leading zeros."""
+    """Return whether a part of a name is a number without leading zeros."""
     few = len(part) < _DIGITS and part.isascii() and part.isdigit()
     return few and str(int(part)) == part
 
 
 def _shape(name: str) -> str:
-    """The name with every such number left out: names of modules have no empty part."""
+    """Return the name with all such numbers removed; names of modules have no empty part."""
     return ".".join("" if _counts(part) else part for part in name.split("."))
 
 
 def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
-    """A set of tuples of numbers as products of ranges."""
+    """Return a set of tuples of numbers as products of ranges."""
     if every == {()}:
         return [()]
     rests: dict[int, frozenset[Numbers]] = {}
@@ -125,11 +125,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class Lock:
-    """A model and its schedule as they were found.
+    """A model and its schedule at one time.
 
-    sections  section -> full name -> what is said of it; names of modules without ranges
-    settings  the settings it was made with: ("--mesh", "dp=2"), ("--knob", "micro=4")
-    made      versions of packages; information, not part of any comparison
+    sections  section -> full name -> facts; names of modules have no ranges
+    settings  the settings of the lock: ("--mesh", "dp=2"), ("--knob", "micro=4")
+    made      versions of packages; not compared
     """
 
     sections: Mapping[str, Section]
@@ -148,7 +148,7 @@ class Lock:
 
 
 def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = ()) -> Lock:
-    """The lock of a plan and what it costs; the model may lie on the meta device."""
+    """Make the lock of a plan and its costs; the model may be on the meta device."""
     model = plan.model.model
     sections = {
         "schedule": _schedule(plan),
@@ -168,7 +168,7 @@ def lock(plan: Plan, account: Account, settings: tuple[tuple[str, str], ...] = (
 
 
 def installed_versions(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Versions of this package and of those that the model's modules come from."""
+    """Return versions of this package and of the packages of the model's modules."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"schedlang": __version__}
@@ -196,7 +196,7 @@ def _schedule(plan: Plan) -> Section:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain names of classes: where a library keeps a class is not structure."""
+    """Yield plain names of classes: the module path of a class is not structure."""
     for name, module in model.named_modules(remove_duplicate=False):
         said = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
         yield name or WHOLE, (f"{type(module).__qualname__}({said})",)
@@ -277,7 +277,7 @@ HEAD = """\
 
 
 def to_text(lock: Lock) -> str:
-    """The text of the file; equal locks have equal texts."""
+    """Return the text of a lock file; equal locks have equal texts."""
     lines = [HEAD, f"lock = {VERSION}", f"structure = {_quoted(lock.structure)}"]
     lines += ["", "[made]  # not compared", *(f"{n} = {_quoted(v)}" for n, v in lock.made)]
     if lock.settings:
@@ -290,7 +290,7 @@ def to_text(lock: Lock) -> str:
 
 
 def _section_lines(section: Section) -> Iterator[str]:
-    """The lines of a section, names of equal entries gathered."""
+    """Yield the lines of a section; names of equal entries are joined."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, said in section.items():
         alike.setdefault(said, []).append(name)
@@ -305,18 +305,18 @@ def _section_lines(section: Section) -> Iterator[str]:
 
 
 def _in_order(name: str) -> list[tuple[int, int, str]]:
-    """Numbers by size: h.2 stands before h.10."""
+    """Return a sort key with numbers by size: h.2 before h.10."""
     parts = name.split(".")
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts]
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, which is one of JSON but for DEL."""
+    """Quote a string for TOML, as JSON does except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_lock(text: str, name: str) -> Lock:
-    """The lock that a file holds; Refusal S721 if it is none, or was edited."""
+    """Read a lock file; raises Refusal S721 if it is invalid or was edited."""
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers without end, tables in tables
@@ -362,9 +362,9 @@ def _refuse(name: str, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Change:
-    """One fact that is not what it was, for all names of which the same is to be said.
+    """One changed fact, and all names for which it changed.
 
-    sign   `+` new, `-` gone, `~` changed
+    `sign` is `+` for new, `-` for removed, `~` for changed.
     """
 
     sign: str
@@ -398,7 +398,7 @@ class Change:
 
 
 def changes(old: Lock, new: Lock) -> list[Change]:
-    """List what is not the same, empty if the locks agree; versions of packages are left out."""
+    """List the differences of two locks, without versions of packages."""
     found: list[Change] = []
     for section in SECTIONS:
         found += _section(section, old.sections.get(section, {}), new.sections.get(section, {}))
@@ -406,7 +406,7 @@ def changes(old: Lock, new: Lock) -> list[Change]:
 
 
 def versions(old: Lock, new: Lock) -> list[str]:
-    """The packages whose versions differ, in words."""
+    """Describe the packages whose versions differ."""
     was, now = dict(old.made), dict(new.made)
     return [
         f"{name} {was.get(name, 'none')} -> {now.get(name, 'none')}"

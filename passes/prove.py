@@ -243,7 +243,7 @@ class _Beside:
         self.given, self.case, self.working, self.told = given, case, working, told
 
     def begin(self) -> None:
-        """Observe the original. Errors in the working dtype are left to the ranks, which report them."""
+        """Observe the original; ranks report errors of the model in the working dtype."""
         try:
             check_own_parts(self.given)
         except Refusal as refusal:
@@ -275,7 +275,7 @@ def _ranks(
     plain: Case | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> _Ran:
-    """Run the ranks; return what they observed in float64 and in the working dtype, and loaded state.
+    """Run the ranks; return their observations (float64, working dtype) and the loaded state.
 
     `plain` is the case without its exact rows, of which one step runs at the end. `meanwhile` is
     called while the ranks run, as in `Pool.run`.
@@ -342,7 +342,7 @@ def _named(actual: Observation, expected: Observation) -> Observation:
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The case without its exact rows; a description of what was removed, or why it does not run."""
+    """The case without its exact rows, and what was removed, or why it does not run."""
 
     case: Case | None = None
     words: str = ""

@@ -1,4 +1,4 @@
-"""Verification from Python: a schedule, or anybody's program, against its model."""
+"""Verification from Python: a schedule, or a user's own program, against its model."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _judged(
 
 
 def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
-    """One batch, or one for each step where a function of the seed makes them."""
+    """Return one batch for each step: the same dict, or what a function of the seed returns."""
     if isinstance(batch, Mapping):
         return (dict(batch),) * steps
     if not callable(batch):
@@ -170,7 +170,7 @@ def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
 
 
 def _takes_seed(batch: Any) -> bool:
-    """Return whether a function of batches takes a seed; refuse one that needs more."""
+    """Return whether a function of batches takes a seed; refuse more required parameters."""
     try:
         parameters = inspect.signature(batch).parameters.values()
     except ValueError:  # of a class in C nothing is told

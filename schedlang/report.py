@@ -1,10 +1,8 @@
-"""Report: what `verify` found, as a value, as JSON, as text for a terminal and as a picture.
+"""Report: the result of `verify` as a value, as JSON, as text for a terminal, and as HTML.
 
-* A report of equivalence as text for a terminal; names are never cut, however narrow it is.
-* Report: what `verify` found, as a value, as JSON and as a table for the terminal.
-* A report of equivalence as a picture: how far each comparison is from its gate, and the verdict.
-  A fragment for notebooks and a page of its own; both need nothing else, in the light and the
-  dark.
+Text never shortens names, however narrow the terminal is. The HTML shows how far each comparison is
+from its gate; as a fragment for notebooks or as a page, it needs no other files, and supports dark
+mode.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ WORDS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
 def lines(
     report: Report, width: int = WIDTH, *, verbose: bool = False, more: str = "--verbose"
 ) -> Iterator[Line]:
-    """All lines; `verbose`: also what each condition that was not exercised could hide.
+    """Yield all lines of a report; `verbose` adds what each unexercised condition could hide.
 
-    `more` is where a reader finds that otherwise.
+    `more` names where a reader finds that otherwise.
     """
     if report.title:
         yield "bold", report.title
@@ -64,7 +62,7 @@ def verdict(report: Report) -> str:
 
 
 def equal(equivalence: str) -> str:
-    """Return in words how far the two sides may be apart; names of what is relaxed stand last."""
+    """Describe how far the two sides may differ; names of relaxed rules come last."""
     kind, _, names = equivalence.partition(" ")
     if names:
         return f"to the original under the same relaxed rules {names}"
@@ -72,7 +70,7 @@ def equal(equivalence: str) -> str:
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Short facts side by side, then each that is a sentence on a line of its own."""
+    """Yield short facts side by side, then each long fact on its own line."""
     said = [f"{name} {value}".strip() for name, value in facts]
     short = [one for one in said if len(one) <= _SHORT]
     if short:
@@ -81,7 +79,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(report: Report, width: int) -> Iterator[Line]:
-    """A line for each kind; where names do not fit beside the numbers, they stand below."""
+    """Yield one line for each kind; names that do not fit beside the numbers go below."""
     rows = [(one, _cells(one)) for one in report.summary]
     widths = [max(map(len, column)) for column in zip(_HEADS, *(cells for _, cells in rows))]
     others = sum(widths) - widths[1] + len(GAP) * (len(widths) - 1) + 1
@@ -122,7 +120,7 @@ def _failure(report: Report) -> Iterator[Line]:
 
 
 def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
-    """One line with a hint, or without one a line for each condition with what it could hide."""
+    """Yield one line with a hint; without a hint, a line for each condition."""
     said = [gap.condition for gap in report.gaps]
     if not hint:
         yield from (f" not exercised: {g.condition} (could hide {g.hides})" for g in report.gaps)
@@ -168,10 +166,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class Bound:
-    """An expectation of the plan's costs; `holds` is None where that cannot be told.
+    """An expectation about the plan's costs; `holds` is None if it cannot be decided.
 
-    `found` is the figure in words, `why` what it is made of and what would lower it.  What is
-    `left` to other verbs is no part of this verdict.
+    `found` is the figure in words, `why` its components and what would lower it. An expectation
+    that is `left` to other verbs does not affect the verdict.
     """
 
     said: str
@@ -188,7 +186,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Summary:
-    """All rows of one kind: what was compared, in words, and what failed or came nearest."""
+    """All rows of one kind: what was compared, and the row that failed or is nearest its gate."""
 
     kind: str
     compared: str
@@ -216,7 +214,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared, everything is equal, and what is expected holds."""
+        """Whether everything was compared and is equal, and all expectations hold."""
         equal = bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
         return equal and all(bound.holds or bound.left for bound in self.bounds)
 
@@ -244,7 +242,7 @@ class Report:
 
     @property
     def account(self) -> tuple[tuple[str, str], ...]:
-        """Tell of a failure, as heads and words: where, which row, how to repeat it."""
+        """A failure as pairs of head and text: where it is, which row, how to repeat it."""
         first = self.first
         if first is None:
             return ()
@@ -261,11 +259,11 @@ class Report:
         return tuple((head, text) for head, text in told if text)
 
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
-        """The same report with the rows of the schedule that are to blame."""
+        """Return the report with the rows of the schedule to blame."""
         return replace(self, blamed=rows, diagnosis=diagnosis or self.diagnosis)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values; numbers that are not finite become strings."""
+        """Return JSON values; numbers that are not finite become strings."""
         found = asdict(self) | {"ok": self.ok, "exit_code": self.exit_code}
         found["worst"] = None if self.worst is None else asdict(self.worst)
         found["facts"] = dict(self.facts)
@@ -273,7 +271,7 @@ class Report:
         return plain
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
-        """The table and the verdict; `verbose`: also what was not exercised, line by line."""
+        """Return the table and the verdict; `verbose` adds what was not exercised, line by line."""
         told = lines(self, width, verbose=verbose, more="report.gaps")
         return "\n".join(text for _, text in told).rstrip()
 
@@ -297,8 +295,7 @@ class Report:
 
 
 def _closeness(row: Row) -> float:
-    """Return the ratio of a row's error to its gate; infinite for an error at a gate of 0, or
-    NaN."""
+    """Return the ratio of error to gate; infinite for NaN and for errors at a gate of 0."""
     if math.isnan(row.error):
         return math.inf
     return row.error / row.gate if row.gate else row.error * math.inf if row.error else 0.0
@@ -365,13 +362,13 @@ STYLE = (
 
 
 def fragment(report: Report) -> str:
-    """The report as HTML inside of another page."""
+    """Return the report as HTML for another page."""
     parts = [*_head(report), *_table_picture(report), *_failure_picture(report), *_rest(report)]
     return f'<div class="eq"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
 def page(report: Report) -> str:
-    """The report as one self-contained page."""
+    """Return the report as one self-contained HTML page."""
     title = html.escape(report.title or "equivalence")
     style = (
         "body{margin:2em auto;max-width:1100px;padding:0 1em;background:#fff}"
@@ -411,7 +408,7 @@ def _table_picture(report: Report) -> Iterator[str]:
 
 
 def _scale(one: Summary) -> str:
-    """Draw where the error lies: a dot, or a cross beyond the gate; none is the left end."""
+    """Draw the error as a dot, or as a cross beyond the gate; an error of 0 is at the left end."""
     x, gate = _at(one.worst.error), _at(one.worst.gate)
     said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
     mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'
@@ -427,7 +424,7 @@ def _scale(one: Summary) -> str:
 
 
 def _at(error: float) -> float:
-    """The place of a relative error; what is no number lies at the right end."""
+    """Return the x of a relative error; NaN and infinity are at the right end."""
     if not error:
         return 0.0
     decade = math.log10(error) if 0 < error < math.inf else HIGH

@@ -221,7 +221,7 @@ MOST_RUNS = 24  # to find fewer modules
 
 
 def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
-    """Find the rows to blame, first among rows at suspected modules. All rows together must fail."""
+    """Find the rows to blame, first at suspected modules. All rows together must fail."""
     asked = 0
     for near in _near(rows, hints):
         asked += 1
@@ -233,7 +233,7 @@ def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blam
 
 
 def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
-    """Yield rows near suspected modules: each by itself, all of them, those of enclosing modules."""
+    """Yield rows near suspected modules: each alone, all of them, those of enclosing modules."""
     told: set[tuple[int, ...]] = set()
     for hint in hints:
         for around in _outwards(hint):
@@ -371,7 +371,7 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
 
 
 def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[str]:
-    """Return modules to try first: those that are wrong by themselves, else owners of wrong gradients."""
+    """Return modules to try first: those that are wrong alone, else owners of wrong gradients."""
     model = failure.case.plan.model
     if guilty:
         return list(guilty[:MOST_HINTS])

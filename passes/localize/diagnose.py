@@ -127,7 +127,7 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
 
 
 def numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    """Yield named factors: signed products and quotients of sizes, then small integers and inverses."""
+    """Yield named factors: products and quotients of sizes, then -1, small integers, inverses."""
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for count in (1, 2, 3):
         for group in itertools.combinations(named, count):
@@ -362,7 +362,7 @@ def _of_module(failure: Failure, where: Location, sizes: dict[str, int]) -> Patt
 
 
 def _of_gradient(first: Row, failure: Failure, where: Location, batch: Batch) -> str:
-    """Explain a gradient by the ranks' own values, or by the contributions of parts of the batch."""
+    """Explain a gradient by ranks' own values, or by contributions of parts of the batch."""
     key = Key(first.condition, first.kind, 0, first.name)
     got, want = failure.actual.tensors.get(key), failure.expected.tensors.get(key)
     if want is None:

@@ -112,7 +112,7 @@ def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Locat
 
 
 def _plain(plan: Plan) -> Plan:
-    """Return the plan without rows that change no module: recomputation, offloading, sliced state."""
+    """Return the plan without recomputation, offloading and sliced state: no module changes."""
     rows = (a for a in plan.actions if not a.changes(Facet.RECOMPUTE, Facet.RESIDENCE))
     return of_rows(
         plan,

@@ -1,12 +1,11 @@
-"""Prove without a rank that every gradient is summed over the axes on which it is partial.
+"""Prove without ranks that every gradient is summed over exactly the axes on which it is partial.
 
-* What every parameter's gradient is when the last backward has run, derived from types alone. One
+* `gradients` infers from types alone what each parameter's gradient is after the last backward: one
   microbatch of the local model on the meta device, forward and backward, with all stages in one
   graph, so that a tied weight is one node with several uses.
-* Proof that whatever is summed is a pending sum: only linear calls stand before a sum.
-* Proof that every gradient is summed over the axes that it is a part over, once, and no other.
-  Two derivations that share nothing but the model: which gradients are parts follows from types
-  (`gradients`); which sums a step does is seen where one is played (`book`).
+* `types` checks that only linear calls precede a sum of partial tensors.
+* `ledger` compares the inferred gradients with the sums that a simulated step does. The two
+  derivations share only the model.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradient of each trained parameter that has one, and all calls that do not fit.
+    """The gradient of each trained parameter that has one, and all calls with a fault.
 
-    `calls` were typed, `sums` of them wanted a pending sum.
+    `calls` is the number of typed calls, `sums` the number of calls that need a pending sum.
     """
 
     found: Mapping[str, Gradient]
@@ -46,7 +45,7 @@ class Gradients:
 def gradients(
     plan: Plan, prepared: Prepared, sample: Mapping[str, Any], loss: Loss | None
 ) -> Gradients | None:
-    """Types through one forward and backward; None where the model returns no loss."""
+    """Infer gradients through one forward and backward; None if the model returns no loss."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.adjoint import Adjoint, Typed
@@ -80,7 +79,7 @@ def gradients(
 
 
 def _stage_of(staged: Staged) -> Any:
-    """The stages that call a module; None for code between units."""
+    """Return a function from a module to the stages that call it; None for code between units."""
     if staged.axis is None:
         return lambda fqn: frozenset([0])
     stages: dict[str, frozenset[int]] = {}
@@ -104,16 +103,16 @@ CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do
 
 
 def types(plan: Plan, gradients: Gradients) -> Claim:
-    """The calls of one forward by their types on each axis (S713)."""
+    """Check the types of all calls of a forward on each axis (S713)."""
     problems = [(f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "type"]
     said = f"{gradients.calls} calls, {gradients.sums} pending sums"
     return Claim("placement types", said, folded(problems))
 
 
 def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> Claim:
-    """Compare what gradients are with what is summed (S711 missing, S712 too often).
+    """Compare gradients with sums: S711 for a missing sum, S712 for one too many.
 
-    `book` are the sums at each place of the pipeline.
+    `book` are the sums at each stage of the pipeline.
     """
     problems: list[tuple[str, Diagnostic]] = []
     kinds: Counter[tuple[object, ...]] = Counter()
@@ -140,7 +139,7 @@ def _pipeline(plan: Plan) -> tuple[str, ...]:
 
 
 def _kind(gradient: Gradient) -> tuple[object, ...]:
-    """Parameters whose gradients are alike in all that is compared."""
+    """Return what is compared of a gradient, to count different kinds."""
     shares = tuple((axis, share.kind) for axis, share in gradient.shares.items())
     return (*shares, len(gradient.stages) > 1)
 
@@ -152,7 +151,7 @@ def _fault(plan: Plan, fault: Fault) -> Diagnostic:
 
 
 def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> Iterator[Diagnostic]:
-    """One parameter along one axis that holds no stages, at each place that holds it."""
+    """Yield problems of one parameter along one axis, at each stage that holds the parameter."""
     share = gradient.shares[axis]
     due = int(share.kind == "part")
     label = placed(axis_row(plan, _user(plan, name, gradient), axis))
@@ -171,7 +170,7 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
 
 
 def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
-    """A part that several ranks hold: each has a part of its gradient, summed over them, once."""
+    """Yield problems of a shard that several ranks hold: its gradient is summed over them once."""
     for split in plan.held(name).splits:
         over = {neighbours(split.axis, split.uneven.repeat)}
         if split.uneven.repeat == plan.mesh.size(split.axis):
@@ -187,7 +186,7 @@ def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[D
 
 
 def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
-    """The weight of each part of the batch stands in its loss; no sum may divide once more."""
+    """Yield sums that divide: the loss already contains the weight of each part of the batch."""
     for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
         over = f" over `{', '.join(one.axes)}`" if one.axes else ""
         said = f"the sum of gradients{over} is divided by {one.divisor:g}"
@@ -198,7 +197,7 @@ def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
 
 
 def _last_first(mine: Book) -> list[Booked]:
-    """All sums at all places, the last one first."""
+    """Return all sums at all stages, the last one first."""
     return [one for sums in mine.values() for one in reversed(sums)]
 
 
@@ -210,7 +209,7 @@ def _user(plan: Plan, name: str, gradient: Gradient) -> str:
 def _stages(
     plan: Plan, prepared: Prepared, name: str, gradient: Gradient, mine: Book
 ) -> Iterator[Diagnostic]:
-    """A parameter that several stages use: held by each, and summed over them, once."""
+    """Yield problems of a parameter of several stages: each holds it, and one sum joins them."""
     staged = prepared.staged
     if staged.axis is None:
         return

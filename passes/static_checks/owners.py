@@ -1,8 +1,8 @@
-"""Proofs that everything a model keeps has its owner, and that the parts of a step weigh one.
+"""Static proofs of ownership, and of loss weights.
 
-* Proof that rows which change how a module computes leave what it is: names, hooks, state.
-* Proof that everything a model keeps has its owner: stages of parameters and of buffers.
-* Proof that the parts of a step weigh one together, and each as much as its labels say.
+* Rows that replace a module's computation keep its names, hooks and state.
+* Every parameter and buffer has its stage, and every trained parameter its optimizer.
+* Weights of the parts of a step add up to one, and each agrees with the labels of its part.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ HOOKS = (
 
 
 def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
-    """Apply kernels and regions to a copy, one module of each kind a row, and compare.
+    """Apply kernels and regions to a copy, one module of each kind for a row; yield what changes.
 
-    Gives module, reason and row where a parameter, its dtype or `requires_grad`, a buffer, a child
-    or a hook is no longer what it was.
+    Yields module, reason and row if a parameter, its dtype or `requires_grad`, a buffer, a child
+    module or a hook changes.
     """
     from schedlang.passes.lower.build import Builder
     from schedlang.runtime.tracing.meta import meta_model
@@ -75,7 +75,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """Return the facts of a module that may not change, by name."""
+    """Return the facts of a module that must not change, by name."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     hooks = {
         (name, kind): tuple(getattr(part, kind, {}).values())
@@ -96,9 +96,10 @@ def _facts(module: nn.Module) -> dict[str, object]:
 def owners(
     plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[Role]
 ) -> Claim:
-    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715).
+    """Check that parameters and buffers have stages, and optimizers their parameters (S715).
 
-    Ranks that were played told their optimizer of each trained parameter that they hold, once.
+    A parameter belongs to one stage, or to several through a tie or code between units. Each
+    simulated rank must have given its optimizer every trained parameter that it holds, once.
     """
     problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
     problems += _optimizers(plan, played)
@@ -115,7 +116,7 @@ def owners(
 
 
 def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
-    """The stages of the units that a tensor of these names stands in."""
+    """Return the stages of the units that contain a tensor with these names."""
     cut = prepared.staged.cut
     return frozenset(
         stage
@@ -146,9 +147,10 @@ def _parameters(
 
 
 def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """A buffer of a unit belongs to the unit's stage; others to the stages that read them.
+    """Yield buffers without a stage: of a unit, the unit's stage; else the stages that read them.
 
-    One that nothing reads needs no stage: a forward may take a view of it and drop that.
+    A buffer that nothing reads needs no stage: a forward may take a view of it and discard the
+    view.
     """
     staged = prepared.staged
     if staged.axis is None:
@@ -167,7 +169,7 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
 
 
 def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
-    """Every trained parameter that a rank holds is given to its optimizer once, and no other."""
+    """Yield trained parameters that a rank does not give to its optimizer exactly once."""
     for role in played:
         given = Counter(role.trained)
         for name, fact in plan.model.unique.items():
@@ -182,7 +184,7 @@ NEAR = 1e-9
 
 
 def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
-    """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
+    """Check that loss weights of parts add up to the batch's, and in a step to one (S716)."""
     from schedlang.runtime.batch import split
 
     plan = step.plan
@@ -201,7 +203,7 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
 
 
 def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
-    """Return the inputs to weigh of some rows, one for each rank that splits their sequences."""
+    """Return the inputs that determine a part's weight, one for each rank with own tokens."""
     tokens = step.prepared.tokens
     if tokens is None:
         return [part.inputs]
@@ -225,7 +227,7 @@ def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
 
 
 def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
-    """The labels that the loss itself counts in a part, where it averages over labels."""
+    """Compare a part's weight with the number of labels that the loss averages over."""
     if not _labels(step):
         return
     counts, said = step.prepared.traced.label_counts, float(weigh(step.sample))
@@ -235,7 +237,7 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
 
 
 def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """Check that the weights of alike parts of all replicas add up to 1 in each update (S716)."""
+    """Check that weights of corresponding parts of all replicas add up to 1 (S716)."""
     from schedlang.pipeline.timeline.versions import updates
 
     count, tokens = step.plan.shares, step.plan.context_axes
@@ -252,7 +254,7 @@ def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
 
 
 def _same_rows(step: Step, one: Role, other: Role) -> bool:
-    """Return whether two ranks differ at most in which tokens of the same rows they have."""
+    """Return whether two ranks have the same rows, maybe with other tokens of them."""
     mesh, tokens = step.plan.mesh, step.plan.context_axes
     a, b = mesh.coordinates(one.rank), mesh.coordinates(other.rank)
     return all(a[axis] == b[axis] for axis in mesh.sizes if axis not in tokens)

@@ -35,14 +35,14 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Static:
-    """The claims of all proofs, and what none of them can see."""
+    """The claims of all static proofs, and what no static proof can see."""
 
     claims: tuple[Claim, ...]
     unseen: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[Diagnostic, ...]:
-        """Everything that does not hold."""
+        """All problems of all claims."""
         return tuple(one for claim in self.claims for one in claim.problems)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,9 +53,9 @@ class Static:
 def static(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Any = None
 ) -> Static:
-    """Prove what can be proven from shapes and types alone, with one microbatch of a batch.
+    """Prove what follows from shapes and types alone, for one microbatch of a batch.
 
-    Raises Refusal where the plan cannot be built for this batch.
+    Raises Refusal if the plan cannot be built for this batch.
     """
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.kept_outside import kept_outside
@@ -95,9 +95,9 @@ def check_sums(
 ) -> None:
     """Refuse (S711, S712) a program that would sum a gradient too seldom or too often.
 
-    It is asked before training where gradients are parts over an axis that splits activations: such
-    a sum hangs on every use of a parameter, and one that is wrong says nothing.  `batch` are the
-    keyword arguments of a step, of this rank alone where `local`.
+    Called before training if gradients are partial over an axis that shards activations: such a sum
+    depends on every use of a parameter, and a wrong one raises no error. `batch` are the keyword
+    arguments of a step, of this rank alone if `local`.
     """
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.runtime.batch import sample_of
@@ -114,7 +114,7 @@ def check_sums(
 
 
 def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
-    """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
+    """Simulate ranks; return their steps and sliced sums by stage, or nothing and the reason."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir import pytree
     from schedlang.runtime.comm.tap import free
