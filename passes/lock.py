@@ -40,10 +40,10 @@ def gathered(names: Iterable[str]) -> list[str]:
     every = set(names)
     whole = sorted(every & {WHOLE})
     for name in every - {WHOLE}:
-        numbers = tuple(int(part) for part in name.split(".") if _counts(part))
-        alike.setdefault(_shape(name), set()).add(numbers)
-    found = [(shape, box) for shape, held in alike.items() for box in _boxes(held)]
-    return whole + [_written(shape, box) for shape, box in sorted(found)]
+        numbers = tuple(int(part) for part in name.split(".") if _is_number(part))
+        alike.setdefault(_number_free(name), set()).add(numbers)
+    found = [(shape, box) for shape, held in alike.items() for box in _range_products(held)]
+    return whole + [_format_name(shape, box) for shape, box in sorted(found)]
 
 
 def spread(name: str) -> Iterator[str]:
@@ -56,7 +56,7 @@ def spread(name: str) -> Iterator[str]:
     while parts:
         part = parts.pop(0)
         # no module is called "", so an empty part is the middle of a range
-        if len(parts) > 1 and parts[0] == "" and _counts(part) and _counts(parts[1]):
+        if len(parts) > 1 and parts[0] == "" and _is_number(part) and _is_number(parts[1]):
             many *= max(1, int(parts[1]) - int(part) + 1)
             if many > _MOST:
                 raise ValueError(f"stands for more than {_MOST} names")
@@ -67,18 +67,18 @@ def spread(name: str) -> Iterator[str]:
     return (".".join(chosen) for chosen in itertools.product(*choices))
 
 
-def _counts(part: str) -> bool:
+def _is_number(part: str) -> bool:
     """Return whether a part of a name is a number without leading zeros."""
     few = len(part) < _DIGITS and part.isascii() and part.isdigit()
     return few and str(int(part)) == part
 
 
-def _shape(name: str) -> str:
+def _number_free(name: str) -> str:
     """Return the name with all such numbers removed; names of modules have no empty part."""
-    return ".".join("" if _counts(part) else part for part in name.split("."))
+    return ".".join("" if _is_number(part) else part for part in name.split("."))
 
 
-def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
+def _range_products(every: set[Numbers]) -> list[tuple[Range, ...]]:
     """Return a set of tuples of numbers as products of ranges."""
     if every == {()}:
         return [()]
@@ -91,10 +91,10 @@ def _boxes(every: set[Numbers]) -> list[tuple[Range, ...]]:
             runs[-1] = (runs[-1][0], first, rest)
         else:
             runs.append((first, first, rest))
-    return [((low, high), *box) for low, high, rest in runs for box in _boxes(set(rest))]
+    return [((low, high), *box) for low, high, rest in runs for box in _range_products(set(rest))]
 
 
-def _written(shape: str, box: tuple[Range, ...]) -> str:
+def _format_name(shape: str, box: tuple[Range, ...]) -> str:
     ranges = iter(box)
     parts = []
     for part in shape.split("."):
@@ -295,7 +295,7 @@ def _section_lines(section: Section) -> Iterator[str]:
     for name, said in section.items():
         alike.setdefault(said, []).append(name)
     lines = [(name, said) for said, names in alike.items() for name in gathered(names)]
-    for name, said in sorted(lines, key=lambda line: _in_order(line[0])):
+    for name, said in sorted(lines, key=lambda line: _sort_key(line[0])):
         if len(said) == 1:
             yield f"{_quoted(name)} = {_quoted(said[0])}"
         else:
@@ -304,7 +304,7 @@ def _section_lines(section: Section) -> Iterator[str]:
             yield "]"
 
 
-def _in_order(name: str) -> list[tuple[int, int, str]]:
+def _sort_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key with numbers by size: h.2 before h.10."""
     parts = name.split(".")
     return [(0, int(p), "") if p.isascii() and p.isdigit() else (1, 0, p) for p in parts]
@@ -401,7 +401,9 @@ def changes(old: Lock, new: Lock) -> list[Change]:
     """List the differences of two locks, without versions of packages."""
     found: list[Change] = []
     for section in SECTIONS:
-        found += _section(section, old.sections.get(section, {}), new.sections.get(section, {}))
+        found += _section_changes(
+            section, old.sections.get(section, {}), new.sections.get(section, {})
+        )
     return found
 
 
@@ -415,7 +417,7 @@ def versions(old: Lock, new: Lock) -> list[str]:
     ]
 
 
-def _section(section: str, old: Section, new: Section) -> Iterator[Change]:
+def _section_changes(section: str, old: Section, new: Section) -> Iterator[Change]:
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         pair = old.get(name, ()), new.get(name, ())

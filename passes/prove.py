@@ -103,16 +103,16 @@ def prove(
     """
     check_world(case.plan)
     with kept_outside(case.plan.model.model, case.loss), threads_of_ranks(case.plan.mesh.world):
-        return _proven(case, pool, title, command, progress)
+        return _prove(case, pool, title, command, progress)
 
 
-def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
+def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Progress) -> Report:
     start = time.perf_counter()
     pool = pool or shared()
     wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))
-    case = prepared(_lengthened(case, wanted.steps))
+    case = prepared(_repeat_batches(case, wanted.steps))
     given, working, case = case, as_worked(case), widened(case)
     check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
@@ -120,28 +120,39 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
     case = check_parts(case)
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
-    told = ran.told
-    beside = _Beside(given, case, working, told)
+    conditions = ran.conditions
+    original_run = _OriginalRun(given, case, working, conditions)
     try:
         seen, plain = _with_baseline(
-            case, working, told, pool, _baseline(given, case), progress, beside.begin
+            case,
+            working,
+            conditions,
+            pool,
+            _make_baseline(given, case),
+            progress,
+            original_run.begin,
         )
     except Refusal as refusal:
-        if refusal is beside.refused:
+        if refusal is original_run.refused:
             raise
         progress("the row to blame")
-        raise placed(refusal, case, told, pool) from refusal.__cause__
-    (expected, drawn), actual = beside.seen, seen[0]
-    rows = _compared(case, working, told, expected, seen, pool, beside.plain)
+        raise placed(refusal, case, conditions, pool) from refusal.__cause__
+    (expected, drawn), actual = original_run.seen, seen[0]
+    rows = _compare(case, working, conditions, expected, seen, pool, original_run.plain)
     rows, unsure = undecided(rows)
-    bits, unchecked = _baseline_rows(case, plain, seen[4], _named(actual, expected))
-    extra, more = _in_working_dtype(working, told, wanted, pool)
+    bits, unchecked = _baseline_rows(case, plain, seen[4], _add_order(actual, expected))
+    extra, more = _check_working_dtype(working, conditions, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title,
-        facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows), *_magnified(rows)),
+        facts=(
+            *_facts(case, ran),
+            *_kernel_facts(fewer, seen[3]),
+            *_rounding_facts(rows),
+            *_conditioning_facts(rows),
+        ),
         command=command,
-        equivalence=_class(case),
+        equivalence=_equivalence_class(case),
         unchecked=(*unsure, *unchecked, *more),
         gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
         bounds=held,
@@ -151,16 +162,16 @@ def _proven(case: Case, pool: Pool | None, title: str, command: str, progress: P
         failure = Failure(
             case,
             working,
-            told,
+            conditions,
             expected,
             actual,
-            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool), pool),
+            lambda c, w, t, right: _compare(c, w, t, right, _run_ranks(c, w, t, pool), pool),
         )
-        report = _blamed(report, failure, pool)
+        report = _add_blame(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
+def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
     """Find the rows to blame; a search that fails or takes too long does not change the verdict."""
     try:
         return suspected(report, failure, pool)
@@ -176,14 +187,14 @@ def _blamed(report: Report, failure: Failure, pool: Pool) -> Report:
     return replace(report, unchecked=(*report.unchecked, f"the row to blame: {why}"))
 
 
-def _lengthened(case: Case, steps: int) -> Case:
+def _repeat_batches(case: Case, steps: int) -> Case:
     """Return the case with at least `steps` batches; the given batches are repeated."""
     given = case.batches
     more = max(0, steps - len(given)) if steps > STEPS else 0
     return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
 
 
-def _class(case: Case) -> str:
+def _equivalence_class(case: Case) -> str:
     """Return the equivalence class of a schedule."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
     names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
@@ -194,15 +205,15 @@ def _class(case: Case) -> str:
     return "algebraic" if given_up(case.plan) else "exact"
 
 
-def _in_working_dtype(
-    working: Case | None, told: Sequence[Condition], wanted: Asked, pool: Pool
+def _check_working_dtype(
+    working: Case | None, conditions: Sequence[Condition], wanted: Asked, pool: Pool
 ) -> tuple[list[Row], list[str]]:
     """Return rows of kernel trials and loss curves, and what of them could not be run."""
     if working is None:
         lost = ["the `rtol` of `verify`"] if wanted.rtol else []
         lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
         return [], [f"{what}: nothing was run in a working dtype" for what in lost]
-    rows, untried = trials(working, told)
+    rows, untried = trials(working, conditions)
     return [*rows, *curve_rows(working, wanted.curves, pool)], untried
 
 
@@ -228,7 +239,7 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-class _Beside:
+class _OriginalRun:
     """The original, observed once while the ranks run; refused if its numbers say nothing.
 
     `given` has the model's own parameters, `case` those of the proof.
@@ -238,9 +249,9 @@ class _Beside:
     plain: Observation | None = None  # in the working dtype
 
     def __init__(
-        self, given: Case, case: Case, working: Case | None, told: Sequence[Condition]
+        self, given: Case, case: Case, working: Case | None, conditions: Sequence[Condition]
     ) -> None:
-        self.given, self.case, self.working, self.told = given, case, working, told
+        self.given, self.case, self.working, self.conditions = given, case, working, conditions
 
     def begin(self) -> None:
         """Observe the original; ranks report errors of the model in the working dtype."""
@@ -252,24 +263,24 @@ class _Beside:
         expected, _ = self.seen
         if self.working is not None:
             with suppress(Exception):
-                self.plain = as_it_stands(self.working, self.told, expected)
+                self.plain = as_it_stands(self.working, self.conditions, expected)
 
     @cached_property
     def seen(self) -> tuple[Observation, int]:
         """The observation of the original, and the number of masks drawn."""
         try:
-            expected, drawn = original(self.case, self.told)
-            check_original(self.case, self.told, expected)
+            expected, drawn = original(self.case, self.conditions)
+            check_original(self.case, self.conditions, expected)
         except Refusal as refusal:
             self.refused = refusal
             raise
         return expected, drawn
 
 
-def _ranks(
+def _run_ranks(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     pool: Pool,
     progress: Progress | None = None,
     plain: Case | None = None,
@@ -281,14 +292,14 @@ def _ranks(
     called while the ranks run, as in `Pool.run`.
     """
     world = case.plan.mesh.world
-    steps = sum(len(condition.batches) for condition in told)
+    steps = sum(len(condition.batches) for condition in conditions)
     steps += 0 if working is None else len(working.batches)
     done, archive = itertools.count(1), list[dict[str, Any]]()
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
             with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
-                archive.append(loaded(case, told, folder))
+                archive.append(loaded(case, conditions, folder))
         elif rank == 0 and progress is not None:  # the first rank speaks for all
             progress(stage, min(next(done), steps), steps)
 
@@ -296,21 +307,21 @@ def _ranks(
     if progress is not None:
         progress(stage, 0, steps)
     with temporary() as folder:
-        sent = with_outputs(case, working, told)
-        step = None if plain is None else _first_step(plain, told)
+        sent = with_outputs(case, working, conditions)
+        step = None if plain is None else _first_step(plain, conditions)
         given = (*sent, folder, step)
-        every = pool.run(_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
+        every = pool.run(_run_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])
-        state = archive[0] if archive else loaded(case, told, folder)
+        state = archive[0] if archive else loaded(case, conditions, folder)
         return seen, worked, state | {"outputs": outputs}, left, without
 
 
-def _compared(
+def _compare(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     expected: Observation,
     ran: _Ran,
     pool: Pool,
@@ -321,21 +332,21 @@ def _compared(
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     if not exact and any(not row.ok for row in rows):
-        rows = magnified(case, told, expected).widen(rows, actual)
-    rows += archive_rows(told[saved(told)].name, archive, actual)
+        rows = magnified(case, conditions, expected).widen(rows, actual)
+    rows += archive_rows(conditions[saved(conditions)].name, archive, actual)
     if working is None:
         return rows
     wrong, world = any(not row.ok for row in rows), case.plan.mesh.world
 
     def again(other: Case) -> Observation:
-        found: Observation = pool.run(rounded, world, other, tuple(told), [])[0]
+        found: Observation = pool.run(rounded, world, other, tuple(conditions), [])[0]
         return found
 
-    against = Rounded(case, working, told, expected, worked, again, plain)
+    against = Rounded(case, working, conditions, expected, worked, again, plain)
     return rows + against.rows(wrong=wrong)
 
 
-def _named(actual: Observation, expected: Observation) -> Observation:
+def _add_order(actual: Observation, expected: Observation) -> Observation:
     """Add facts that only the original has: the order of its gradients, and tied names."""
     return replace(actual, order=expected.order, ties=expected.ties)
 
@@ -349,7 +360,7 @@ class _Baseline:
     refused: str = ""
 
 
-def _baseline(given: Case, case: Case) -> _Baseline:
+def _make_baseline(given: Case, case: Case) -> _Baseline:
     """Return the case without its exact rows; empty if there are none, or if all of it is exact.
 
     The plan is traced on the model in `given`, of which some facts are already known.
@@ -367,9 +378,9 @@ def _baseline(given: Case, case: Case) -> _Baseline:
         return _Baseline(None, words, refusal.diagnostics[0].title)
 
 
-def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
+def _first_step(plain: Case, conditions: Sequence[Condition]) -> tuple[Case, Sequence[Condition]]:
     """Return the baseline, and the condition of its first step."""
-    first = replace(told[0], batches=told[0].batches[:1], final=False)
+    first = replace(conditions[0], batches=conditions[0].batches[:1], final=False)
     case, _, only = with_outputs(plain, None, [first])
     return case, only
 
@@ -377,7 +388,7 @@ def _first_step(plain: Case, told: Sequence[Condition]) -> tuple[Case, Sequence[
 def _with_baseline(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     pool: Pool,
     plain: _Baseline,
     progress: Progress,
@@ -385,12 +396,12 @@ def _with_baseline(
 ) -> tuple[_Ran, _Baseline]:
     """Run the ranks; if they refuse the baseline, run them again without it."""
     try:
-        return _ranks(case, working, told, pool, progress, plain.case, meanwhile), plain
+        return _run_ranks(case, working, conditions, pool, progress, plain.case, meanwhile), plain
     except Refusal as refusal:
         if not getattr(refusal, _BASELINE, False):
             raise
         refused = replace(plain, case=None, refused=refusal.diagnostics[0].title)
-        return _ranks(case, working, told, pool, progress), refused
+        return _run_ranks(case, working, conditions, pool, progress), refused
 
 
 def _baseline_rows(
@@ -403,10 +414,10 @@ def _baseline_rows(
     return list(exact_rows(without, actual, plain.words, case.prepared.traced.partial)), []
 
 
-def _rank(
+def _run_rank(
     case: Case,
     working: Case | None,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     folder: str,
     plain: tuple[Case, Sequence[Condition]] | None = None,
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...], Observation]:
@@ -416,25 +427,25 @@ def _rank(
     """
     made: list[Program] = []
     with kept_outside(case.plan.model.model, case.loss), ambient(Float64()):
-        seen = observed(case, told, made)
-        made[saved(told)].save(f"{folder}/state")
+        seen = observed(case, conditions, made)
+        made[saved(conditions)].save(f"{folder}/state")
         tell(_SAVED)
-        again = reloaded(made, case, told, folder)
+        again = reloaded(made, case, conditions, folder)
         again = again if job.rank() == 0 else NO_OUTPUTS
         drawn = native_draws(made[0], case.batches[0])
         if drawn is not None and seen.tensors:
-            seen.streams[Key(told[0].name, NATIVE, 0, "")] = drawn
+            seen.streams[Key(conditions[0].name, NATIVE, 0, "")] = drawn
 
     def left() -> tuple[Left, ...]:
         return merged(one for program in made for one in left_in(program.assembly.module))
 
-    worked = Observation() if working is None else rounded(working, told, made)
+    worked = Observation() if working is None else rounded(working, conditions, made)
     found = left()
     made.clear()
-    return seen, worked, again, found, _without(plain)
+    return seen, worked, again, found, _run_baseline(plain)
 
 
-def _without(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
+def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation:
     """Observe the baseline's first step; mark a refusal, so that the case is not refused for it."""
     if plain is None:
         return Observation()
@@ -460,13 +471,13 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+def _kernel_facts(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
     """Yield what fused rows gain, and calls that kernels declined."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
 
 
-def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yield facts about codes and choices that follow the ranks', and about a lower loss scale."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
@@ -475,7 +486,7 @@ def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
 
 
-def _magnified(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Yield the widest float64 gate, if the original magnifies roundings."""
     found = [row for row in rows if row.note == MAGNIFIED]
     if found:

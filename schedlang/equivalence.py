@@ -57,10 +57,10 @@ def verify(
     check_verified(args, unknown, {"batch": batch, "loss": loss, "weight": weight})
     assert batch is not None
     with limited(timeout):
-        return _verified(sch, batch, loss, weight, seed, dtype, shrink)
+        return _verify(sch, batch, loss, weight, seed, dtype, shrink)
 
 
-def _verified(
+def _verify(
     sch: Schedule,
     batch: Batches,
     loss: Any,
@@ -129,10 +129,12 @@ def verify_program(
     from schedlang.runtime.launch.job import limited
 
     with limited(timeout):
-        return _judged(program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype)
+        return _verify_program(
+            program, model, batch, loss, ranks, pool, seed=seed, vary=vary, dtype=dtype
+        )
 
 
-def _judged(
+def _verify_program(
     program: Any, model: Any, batch: Any, loss: Any, ranks: int | None, pool: Any, **options: Any
 ) -> Report:
     from schedlang.passes.judge.judge import judge, posed

@@ -238,7 +238,7 @@ class Report:
     @property
     def summary(self) -> tuple[Summary, ...]:
         """One line for each kind of thing that was compared, in the order of comparison."""
-        return tuple(_summed(kind, rows) for kind, rows in _kinds(self.rows).items())
+        return tuple(_summarise(kind, rows) for kind, rows in _kinds(self.rows).items())
 
     @property
     def account(self) -> tuple[tuple[str, str], ...]:
@@ -248,7 +248,7 @@ class Report:
             return ()
         size = f"   error {first.error:.1e}" * math.isfinite(first.error)
         note = "" if any(first.note in text for _, text in self.localised) else first.note
-        told = (
+        pairs = (
             ("first difference", f"{first.place}{size}"),
             ("what", note),
             ("pattern", self.diagnosis),
@@ -256,7 +256,7 @@ class Report:
             *(("to blame", row) for row in self.blamed),
             ("repeat", self.command),
         )
-        return tuple((head, text) for head, text in told if text)
+        return tuple((head, text) for head, text in pairs if text)
 
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
         """Return the report with the rows of the schedule to blame."""
@@ -272,8 +272,8 @@ class Report:
 
     def text(self, width: int = 100, *, verbose: bool = False) -> str:
         """Return the table and the verdict; `verbose` adds what was not exercised, line by line."""
-        told = lines(self, width, verbose=verbose, more="report.gaps")
-        return "\n".join(text for _, text in told).rstrip()
+        all_lines = lines(self, width, verbose=verbose, more="report.gaps")
+        return "\n".join(text for _, text in all_lines).rstrip()
 
     def __str__(self) -> str:
         return self.text()
@@ -318,19 +318,19 @@ def _kinds(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     return kinds
 
 
-def _summed(kind: str, rows: list[Row]) -> Summary:
+def _summarise(kind: str, rows: list[Row]) -> Summary:
     failed = [row for row in rows if not row.ok]
     worst = failed[0] if failed else max(rows, key=_closeness)
     names = {row.name for row in rows}
     good = len(names - {row.name for row in failed})
-    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
+    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _describe_single(worst)
     detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
     if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
         detail = ", ".join(dict.fromkeys(row.name for row in rows))
     return Summary(kind, detail, worst, not failed)
 
 
-def _single(row: Row) -> str:
+def _describe_single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
 
 
@@ -363,7 +363,12 @@ STYLE = (
 
 def fragment(report: Report) -> str:
     """Return the report as HTML for another page."""
-    parts = [*_head(report), *_table_picture(report), *_failure_picture(report), *_rest(report)]
+    parts = [
+        *_head_html(report),
+        *_table_html(report),
+        *_failure_html(report),
+        *_notes_html(report),
+    ]
     return f'<div class="eq"><style>{STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
 
 
@@ -381,7 +386,7 @@ def page(report: Report) -> str:
     )
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head_html(report: Report) -> Iterator[str]:
     if report.title:
         yield f"<h1>{html.escape(report.title)}</h1>"
     kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
@@ -391,7 +396,7 @@ def _head(report: Report) -> Iterator[str]:
         yield f'<p class="s">{html.escape(said)}</p>'
 
 
-def _table_picture(report: Report) -> Iterator[str]:
+def _table_html(report: Report) -> Iterator[str]:
     heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
     kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # which a phone does without
     cells = "".join(f'<th class="{kinds.get(h, "")}">{html.escape(h)}</th>' for h in heads)
@@ -409,7 +414,7 @@ def _table_picture(report: Report) -> Iterator[str]:
 
 def _scale(one: Summary) -> str:
     """Draw the error as a dot, or as a cross beyond the gate; an error of 0 is at the left end."""
-    x, gate = _at(one.worst.error), _at(one.worst.gate)
+    x, gate = _scale_x(one.worst.error), _scale_x(one.worst.gate)
     said = f"error {one.worst.error:.1e}, gate {one.worst.gate:.0e}"
     mark = f'<circle class="dot" cx="{x:.1f}" cy="8" r="4.5"/>'
     if not one.ok:
@@ -423,7 +428,7 @@ def _scale(one: Summary) -> str:
     )
 
 
-def _at(error: float) -> float:
+def _scale_x(error: float) -> float:
     """Return the x of a relative error; NaN and infinity are at the right end."""
     if not error:
         return 0.0
@@ -431,7 +436,7 @@ def _at(error: float) -> float:
     return WIDE * (min(max(decade, LOW), HIGH) - LOW) / (HIGH - LOW)
 
 
-def _failure_picture(report: Report) -> Iterator[str]:
+def _failure_html(report: Report) -> Iterator[str]:
     rows = "".join(
         f'<tr><td class="different">{html.escape(name)}</td>'
         f"<td><code>{html.escape(text)}</code></td></tr>"
@@ -441,9 +446,9 @@ def _failure_picture(report: Report) -> Iterator[str]:
         yield f"<table>{rows}</table>"
 
 
-def _rest(report: Report) -> Iterator[str]:
+def _notes_html(report: Report) -> Iterator[str]:
     for bound in report.bounds:
-        yield _bound(bound)
+        yield _bound_html(bound)
     for what in report.unchecked:
         yield f'<p class="open">not checked: {html.escape(what)}</p>'
     for gap in report.gaps:
@@ -451,6 +456,6 @@ def _rest(report: Report) -> Iterator[str]:
         yield f'<p class="s">{html.escape(words)}</p>'
 
 
-def _bound(bound: Bound) -> str:
+def _bound_html(bound: Bound) -> str:
     why = "".join(f"<br>{html.escape(text)}" for text in bound.why)
     return f'<p class="{HOLDS[bound.holds]}">expected: {html.escape(str(bound))}{why}</p>'

@@ -204,7 +204,7 @@ def located(
 ) -> Located:
     """Find the first module that is wrong in the first step; empty if it cannot be found.
 
-    Nothing is searched in a program that starts from other weights. `told` are the conditions with
+    Nothing is searched in a program that starts from other weights. `conditions` have
     the report's names; those of the trial have the ranks' names. In a low `dtype` the discrete
     operators repeat the choices in `chosen`.
     """

@@ -45,7 +45,7 @@ class Trial:
 
 def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
     """Return trials in which these failing rows may fail again, the cheapest first."""
-    found = [trial for row in rows for trial in _ways(row, failure)]
+    found = [trial for row in rows for trial in _trials_of_row(row, failure)]
     unique: list[Trial] = []
     for trial in sorted(found, key=lambda t: t.cost):
         if trial not in unique:
@@ -53,11 +53,15 @@ def trials_of(rows: Sequence[Row], failure: Failure) -> list[Trial]:
     return unique
 
 
-def _ways(row: Row, failure: Failure) -> Iterator[Trial]:
+def _trials_of_row(row: Row, failure: Failure) -> Iterator[Trial]:
     if row.condition == "kernels":
-        yield Trial(replace(failure.told[0], batches=failure.told[0].batches[:1]), kernels=True)
+        yield Trial(
+            replace(failure.conditions[0], batches=failure.conditions[0].batches[:1]), kernels=True
+        )
         return
-    condition = next((c for c in failure.told if c.name == row.condition), failure.told[0])
+    condition = next(
+        (c for c in failure.conditions if c.name == row.condition), failure.conditions[0]
+    )
     most = len(condition.batches)
     saved, working = row.kind == "saved state", row.kind.endswith(" in working dtype")
     early = saved or working or row.kind.startswith("optimizer ")
@@ -86,18 +90,20 @@ class Again:
         if trial.kernels:
             assert failure.working is not None
             plan = only(failure.working.plan, rows)
-            return trials(replace(failure.working, plan=plan), failure.told)[0]
-        case, told = _with(failure.case, rows), self._conditions(rows)
-        if self._right is None or _follows(failure.case):
-            self._right, _ = original(case, told)
+            return trials(replace(failure.working, plan=plan), failure.conditions)[0]
+        case, conditions = _case_of_rows(failure.case, rows), self._conditions(rows)
+        if self._right is None or _original_depends_on_rows(failure.case):
+            self._right, _ = original(case, conditions)
         if trial.saved or trial.working:
-            working = _with(failure.working, rows) if trial.working and failure.working else None
+            working = (
+                _case_of_rows(failure.working, rows) if trial.working and failure.working else None
+            )
             count = len(trial.condition.batches)
             working = working and replace(working, batches=working.batches[:count])
-            found = failure.whole(case, working, told, self._right)
+            found = failure.whole(case, working, conditions, self._right)
             kind = " in working dtype" if trial.working else "saved state"
             return [row for row in found if row.kind.endswith(kind)]
-        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
+        actual: Any = self.pool.run(tried, case.plan.mesh.world, case, conditions)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
     def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
@@ -106,21 +112,21 @@ class Again:
         Before a trial of saved state, one step of the first condition makes the program that loads
         it.
         """
-        first, condition = self.failure.told[0], self.trial.condition
+        first, condition = self.failure.conditions[0], self.trial.condition
         loads = self.trial.saved and condition.name != first.name
         before = [replace(first, batches=first.batches[:1])] if loads else []
-        own = condition.case and _with(condition.case, rows)
+        own = condition.case and _case_of_rows(condition.case, rows)
         return [*before, replace(condition, case=own)]
 
 
-def _follows(case: Case) -> bool:
+def _original_depends_on_rows(case: Case) -> bool:
     """Return whether the original depends on rows of the plan, so that fewer rows change it."""
     plan = case.plan
     rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
     return case.parted or case.table is not None or any(map(bool, rules))
 
 
-def _with(case: Case, rows: Sequence[Action]) -> Case:
+def _case_of_rows(case: Case, rows: Sequence[Action]) -> Case:
     return prepared(replace(case, plan=only(case.plan, rows)))
 
 
@@ -143,7 +149,7 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
     rows together must fail. A single culprit takes about log2(n) runs. Delta debugging is from
     Zeller, Hildebrandt: Simplifying and isolating failure-inducing input, TSE 2002.
     """
-    asked = _Asked(rows, fails)
+    asked = _CachedPredicate(rows, fails)
     everything = tuple(range(len(rows)))
     if not everything or asked(()):
         return Blame((), 0, asked.runs)
@@ -152,7 +158,7 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
         middle = (low + high) // 2
         low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
     culprit = high - 1
-    found = (culprit,) if asked((culprit,)) else _minimal(everything[:high], culprit, asked)
+    found = (culprit,) if asked((culprit,)) else _minimise(everything[:high], culprit, asked)
     found = _without_pairs(found, asked)
     return Blame(tuple(rows[i] for i in found), high, asked.runs)
 
@@ -171,7 +177,7 @@ def _without_pairs(
     return failing
 
 
-class _Asked(Generic[T]):
+class _CachedPredicate(Generic[T]):
     """The predicate on sets of indices, with cached results."""
 
     def __init__(self, rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> None:
@@ -186,7 +192,7 @@ class _Asked(Generic[T]):
         return self.known[subset]
 
 
-def _minimal(
+def _minimise(
     failing: tuple[int, ...], culprit: int, asked: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...]:
     """Return a failing subset from which no row except the culprit can be left out."""
@@ -196,7 +202,7 @@ def _minimal(
         pieces = min(pieces, len(others))
         size = -(-len(others) // pieces)
         chunks = [others[i : i + size] for i in range(0, len(others), size)]
-        less = _less(others, chunks, lambda rest: asked((*rest, culprit)))
+        less = _smaller_failing(others, chunks, lambda rest: asked((*rest, culprit)))
         if less is not None:
             others, pieces = less, max(2, pieces - 1)
         elif pieces < len(others):
@@ -206,7 +212,7 @@ def _minimal(
     return (*others, culprit)
 
 
-def _less(
+def _smaller_failing(
     others: tuple[int, ...],
     chunks: list[tuple[int, ...]],
     fails: Callable[[tuple[int, ...]], bool],
@@ -223,7 +229,7 @@ MOST_RUNS = 24  # to find fewer modules
 def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
     """Find the rows to blame, first at suspected modules. All rows together must fail."""
     asked = 0
-    for near in _near(rows, hints):
+    for near in _rows_near(rows, hints):
         asked += 1
         if again(near):
             found = blame(near, again)
@@ -232,20 +238,20 @@ def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blam
     return replace(found, runs=found.runs + asked)
 
 
-def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
+def _rows_near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action, ...]]:
     """Yield rows near suspected modules: each alone, all of them, those of enclosing modules."""
-    told: set[tuple[int, ...]] = set()
+    seen: set[tuple[int, ...]] = set()
     for hint in hints:
-        for around in _outwards(hint):
-            at = [row for row in rows if _shapes(row) and _acts(row, around)]
+        for around in _enclosing(hint):
+            at = [row for row in rows if _changes_computation(row) and _acts_on(row, around)]
             for near in (*((row,) for row in at if around == hint), tuple(at)):
                 numbers = tuple(row.row for row in near)
-                if near and len(near) < len(rows) and numbers not in told:
-                    told.add(numbers)
+                if near and len(near) < len(rows) and numbers not in seen:
+                    seen.add(numbers)
                     yield near
 
 
-def _outwards(fqn: str) -> Iterator[str]:
+def _enclosing(fqn: str) -> Iterator[str]:
     """Yield a module and the two around it."""
     for _ in range(3):
         if fqn:
@@ -253,11 +259,11 @@ def _outwards(fqn: str) -> Iterator[str]:
         fqn = fqn.rpartition(".")[0]
 
 
-def _shapes(row: Action) -> bool:
+def _changes_computation(row: Action) -> bool:
     return row.changes(Facet.PLACEMENT, Facet.STRUCTURE, Facet.SHAPE)
 
 
-def _acts(row: Action, fqn: str) -> bool:
+def _acts_on(row: Action, fqn: str) -> bool:
     return any(_touches(site, fqn) for site in row.sites)
 
 
@@ -273,30 +279,30 @@ def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> 
     single = [replace(row, sites=group) for row in rows for group in row.each]
     if len(single) == len(rows):
         return ()
-    fails = _at_most(MOST_RUNS, again)
+    fails = _limit_runs(MOST_RUNS, again)
     wanted = {row.row for row in rows}
     for hint in hints:
-        for around in _outwards(hint):
-            near = [one for one in single if _acts(one, around)]
+        for around in _enclosing(hint):
+            near = [one for one in single if _acts_on(one, around)]
             if len(near) < len(single) and {one.row for one in near} == wanted and fails(near):
-                return tuple(_joined(near))
+                return tuple(_join_rows(near))
     places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
     single.sort(key=lambda one: (places[one.sites[0]], one.row))
-    return tuple(_joined(blame(single, fails).rows))
+    return tuple(_join_rows(blame(single, fails).rows))
 
 
-def _at_most(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
+def _limit_runs(runs: int, again: Again) -> Callable[[Sequence[Action]], bool]:
     """Limit the runs of a predicate; after the last run it returns False."""
     left = [runs]
 
     def fails(some: Sequence[Action]) -> bool:
         left[0] -= 1
-        return left[0] >= 0 and again(_joined(some))
+        return left[0] >= 0 and again(_join_rows(some))
 
     return fails
 
 
-def _joined(some: Sequence[Action]) -> list[Action]:
+def _join_rows(some: Sequence[Action]) -> list[Action]:
     """Join actions of one row, in the order of rows."""
     joined: dict[int, Action] = {}
     for one in some:
@@ -305,7 +311,7 @@ def _joined(some: Sequence[Action]) -> list[Action]:
     return [joined[row] for row in sorted(joined)]
 
 
-def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) -> Refusal:
+def placed(refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: Pool) -> Refusal:
     """Return the refusal with the place of the last of the fewest rows that cause it.
 
     A refusal while a model runs has no row. The refusal is returned unchanged if it has a place, or
@@ -313,12 +319,12 @@ def placed(refusal: Refusal, case: Case, told: Sequence[Condition], pool: Pool) 
     """
     if any(one.primary.span for one in refusal.diagnostics):
         return refusal
-    step = replace(told[0], batches=told[0].batches[:1])
+    step = replace(conditions[0], batches=conditions[0].batches[:1])
     code = refusal.diagnostic.code
 
     def stops(rows: Sequence[Action]) -> bool:
         try:
-            some = _with(case, rows)
+            some = _case_of_rows(case, rows)
         except Refusal:
             return False  # these rows alone are not legal
         try:
@@ -348,9 +354,9 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     if not bad:  # what both sides draw by is no row's
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.acts)
-    again = _seen_again(bad, failure, rows, pool)
+    again = _find_trial(bad, failure, rows, pool)
     batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
-    where = None if bad[0].condition == "kernels" else _location(bad[0], failure, batch, pool)
+    where = None if bad[0].condition == "kernels" else _locate(bad[0], failure, batch, pool)
     found: Blame[Action] = Blame((), 0, 0)
     least: tuple[Action, ...] = ()
     if again is not None:
@@ -358,10 +364,10 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
         found = culprits(rows, again, hints)
         least = fewest_sites(found.rows, again, hints)
     lines = [
-        *_first_bad(bad, failure.expected),
-        *(_told(where, bad[0]) if where is not None else ()),
+        *_describe_first(bad, failure.expected),
+        *(_describe_location(where, bad[0]) if where is not None else ()),
     ]
-    lines += _bisected(rows, found, least, report.command)
+    lines += _describe_rows(rows, found, least, report.command)
     return replace(
         report,
         blamed=tuple(shown(action) for action in found.rows),
@@ -381,7 +387,7 @@ def _hints(failure: Failure, guilty: Sequence[str], bad: Sequence[Row]) -> list[
     return []
 
 
-def _seen_again(
+def _find_trial(
     bad: Sequence[Row], failure: Failure, rows: tuple[Action, ...], pool: Pool
 ) -> Again | None:
     """Return the cheapest trial in which all rows together fail again; None if there is none."""
@@ -392,7 +398,7 @@ def _seen_again(
     return None
 
 
-def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
+def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
     """Find the wrong module; None if modules cannot be run separately or ranks fail."""
     if failure.case.plan.context_axes:
         return None  # a call of the original is no part's alone
@@ -406,7 +412,7 @@ def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Locatio
 # -- in words ----------------------------------------------------------------------------------
 
 
-def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
+def _describe_first(bad: Sequence[Row], expected: Observation) -> Lines:
     """Yield the first wrong gradient in backward order, and the last right one before it."""
     first = bad[0]
     if first.kind != "gradients":
@@ -419,7 +425,7 @@ def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
     yield "last good before", before[-1] if before else "none: it is the first"
 
 
-def _told(where: Location, first: Row) -> Lines:
+def _describe_location(where: Location, first: Row) -> Lines:
     if where.first:
         yield "first activation", f"{where.first}   error {where.error:.1e}"
         yield "last good before", where.before or "none: it is the first"
@@ -438,7 +444,7 @@ def _told(where: Location, first: Row) -> Lines:
         yield "not tried", f"{len(where.unknown)} modules of unknown layout: {where.unknown[0]} ..."
 
 
-def _bisected(
+def _describe_rows(
     rows: Sequence[Action], found: Blame[Action], least: Sequence[Action], command: str
 ) -> Lines:
     if not found.rows:

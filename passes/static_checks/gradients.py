@@ -104,7 +104,7 @@ CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do
 
 def types(plan: Plan, gradients: Gradients) -> Claim:
     """Check the types of all calls of a forward on each axis (S713)."""
-    problems = [(f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "type"]
+    problems = [(f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind == "type"]
     said = f"{gradients.calls} calls, {gradients.sums} pending sums"
     return Claim("placement types", said, folded(problems))
 
@@ -121,20 +121,20 @@ def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> 
         mine = {p: [one for one in book[p] if name in one.names] for p in places}
         kinds[_kind(gradient)] += 1
         for axis in gradient.shares:
-            if axis in _pipeline(plan):
+            if axis in _pipeline_axes(plan):
                 continue
-            problems += ((name, d) for d in _axis(plan, name, gradient, axis, mine))
-        problems += ((name, d) for d in _copies(plan, name, gradient, mine))
-        problems += ((name, d) for d in _divided(plan, name, mine))
-        problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
-    problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind != "type")
+            problems += ((name, d) for d in _check_axis(plan, name, gradient, axis, mine))
+        problems += ((name, d) for d in _check_copies(plan, name, gradient, mine))
+        problems += ((name, d) for d in _check_divisors(plan, name, mine))
+        problems += ((name, d) for d in _check_stages(plan, prepared, name, gradient, mine))
+    problems += ((f.fqn, _diagnose(plan, f)) for f in gradients.faults if f.kind != "type")
     still = len(plan.model.unique) - len(gradients.found)
     more = f", {still} without a gradient" if still else ""
     said = f"{len(gradients.found)} parameters, {len(kinds)} kind{'s' * (len(kinds) != 1)}{more}"
     return Claim("reductions", said, folded(problems))
 
 
-def _pipeline(plan: Plan) -> tuple[str, ...]:
+def _pipeline_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(axis for cut in plan.cuts for axis in plan.mesh.fold(cut.axis))
 
 
@@ -144,17 +144,19 @@ def _kind(gradient: Gradient) -> tuple[object, ...]:
     return (*shares, len(gradient.stages) > 1)
 
 
-def _fault(plan: Plan, fault: Fault) -> Diagnostic:
+def _diagnose(plan: Plan, fault: Fault) -> Diagnostic:
     return Diagnostic(
         CODES[fault.kind], fault.reason, placed(axis_row(plan, fault.fqn, fault.axis))
     )
 
 
-def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> Iterator[Diagnostic]:
+def _check_axis(
+    plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book
+) -> Iterator[Diagnostic]:
     """Yield problems of one parameter along one axis, at each stage that holds the parameter."""
     share = gradient.shares[axis]
     due = int(share.kind == "part")
-    label = placed(axis_row(plan, _user(plan, name, gradient), axis))
+    label = placed(axis_row(plan, _module_of(plan, name, gradient), axis))
     for sums in mine.values():
         done = sum(axis in one.axes for one in sums)
         over = done - due + share.times
@@ -169,7 +171,7 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
             return
 
 
-def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
+def _check_copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
     """Yield problems of a shard that several ranks hold: its gradient is summed over them once."""
     for split in plan.held(name).splits:
         over = {neighbours(split.axis, split.uneven.repeat)}
@@ -180,33 +182,33 @@ def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[D
             if done != 1:
                 said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
                 said += f" gradient is summed over them {done} times"
-                label = placed(axis_row(plan, _user(plan, name, gradient), split.axis))
+                label = placed(axis_row(plan, _module_of(plan, name, gradient), split.axis))
                 yield Diagnostic("S712" if done else "S711", said, label)
                 return
 
 
-def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
+def _check_divisors(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
     """Yield sums that divide: the loss already contains the weight of each part of the batch."""
     for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
         over = f" over `{', '.join(one.axes)}`" if one.axes else ""
         said = f"the sum of gradients{over} is divided by {one.divisor:g}"
         note = "the loss of each rank is already weighted by its share of the batch"
-        summed = next((s.axes for s in (one, *_last_first(mine)) if s.axes), ())
+        summed = next((s.axes for s in (one, *_reversed_sums(mine)) if s.axes), ())
         row = axis_row(plan, name, summed[0]) if summed else None
         yield Diagnostic("S712", said, placed(row), notes=(note,))
 
 
-def _last_first(mine: Book) -> list[Booked]:
+def _reversed_sums(mine: Book) -> list[Booked]:
     """Return all sums at all stages, the last one first."""
     return [one for sums in mine.values() for one in reversed(sums)]
 
 
-def _user(plan: Plan, name: str, gradient: Gradient) -> str:
+def _module_of(plan: Plan, name: str, gradient: Gradient) -> str:
     owner = plan.model.owner(name).fqn
     return owner or next(iter(gradient.sites), "")
 
 
-def _stages(
+def _check_stages(
     plan: Plan, prepared: Prepared, name: str, gradient: Gradient, mine: Book
 ) -> Iterator[Diagnostic]:
     """Yield problems of a parameter of several stages: each holds it, and one sum joins them."""

@@ -101,8 +101,8 @@ def owners(
     A parameter belongs to one stage, or to several through a tie or code between units. Each
     simulated rank must have given its optimizer every trained parameter that it holds, once.
     """
-    problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
-    problems += _optimizers(plan, played)
+    problems = [*_check_parameters(plan, prepared, gradients), *_check_buffers(plan, prepared)]
+    problems += _check_optimizers(plan, played)
     stages = prepared.staged.cut.stages
     buffers = dict(plan.model.model.named_buffers())
     said = (
@@ -115,7 +115,7 @@ def owners(
     return Claim("ownership", said, folded(found))
 
 
-def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
+def _stages_of_units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
     """Return the stages of the units that contain a tensor with these names."""
     cut = prepared.staged.cut
     return frozenset(
@@ -125,7 +125,7 @@ def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
     )
 
 
-def _parameters(
+def _check_parameters(
     plan: Plan, prepared: Prepared, gradients: Gradients | None
 ) -> Iterator[tuple[str, str]]:
     staged = prepared.staged
@@ -139,14 +139,14 @@ def _parameters(
         if not holders:
             yield name, "a parameter is held by no stage"
             continue
-        inside = staged.places(*_units(prepared, fact.names))
+        inside = staged.places(*_stages_of_units(prepared, fact.names))
         used = gradients.found.get(name) if gradients is not None else None
         reads = staged.places(*used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
 
 
-def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
+def _check_buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
     """Yield buffers without a stage: of a unit, the unit's stage; else the stages that read them.
 
     A buffer that nothing reads needs no stage: a forward may take a view of it and discard the
@@ -160,7 +160,7 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
     read = frozenset().union(*(r.buffers for r in (*graph.reads, *graph.between, graph.final)))
     same = {names[0]: names for names in plan.model.shared_buffers}
     for name, _ in plan.model.model.named_buffers():
-        inside = staged.places(*_units(prepared, same.get(name, (name,))))
+        inside = staged.places(*_stages_of_units(prepared, same.get(name, (name,))))
         holders = assigned.get(name)
         if holders is not None and not holders:
             yield name, "a buffer is held by no stage"
@@ -168,7 +168,7 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
             yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
 
 
-def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
+def _check_optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
     """Yield trained parameters that a rank does not give to its optimizer exactly once."""
     for role in played:
         given = Counter(role.trained)
@@ -190,19 +190,25 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
     plan = step.plan
     micro = plan.micro
     shares = split(batch, plan.dealt, micro)
-    found = [part for row in shares for whole in row for part in _tokens(step, whole)]
+    found = [part for row in shares for whole in row for part in _weighed_inputs(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
     by = weight_of if step.prepared.tokens is None else weight_by_tokens
     weigh = step.weight or by(step.prepared.traced, len(found))
     each, whole = [float(weigh(part)) for part in found], float(weigh(batch))
-    problems = [*_whole(step, each, whole), *_counted(step, weigh), *_step(step, played)]
+    problems = [
+        *_check_total(step, each, whole),
+        *_check_label_count(step, weigh),
+        *_check_step(step, played),
+    ]
     said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"
-    unseen = () if _labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
+    unseen = (
+        () if _counts_labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
+    )
     return Claim("loss weights", said, tuple(problems), unseen=unseen)
 
 
-def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
+def _weighed_inputs(step: Step, part: Part) -> list[Mapping[str, Any]]:
     """Return the inputs that determine a part's weight, one for each rank with own tokens."""
     tokens = step.prepared.tokens
     if tokens is None:
@@ -211,32 +217,32 @@ def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
     return [one.weighed if one.weighed is not None else one.inputs for one in pieces]
 
 
-def _labels(step: Step) -> bool:
+def _counts_labels(step: Step) -> bool:
     return step.weight is None and len(step.prepared.traced.labels) == 1
 
 
-def _row(step: Step) -> Any:
+def _weight_row(step: Step) -> Any:
     plan = step.plan
     return placed(facet_row(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
-def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
+def _check_total(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
     if not math.isclose(sum(each), whole, rel_tol=NEAR):
         said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {whole:g}"
-        yield Diagnostic("S716", said, _row(step))
+        yield Diagnostic("S716", said, _weight_row(step))
 
 
-def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
+def _check_label_count(step: Step, weigh: Any) -> Iterator[Diagnostic]:
     """Compare a part's weight with the number of labels that the loss averages over."""
-    if not _labels(step):
+    if not _counts_labels(step):
         return
     counts, said = step.prepared.traced.label_counts, float(weigh(step.sample))
     if len(counts) == 1 and counts[0] != said:
         title = f"the loss averages over {counts[0]:g} labels of a part that weighs {said:g}"
-        yield Diagnostic("S716", title, _row(step))
+        yield Diagnostic("S716", title, _weight_row(step))
 
 
-def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
+def _check_step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
     """Check that weights of corresponding parts of all replicas add up to 1 (S716)."""
     from schedlang.pipeline.timeline.versions import updates
 
@@ -249,7 +255,7 @@ def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
         total = sum(weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
             said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
-            yield Diagnostic("S716", said, _row(step))
+            yield Diagnostic("S716", said, _weight_row(step))
             return
 
 

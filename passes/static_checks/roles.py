@@ -124,10 +124,10 @@ def _without_kernels(plan: Plan) -> Plan:
 def roles(step: Step) -> list[Role]:
     """Simulate a step on every rank that differs from others."""
     short = shortened(step)
-    return [_role(short, rank) for rank in ranks_to_play(short.plan, short.prepared)]
+    return [_simulate_rank(short, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
 
-def _role(step: Step, rank: int) -> Role:
+def _simulate_rank(step: Step, rank: int) -> Role:
     from schedlang.runtime.played import play
 
     trained: list[str] = []
@@ -150,14 +150,14 @@ def _role(step: Step, rank: int) -> Role:
         plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,
         tuple(tap.log),
         tuple(played.letters),
-        tuple(_sums(step, program, played.answers, tap)),
+        tuple(_observed_sums(step, program, played.answers, tap)),
         tuple(played.weights),
         tuple(trained),
         frozenset(program.assembly.parameters),
     )
 
 
-def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
+def _observed_sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
     """Yield the sums of gradients: all-reduces of their storage, or of buffers that contain them.
 
     A gradient that is multiplied outside of a sum is yielded as a sum over no axis, with a divisor.
@@ -279,10 +279,16 @@ Logs = Mapping[int, Sequence["Sent"]]
 def matching(plan: Plan, prepared: Prepared, played: Sequence[Role]) -> Claim:
     """Compare the logs of simulated ranks (S714), and pair the messages of all microbatches."""
     logs = {role.rank: role.log for role in played}
-    problems = [("all ranks", d) for d in (*_groups(plan, logs), *_met(plan, logs))]
+    problems = [
+        ("all ranks", d) for d in (*_check_groups(plan, logs), *_check_collectives(plan, logs))
+    ]
     problems += [
         ("messages", d)
-        for d in (*_messages(plan, logs), *_letters(plan, played), *_timeline(plan, prepared))
+        for d in (
+            *_check_messages(plan, logs),
+            *_check_message_names(plan, played),
+            *_check_timeline(plan, prepared),
+        )
     ]
     sent = [one for log in logs.values() for one in log if one.lane is not None]
     groups = {one.lane for one in sent if one.ends is None}
@@ -309,7 +315,7 @@ def _unseen(plan: Plan, prepared: Prepared, logs: Logs) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+def _check_groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Yield a problem unless all ranks make the same groups in the same order, members or not."""
     made = {rank: [one for one in log if one.lane is None] for rank, log in logs.items()}
     first, *others = made
@@ -326,7 +332,7 @@ def _groups(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
             return
 
 
-def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+def _check_collectives(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Run collectives against each other until all are done, two differ, or all ranks wait."""
     left = {
         rank: [one for one in reversed(log) if one.lane is not None and one.ends is None]
@@ -344,33 +350,35 @@ def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
                 break
             other = next((r for r, head in heads.items() if head != mine), None)
             if other is not None:
-                yield _differ(plan, mine.lane, rank, mine, other, heads[other])
+                yield _describe_difference(plan, mine.lane, rank, mine, other, heads[other])
                 return
             for member in members:
                 left[member].pop()
             ready += members
     stuck = {rank: rest[-1] for rank, rest in left.items() if rest}
     if stuck:
-        yield _stuck(plan, stuck, left)
+        yield _describe_deadlock(plan, stuck, left)
 
 
-def _row(plan: Plan, lane: Lane, one: Sent) -> Action | None:
+def _row_of_group(plan: Plan, lane: Lane, one: Sent) -> Action | None:
     """Return the row that introduces the axis along which a group lies."""
     at = [plan.mesh.coordinates(rank) for rank in lane.ranks]
     axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
     return axis_row(plan, one.fqn, axes[0]) if len(axes) == 1 else None
 
 
-def _differ(
+def _describe_difference(
     plan: Plan, lane: Lane, rank: int, mine: Sent, other: int, theirs: Sent | None
 ) -> Diagnostic:
     said = f"ranks {rank} and {other} do not agree on a collective of {lane}"
     at = f" at `{mine.fqn}`" if mine.fqn else ""
     notes = (f"rank {rank} sends {mine}{at}", f"rank {other} sends {theirs}")
-    return Diagnostic("S714", said, placed(_row(plan, lane, mine)), notes=notes)
+    return Diagnostic("S714", said, placed(_row_of_group(plan, lane, mine)), notes=notes)
 
 
-def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]) -> Diagnostic:
+def _describe_deadlock(
+    plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
+) -> Diagnostic:
     """Describe ranks that wait forever, for each other or for a rank that is done."""
     rank, mine = next(iter(stuck.items()))
     assert mine.lane is not None
@@ -380,10 +388,10 @@ def _stuck(plan: Plan, stuck: Mapping[int, Sent], left: Mapping[int, list[Sent]]
     theirs = f"waits in {stuck[other]} of {stuck[other].lane}" if other in stuck else "is done"
     notes = (f"rank {rank} waits in {mine} of {mine.lane}", f"rank {other} {theirs}")
     said = f"ranks {rank} and {other} wait for each other, or for ever"
-    return Diagnostic("S714", said, placed(_row(plan, mine.lane, mine)), notes=notes)
+    return Diagnostic("S714", said, placed(_row_of_group(plan, mine.lane, mine)), notes=notes)
 
 
-def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
+def _check_messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
     """Check that sent and expected messages agree, in order, on every simulated channel."""
     channels: dict[tuple[Lane, tuple[int, int]], dict[str, list[Sent]]] = {}
     for log in logs.values():
@@ -408,7 +416,7 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
             return
 
 
-def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
+def _check_message_names(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
     """Check that each message has the value and microbatch that the receiver expects (S714)."""
     ranks = {role.rank for role in played}
     channels: dict[tuple[int, int], dict[bool, list[Letter]]] = {}
@@ -420,12 +428,14 @@ def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
         for sent, due in zip_longest(both[True], both[False]):
             if sent is None or due is None or (sent.name, sent.tensors) != (due.name, due.tensors):
                 said = f"rank {target} takes a message of rank {source} for another one"
-                notes = (f"{_called(sent)} is sent, {_called(due)} is expected",)
+                notes = (
+                    f"{_describe_message(sent)} is sent, {_describe_message(due)} is expected",
+                )
                 yield Diagnostic("S714", said, placed(facet_row(plan, Facet.STAGE)), notes=notes)
                 return
 
 
-def _called(letter: Letter | None) -> str:
+def _describe_message(letter: Letter | None) -> str:
     if letter is None:
         return "nothing"
     name = letter.name
@@ -433,7 +443,7 @@ def _called(letter: Letter | None) -> str:
     return f"{what} of microbatch {name.microbatch} from stage {name.source} to stage {name.target}"
 
 
-def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
+def _check_timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     """Check that the timeline ends for all microbatches, and that its transfers are paired."""
     from schedlang.pipeline.timeline.proof import check, check_queues, with_transfers
     from schedlang.pipeline.timeline.table import TimelineError

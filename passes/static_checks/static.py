@@ -72,16 +72,16 @@ def static(
         sample = sample_of(batch, plan.dealt, plan.micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     with kept_outside(plan.model.model, loss):
-        told = gradients(plan, step.prepared, sample, loss)
-        played, sliced, why = _played(step)
-    assert told is not None, "a model without a loss is refused before"
+        inferred = gradients(plan, step.prepared, sample, loss)
+        played, sliced, why = _simulate(step)
+    assert inferred is not None, "a model without a loss is refused before"
     book = executed(plan, step.prepared, played, sliced)
-    return _all(
-        ledger(plan, step.prepared, told, book),
-        types(plan, told),
+    return _join_claims(
+        ledger(plan, step.prepared, inferred, book),
+        types(plan, inferred),
         weights(step, batch, played),
         matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
-        owners(plan, step.prepared, told, played),
+        owners(plan, step.prepared, inferred, played),
     )
 
 
@@ -107,13 +107,13 @@ def check_sums(
         return
     with kept_outside(plan.model.model, loss):
         sample = sample_of(batch, 1 if local else plan.dealt, plan.micro)
-        told = gradients(plan, prepared, sample, loss)
-    if told is not None:
-        for problem in ledger(plan, prepared, told, planned(plan, prepared)).problems:
+        inferred = gradients(plan, prepared, sample, loss)
+    if inferred is not None:
+        for problem in ledger(plan, prepared, inferred, planned(plan, prepared)).problems:
             raise Refusal(problem)
 
 
-def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+def _simulate(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
     """Simulate ranks; return their steps and sliced sums by stage, or nothing and the reason."""
     from schedlang.diagnostics.diagnostic import Refusal
     from schedlang.ir import pytree
@@ -138,5 +138,5 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
         )
 
 
-def _all(*claims: Claim) -> Static:
+def _join_claims(*claims: Claim) -> Static:
     return Static(claims, (*(u for claim in claims for u in claim.unseen), *UNSEEN))

@@ -20,17 +20,17 @@ from schedlang.report import Row
 # ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
 
 
-_INSIDE = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
-_NEEDED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}  # no other row needs such a row
+_LOCAL_FACETS = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
+_FACETS_OTHERS_NEED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}  # no other row needs such a row
 IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
 _KINDS = (
     *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
     *("other state", "hidden buffers"),
 )
 EXACT = "exact rows"
-_UNSLICED = "at stage 0"
+_AT_STAGE_0 = "at stage 0"
 _BACKWARD = ("gradients", "input gradients", "parameters")
-_REGROUPED = 8 * 2.0**-52  # of the norm: a few float64 additions, made in another order
+_REORDER_RTOL = 8 * 2.0**-52  # of the norm: a few float64 additions, made in another order
 
 
 def given_up(plan: Plan) -> frozenset[str]:
@@ -42,17 +42,19 @@ def given_up(plan: Plan) -> frozenset[str]:
     return frozenset(
         name
         for action in plan.actions
-        if not (alone and not action.changes(*_INSIDE))
+        if not (alone and not action.changes(*_LOCAL_FACETS))
         for name in action.primitive.gives_up - IN_ORACLE
     )
 
 
 def exact_row(action: Action) -> bool:
     """Return whether a row changes no bit and can be left out: recomputation, offloading."""
-    return action.acts and not action.changes(*_NEEDED) and not action.primitive.gives_up
+    return (
+        action.acts and not action.changes(*_FACETS_OTHERS_NEED) and not action.primitive.gives_up
+    )
 
 
-def _exact(plan: Plan, action: Action) -> bool:
+def _is_exact(plan: Plan, action: Action) -> bool:
     """Return whether a row of this plan is exact; not if it recomputes from rounded inputs."""
     return exact_row(action) and action not in (row for row, _ in meeting(plan))
 
@@ -65,7 +67,7 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     with a reduction for each microbatch their grouping differs. Sliced state is then equal up to
     roundings.
     """
-    exact = [action for action in plan.actions if _exact(plan, action)]
+    exact = [action for action in plan.actions if _is_exact(plan, action)]
     dropped = sorted({action.name for action in exact})
     two = plan.mesh.size(plan.data_axes) * copies == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
@@ -76,7 +78,7 @@ def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
         row = action.primitive
         sliced = row if isinstance(row, Slicing) and row.slices else None
         if sliced and two and (plan.micro == 1 or not sliced.each_microbatch):
-            words.append(f"{action.name} {_UNSLICED}")
+            words.append(f"{action.name} {_AT_STAGE_0}")
             action = replace(action, primitive=sliced.unsliced())
         rows.append(action)
     return (of_rows(plan, rows), ", ".join(words)) if words else None
@@ -97,11 +99,13 @@ def exact_rows(
 
     wanted = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
     rows = compare(first(without), first(program), exact=True)
-    for row in _regrouped(rows, without, program, summed) if _UNSLICED in words else rows:
+    for row in (
+        _accept_reordered_sums(rows, without, program, summed) if _AT_STAGE_0 in words else rows
+    ):
         yield replace(row, kind=EXACT, name=f"{row.kind}: {row.name}", note=row.note or words)
 
 
-def _regrouped(
+def _accept_reordered_sums(
     rows: Iterable[Row], without: Observation, program: Observation, summed: Container[str]
 ) -> Iterator[Row]:
     """Accept gradient differences that come from another order of addition.
@@ -127,9 +131,9 @@ def _regrouped(
         error = math.inf
         if want is not None and got is not None:
             error = float((got - want).norm() / want.norm())
-        if error <= _REGROUPED:
+        if error <= _REORDER_RTOL:
             note = "added in another order"
-            row = replace(row, error=error, gate=_REGROUPED, ok=True, note=note)
+            row = replace(row, error=error, gate=_REORDER_RTOL, ok=True, note=note)
         yield row
 
 

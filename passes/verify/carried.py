@@ -24,7 +24,7 @@ from schedlang.runtime.kept_inside import Kept, alike
 NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as losses for a picture
 
 
-def _by_rows(parts: list[Any], whole: Any) -> bool:
+def _is_concatenation(parts: list[Any], whole: Any) -> bool:
     """Return whether the concatenation of the parts' tensors equals the tensor of the whole."""
     tensors = (
         isinstance(whole, Tensor) and whole.dim() and all(isinstance(p, Tensor) for p in parts)
@@ -32,7 +32,7 @@ def _by_rows(parts: list[Any], whole: Any) -> bool:
     return bool(tensors) and alike(torch.cat(parts), whole)
 
 
-def _follows(later: Any, fresh: Any) -> bool:
+def _depends_on_earlier(later: Any, fresh: Any) -> bool:
     """Return whether a float value differs after an earlier forward, as a running mean does.
 
     Values must have equal shapes, so a growing table does not count.
@@ -49,7 +49,7 @@ def buffers_put_back(subject: Sequential) -> Iterator[dict[str, Tensor]]:
 
     Parameters that the forward writes to, and plain attributes of modules, are restored too.
     """
-    before, plain = _kept(subject), Kept(subject.module, subject.loss)
+    before, plain = _copy_state(subject), Kept(subject.module, subject.loss)
     yield before
     subject.changed |= plain.changed().keys()
     plain.put_back()
@@ -64,7 +64,7 @@ def _state(subject: Sequential) -> dict[str, Tensor]:
     return {**dict(subject.module.named_buffers()), **parameters}
 
 
-def _kept(subject: Sequential) -> dict[str, Tensor]:
+def _copy_state(subject: Sequential) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in _state(subject).items()}
 
 
@@ -86,7 +86,7 @@ def check_buffers(
         for name in changed:
             if not near(found[name], full[name], rtol):
                 kind = "parameter" if name in subject.rewritten else "buffer"
-                raise _depends(name, kind, len(parts))
+                raise _refusal(name, kind, len(parts))
 
 
 def _buffers_after(
@@ -96,7 +96,7 @@ def _buffers_after(
     with buffers_put_back(subject) as before:
         for part in parts if before else ():
             subject.derive(part.inputs, part.rows)
-        after = _kept(subject)
+        after = _copy_state(subject)
     return before, after
 
 
@@ -127,19 +127,21 @@ def check_carried(
     carried = [name for name in names if not alike(once[name], twice[name])]
     if not carried:  # a mean that begins with its first value is that of two equal batches, too
         fresh, later = after(other), after(whole, other)
-        carried = [name for name in names if _follows(later[name], fresh[name])]
-    if not any(isinstance(once[n], NOTES) for n in carried) or _tells(subject, whole, other):
+        carried = [name for name in names if _depends_on_earlier(later[name], fresh[name])]
+    if not any(isinstance(once[n], NOTES) for n in carried) or _changes_results(
+        subject, whole, other
+    ):
         notes: tuple[type, ...] = ()
     else:
         notes = NOTES
     for name in carried:
         left = [after(*parts)[name] for parts in shares]
-        same = all(alike(one, once[name]) for one in left) or _by_rows(left, once[name])
+        same = all(alike(one, once[name]) for one in left) or _is_concatenation(left, once[name])
         if (most > 1 or not (same or shared)) and not isinstance(once[name], notes):
-            raise _depends(name, "attribute", most)
+            raise _refusal(name, "attribute", most)
 
 
-def _tells(subject: Sequential, before: Part, part: Part) -> bool:
+def _changes_results(subject: Sequential, before: Part, part: Part) -> bool:
     """Return whether an earlier forward changes a part's loss or gradients."""
 
     def given(*runs: Part) -> list[Tensor | None]:
@@ -160,7 +162,7 @@ def near(x: Tensor, r: Tensor, rtol: float) -> bool:
     )
 
 
-def _depends(name: str, kind: str, parts: int) -> Refusal:
+def _refusal(name: str, kind: str, parts: int) -> Refusal:
     why = f"{parts} microbatches in turn" if parts > 1 else "the rows of one rank alone"
     return Refusal(
         Diagnostic(

@@ -41,16 +41,16 @@ def changed_rows(case: Case) -> Iterator[Row]:
     yield _values(facts)
     modes, _ = modes_of(case)
     with ambient(*modes):
-        (apart, values, merged), own_model = _apart(facts), facts.undrawn()
-        named, grads = _derived(case, apart), _derived(case, own_model)
-        wanted, outputs = _evaluated(case, apart), _evaluated(case, own_model)
+        (apart, values, merged), own_model = _separate_names(facts), facts.undrawn()
+        named, grads = _loss_and_gradients(case, apart), _loss_and_gradients(case, own_model)
+        wanted, outputs = _evaluate(case, apart), _evaluate(case, own_model)
     size = max((float(value.double().norm()) for value in wanted.values()), default=0.0)
     for name, output in outputs.items():
         yield _row(f"in evaluation: {name}", wanted[name], output, size)
     loss, own = named.pop(""), grads.pop("")
     yield _row("loss", loss, own, abs(float(loss.double().norm())))
     scale = max((float(g.double().norm()) for g in named.values()), default=0.0)
-    named = _before(values, merged, named)
+    named = _through_merge(values, merged, named)
     for name, grad in grads.items():
         same = [n for n in facts.parameters[name].names if n in named]
         yield _row(name, sum(named[n] for n in same[1:]) + named[same[0]], grad, scale)
@@ -97,7 +97,7 @@ def _nearest(weight: Tensor, coding: Coding, found: Tensor) -> Tensor:
     return torch.cat(made, dim)
 
 
-def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
+def _separate_names(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
     """Copy the untouched model with a parameter for each name, at the changed model's values.
 
     Also return these values by name, and the copy's values, which are computed from them.
@@ -114,7 +114,7 @@ def _apart(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
     return twin, values, merged
 
 
-def _before(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
+def _through_merge(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
     """Return the gradients of the changed model's values, by the chain rule through the merge."""
     made = [name for name, value in merged.items() if name in named and value.grad_fn is not None]
     if not made:
@@ -127,7 +127,7 @@ def _before(values: Tensors, merged: Tensors, named: Tensors) -> Tensors:
     return named | {name: grad for name, grad in zip(at, more) if grad is not None}
 
 
-def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
+def _loss_and_gradients(case: Case, module: nn.Module) -> dict[str, Tensor]:
     """Return loss (under "") and gradients of the first batch in training mode; zeros for None."""
     subject, batch = Sequential(module, loss=case.loss), case.batches[0]
     found = {"": subject.derive(batch, range(rows(batch)))}
@@ -136,7 +136,7 @@ def _derived(case: Case, module: nn.Module) -> dict[str, Tensor]:
     return found | {n: torch.zeros_like(held[n]) if g is None else g for n, g in grads}
 
 
-def _evaluated(case: Case, module: nn.Module) -> Tensors:
+def _evaluate(case: Case, module: nn.Module) -> Tensors:
     """Return the outputs of the first batch in eval mode, by path."""
     output = Sequential(module, loss=case.loss).eval_step(case.batches[0])
     return {n: v for n, v in flattened(output, set()) if isinstance(v, Tensor)}

@@ -119,7 +119,7 @@ def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, fl
     for key, value in expected.tensors.items():
         if value is not None and value.numel() and (norm := _norm(value)) < math.inf:
             big = scales.get(key[:3], (0.0, 0.0))
-            scales[key[:3]] = (max(big[0], norm), max(big[1], _most(value)))
+            scales[key[:3]] = (max(big[0], norm), max(big[1], _largest(value)))
     return scales
 
 
@@ -146,7 +146,11 @@ def _difference(
         return math.inf, False, note
     x, r = unhidden(key, x, r)
     if exact or not (r.is_floating_point() or r.is_complex()):
-        return _count(x, r), torch.equal(x, r), "" if torch.equal(x, r) else "not equal bit by bit"
+        return (
+            _changed_fraction(x, r),
+            torch.equal(x, r),
+            "" if torch.equal(x, r) else "not equal bit by bit",
+        )
     return _close(x, r, *scales.get(key[:3], (0.0, 0.0)), rtol)
 
 
@@ -159,7 +163,7 @@ def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.where(hidden, 0, v) for v in values) if some else values
 
 
-def _count(x: Tensor, r: Tensor) -> float:
+def _changed_fraction(x: Tensor, r: Tensor) -> float:
     """Return the fraction of elements that differ."""
     return float((x != r).double().mean()) if x.numel() else 0.0
 
@@ -171,7 +175,7 @@ def _close(x: Tensor, r: Tensor, scale: float, most: float, rtol: float) -> tupl
         return math.nan, False, "the original itself is not finite"
     floor = FLOOR / RTOL  # so that an error of rtol is the gate, whatever rtol is
     error = over(_norm(x - r), _norm(r) + floor * scale)
-    element = over(_most(x - r), _most(r) + floor * most)
+    element = over(_largest(x - r), _largest(r) + floor * most)
     if not error <= rtol:
         return error, False, "not finite" if math.isnan(error) else ""
     if not element <= ELEMENT * rtol:
@@ -186,14 +190,14 @@ def over(a: float, b: float) -> float:
 
 def _norm(x: Tensor) -> float:
     """Return the Frobenius norm in float64; NaN if any element is NaN."""
-    return float(torch.linalg.vector_norm(x.to(_wide(x)).flatten())) if x.numel() else 0.0
+    return float(torch.linalg.vector_norm(x.to(_float64_type(x)).flatten())) if x.numel() else 0.0
 
 
-def _most(x: Tensor) -> float:
-    return float(x.to(_wide(x)).abs().max()) if x.numel() else 0.0
+def _largest(x: Tensor) -> float:
+    return float(x.to(_float64_type(x)).abs().max()) if x.numel() else 0.0
 
 
-def _wide(x: Tensor) -> dtype:
+def _float64_type(x: Tensor) -> dtype:
     return torch.complex128 if x.is_complex() else torch.float64
 
 
@@ -207,7 +211,7 @@ def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
             ok = all(torch.equal(v, values[0]) for v in values[1:])
             note = "" if ok else "tied names hold different values"
             name = " = ".join(group)
-            error = max((_count(v, values[0]) for v in values[1:]), default=0.0)
+            error = max((_changed_fraction(v, values[0]) for v in values[1:]), default=0.0)
             yield Row(condition, "tied weights", name, error, 0.0, ok, step, note)
 
 

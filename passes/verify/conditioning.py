@@ -28,7 +28,7 @@ from schedlang.report import Row
 # ---- Runs whose every result is off by a rounding.
 
 # Of results these are made without one.  Factories take no tensor, views are told by their schema.
-_MOVING = (
+_EXACT_NAMES = (
     "_reshape_alias _unsafe_view abs amax amin as_strided_scatter bernoulli cat clamp clamp_max "
     "clamp_min clone constant_pad_nd copy diag_embed diagonal_scatter embedding empty_like "
     "exponential fill flip full_like gather index index_copy index_select lift_fresh log_normal "
@@ -37,7 +37,7 @@ _MOVING = (
     "select_backward select_scatter set sign slice_backward slice_scatter sort stack take "
     "threshold_backward topk tril triu uniform unfold_backward where zero zeros_like"
 )
-_EXACT = frozenset(_MOVING.split())
+_EXACT = frozenset(_EXACT_NAMES.split())
 _POOL = 2**16  # signs that are drawn once, and read from any place on
 
 
@@ -66,7 +66,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _rounds(func) and not _doubled(func, args) and (units := _units(args)):
+        if _is_rounding(func) and not _is_power_of_two(func, args) and (units := _units(args)):
             # to a wider dtype nothing is rounded
             least = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
             with torch._C.DisableTorchFunction():  # modes are for what the model calls
@@ -114,7 +114,7 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 @cache
-def _rounds(func: Any) -> bool:
+def _is_rounding(func: Any) -> bool:
     """Return whether an operator computes new values: no view, and no exact operation."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return False
@@ -124,7 +124,7 @@ def _rounds(func: Any) -> bool:
     return not views and name not in _EXACT and name.removesuffix("_") not in _EXACT
 
 
-def _doubled(func: Any, args: Any) -> bool:
+def _is_power_of_two(func: Any, args: Any) -> bool:
     """Return whether an operator multiplies or divides by a power of two, which is exact."""
     by = args[1] if len(args) > 1 else None
     if not isinstance(by, (int, float)) or abs(math.frexp(by)[0]) != 0.5:
@@ -309,13 +309,13 @@ class Bounds:
         rtol, found, left = rtol or {}, dict[Key, Row](), dict[Key, Tensor]()
         keys = list(self._keys(program))
         chance = CHANCE / max(1, len(keys))
-        skipped = _overflowing(self._as_it_stands) if casts else frozenset()
+        skipped = _overflowing(self._unperturbed) if casts else frozenset()
         for key in keys:
             given = rtol.get(key.kind)
             row = Row(key.condition, key.kind + IN_DTYPE, key.name, math.inf, given or 1.0, False)
-            row = replace(row, step=key.step, note="" if given is None else _GIVEN)
+            row = replace(row, step=key.step, note="" if given is None else _SCHEDULE_NOTE)
             error = _error(self.exact, program, key)
-            r, s = self.exact.tensors[key], self._as_it_stands.tensors.get(key)
+            r, s = self.exact.tensors[key], self._unperturbed.tensors.get(key)
             assert r is not None
             if error is None or s is None:
                 row = replace(row, note="missing")
@@ -333,7 +333,7 @@ class Bounds:
             else:
                 left[key] = error
             found[key] = replace(row, ok=row.error <= row.gate)
-        for key, share in self._shares(left, chance, casts).items():
+        for key, share in self._ratios(left, chance, casts).items():
             note = OVERFLOWS if math.isnan(share) else ""
             found[key] = replace(found[key], error=share, ok=share <= 1.0, note=note)
         return tuple(found.values())
@@ -354,7 +354,7 @@ class Bounds:
                 return list(rows)
             left[key] = error
         widened = dict[Row, Row]()
-        for key, share in self._shares(left, CHANCE / max(1, len(rows))).items():
+        for key, share in self._ratios(left, CHANCE / max(1, len(rows))).items():
             row = failed[key]
             if share <= 1.0:
                 widened[row] = replace(row, ok=True, gate=row.error / share, note=MAGNIFIED)
@@ -362,10 +362,10 @@ class Bounds:
 
     def tells_apart(self, program: Observation) -> bool:
         """Return whether gradients overflow in other steps of the program than of the original."""
-        return _overflowing(program) != _overflowing(self._as_it_stands)
+        return _overflowing(program) != _overflowing(self._unperturbed)
 
     @property
-    def _as_it_stands(self) -> Observation:
+    def _unperturbed(self) -> Observation:
         if self._plain is None:
             self._plain = self.run(0)
         return self._plain
@@ -374,7 +374,7 @@ class Bounds:
         """Yield the floats to compare; of parameters only those of the last step."""
         last = {key[:2]: key.step for key in self.exact.tensors}
         for key, r in self.exact.tensors.items():
-            if not self._has(key) or key.kind in program.missing or r is None:
+            if not self._is_bounded(key) or key.kind in program.missing or r is None:
                 continue
             if is_left_out(key, program.left_out) or not r.is_floating_point():
                 continue
@@ -383,11 +383,11 @@ class Bounds:
             if key.kind != "parameters" or key.step == last[key[:2]]:
                 yield key
 
-    def _has(self, key: Key) -> bool:
+    def _is_bounded(self, key: Key) -> bool:
         state = key.kind in _BUFFERS or key.kind.startswith("optimizer ")
         return key.kind in KINDS or (self.state and state)
 
-    def _shares(
+    def _ratios(
         self, left: Mapping[Key, Tensor], chance: float, casts: bool = False
     ) -> dict[Key, float]:
         """Return the ratios of errors to their bounds, from as many runs as that needs.
@@ -400,44 +400,44 @@ class Bounds:
         shares, plain, moved = dict[Key, float](), dict[Key, list[Tensor]](), dict[Key, Any]()
         lost = set[Key]()
         for draw in range(self.draws + 1):
-            seen = self.run(draw) if draw else self._as_it_stands
+            seen = self.run(draw) if draw else self._unperturbed
             if casts and draw and self.tells_apart(seen):
                 continue  # a step that is skipped here alone says nothing of roundings
             for key in left:
                 own = _error(self.exact, seen, key)
                 if own is not None and not bool(own.isfinite().all()):
                     lost.add(key)
-                found = [_error(self.exact, seen, one) for one in self._together(key)]
+                found = [_error(self.exact, seen, one) for one in self._same_law(key)]
                 known = [e for e in found if e is not None and bool(e.isfinite().all())]
                 if draw:
                     moved.setdefault(key, []).extend(known)
                 else:
                     plain[key] = [PLAIN * e for e in known]
             for key, x in left.items():
-                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._together(key))
+                known, most = plain[key] + moved.get(key, []), DRAWS * len(self._same_law(key))
                 some = min(max(1, x.numel()), MANY)
                 one = limits(known, chance, some, most) if known else Bound(0.0, 0.0)
-                shares[key] = self._floored(key, one).share(x)
+                shares[key] = self._with_least_rounding(key, one).share(x)
             left = {key: x for key, x in left.items() if not shares[key] <= 1.0}
             if not left:
                 break
         for key, x in left.items():
-            told = bound(moved.get(key, []), chance)
-            if told is not None:
-                shares[key] = self._floored(key, told).share(x)
+            final = bound(moved.get(key, []), chance)
+            if final is not None:
+                shares[key] = self._with_least_rounding(key, final).share(x)
             if key in lost and not shares[key] <= 1.0:
                 shares[key] = math.nan
         return shares
 
-    def _together(self, key: Key) -> list[Key]:
+    def _same_law(self, key: Key) -> list[Key]:
         """Return the key; for a number the keys of all steps: one draw says little of its law."""
         if key.kind not in _NUMBERS:
             return [key]
         return [k for k in self.exact.tensors if k._replace(step=0) == key._replace(step=0)]
 
-    def _floored(self, key: Key, one: Bound) -> Bound:
+    def _with_least_rounding(self, key: Key, one: Bound) -> Bound:
         """Return the bound, at least one rounding: a result may be exact by luck."""
-        r, s = self.exact.tensors[key], self._as_it_stands.tensors[key]
+        r, s = self.exact.tensors[key], self._unperturbed.tensors[key]
         assert r is not None and s is not None
         unit = _unit(s.dtype)
         r = torch.ones(1) if key.kind in _NUMBERS else torch.where(r.isfinite(), r, 0).double()
@@ -466,7 +466,7 @@ def _overflowing(seen: Observation) -> frozenset[tuple[str, int]]:
     return frozenset((k.condition, k.step) for k, v in every if not bool(v.isfinite().all()))
 
 
-_GIVEN = "the bound of the schedule"
+_SCHEDULE_NOTE = "the bound of the schedule"
 
 
 def _value(seen: Observation, key: Key) -> Tensor | None:

@@ -57,7 +57,7 @@ def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> N
         region = _Region(again, parts)
         for place, fqn in enumerate(again.modules):
             part: Any = module.get_submodule(fqn)
-            part.forward = partial(_recomputed_as_kept, region, place, part, part.forward)
+            part.forward = partial(_run_twice, region, place, part, part.forward)
 
 
 @dataclass
@@ -86,26 +86,26 @@ class _Region:
     again: Again
     summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
     next: int = 0
-    known: _Values = field(default_factory=lambda: _Values(_same))
+    known: _Values = field(default_factory=lambda: _Values(_is_same_view))
 
     def enter(self, place: int) -> None:
         """Begin a call of a module of the region; a call out of order starts a new pass."""
         if place == 0 or place != self.next:
-            self.known = _Values(_same)
+            self.known = _Values(_is_same_view)
         self.next = place + 1
 
     def given(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the second run's inputs: its own results where it has them, else stored values."""
         if not self.again.once:
-            return [_laid_as(old, new) for old, new in zip(tensors, through(tensors))]
+            return [_restride(old, new) for old, new in zip(tensors, through(tensors))]
         new: list[Tensor] = []
         for tensor in tensors:
-            if self.known.of(tensor) is None and not any(_same(tensor, one) for one in new):
+            if self.known.of(tensor) is None and not any(_is_same_view(tensor, one) for one in new):
                 new.append(tensor)
         for tensor, value in zip(new, through(new)):
             self.known.note(tensor, value)
         found = [(tensor, self.known.of(tensor)) for tensor in tensors]
-        return [_laid_as(tensor, value) for tensor, value in found if value is not None]
+        return [_restride(tensor, value) for tensor, value in found if value is not None]
 
     def made(self, output: Any, second: Any) -> None:
         """Record the results of a call in both runs."""
@@ -114,7 +114,7 @@ class _Region:
                 self.known.note(one, two.detach())
 
 
-def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
+def _restride(tensor: Tensor, value: Tensor) -> Tensor:
     """Return a value in a tensor's memory order, because products choose what they save by it."""
     with torch.no_grad():
         same = value.stride() == tensor.stride()
@@ -122,13 +122,13 @@ def _laid_as(tensor: Tensor, value: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
+def _is_same_view(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors are the same view of the same memory."""
     facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, two))
     return next(facts) == next(facts)
 
 
-def _recomputed_as_kept(
+def _run_twice(
     region: _Region,
     place: int,
     module: nn.Module,
@@ -142,7 +142,7 @@ def _recomputed_as_kept(
     region.enter(place)
     tensors: list[Tensor] = []
     template = take((args, kwargs), tensors)
-    given, apart = region.given(tensors), _Apart(module)
+    given, apart = region.given(tensors), _CallStart(module)
     results = Results(region.again, region.summed)
     again: list[Tensor] = []
     places = count()
@@ -156,7 +156,7 @@ def _recomputed_as_kept(
     return output
 
 
-class _Apart:
+class _CallStart:
     """The state at the start of a call, so that a second run draws and counts the same."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -191,20 +191,20 @@ def with_kept(
     """
     for fqn in experts_of(plan):
         experts: Any = module.get_submodule(fqn)
-        experts.forward = partial(_apart, experts.forward)
+        experts.forward = partial(_mark_experts, experts.forward)
     # inside: what they are given is kept in fewer bits, too
     with_second_runs(plan, module, known)
     for row in plan.kept:
         assert known is not None, "a plan is prepared before it is compared"
         part: Any = module.get_submodule(row.fqn)
         bits = numbers(known.bits, row.fqn)
-        saved = _Saved(row, part, known.traced.saved, tipped or {}, bits)
-        part.forward = partial(_forward, saved, part.forward)
+        saved = _SavedTensors(row, part, known.traced.saved, tipped or {}, bits)
+        part.forward = partial(_run_quantized, saved, part.forward)
     return module
 
 
 @dataclass
-class _Saved:
+class _SavedTensors:
     """One module: the position of its calls, and the tensors saved in the current call."""
 
     row: Kept
@@ -219,7 +219,7 @@ class _Saved:
     given: list[Tensor] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far
     made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
-    seen: _Values = field(default_factory=lambda: _Values(_alike))
+    seen: _Values = field(default_factory=lambda: _Values(_reads_same_memory))
 
     def begin(self, arguments: Any) -> None:
         """Begin a call; calls within one part of a step are counted from 0."""
@@ -229,7 +229,7 @@ class _Saved:
         self.calls = self.calls + 1 if place == self.place else 0
         self.place, self.numbers, self.rows = place, 0, []
         self.turns, self.made = [], {}
-        self.seen = _Values(_alike)
+        self.seen = _Values(_reads_same_memory)
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
@@ -302,14 +302,14 @@ class _Saved:
         mine = tensor.untyped_storage().data_ptr()
         if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
             return False
-        floats = tensor.is_floating_point() and tensor.numel() > 0 and _sized(tensor)
+        floats = tensor.is_floating_point() and tensor.numel() > 0 and _has_no_placeholders(tensor)
         return floats and not any(_is_cast(one, tensor) for one in held)
 
 
 _experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether such run
 
 
-def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _mark_experts(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     token = _experts.set(True)
     try:
         return inner(*args, **kwargs)
@@ -318,9 +318,9 @@ def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _saving(saved: _Saved) -> Iterator[None]:
+def _quantizing(saved: _SavedTensors) -> Iterator[None]:
     """Replace saved tensors by their stored values; the same view is quantised once."""
-    seen = _Values(_alike)
+    seen = _Values(_reads_same_memory)
 
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
@@ -338,7 +338,7 @@ def _saving(saved: _Saved) -> Iterator[None]:
         yield
 
 
-def _sized(tensor: Tensor) -> bool:
+def _has_no_placeholders(tensor: Tensor) -> bool:
     """Return whether a tensor has no placeholder values, as the minimum in a score mask is."""
     return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
@@ -352,24 +352,26 @@ def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
     return any(one.shape == tensor.shape and bool((one == tensor).all()) for one in forms)
 
 
-def _alike(one: Tensor, two: Tensor) -> bool:
+def _reads_same_memory(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors read the same memory in the same order."""
     if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
         return False
-    return bool((_places(one) == _places(two)).all())
+    return bool((_memory_offsets(one) == _memory_offsets(two)).all())
 
 
-def _places(tensor: Tensor) -> Tensor:
+def _memory_offsets(tensor: Tensor) -> Tensor:
     """Return the memory offsets of all elements, relative to the first."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
 
-def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_quantized(
+    saved: _SavedTensors, inner: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
     saved.begin((args, kwargs))
-    with _saving(saved):
+    with _quantizing(saved):
         return inner(*args, **kwargs)
 
 
@@ -385,16 +387,16 @@ def approximated(tensor: Tensor, row: Kept, stream: int, tipped: Found | None = 
         least, step, moved = (
             torch.cat(parts)
             for parts in zip(
-                _blocks(flat[:end].view(-1, row.block), drawn[:end], row),
-                _blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
+                _quantize_blocks(flat[:end].view(-1, row.block), drawn[:end], row),
+                _quantize_blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
             )
         )
-        numbers = _taken(moved, row, (tipped or {}).get(stream))
+        numbers = _round_down(moved, row, (tipped or {}).get(stream))
         found = least + step * numbers.clamp(0, 2**row.bits - 1)
         return found.to(tensor.dtype).view(tensor.shape)
 
 
-def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each element of blocks (one a row): minimum, step, value to round down."""
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
@@ -403,7 +405,7 @@ def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, T
     return least.expand_as(values).flatten(), step.expand_as(values).flatten(), moved
 
 
-def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
+def _round_down(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
     """Round down; where a value is midway, take the number that a rank took."""
     numbers = torch.floor(moved)
     if noted is not None:

@@ -19,7 +19,7 @@ from schedlang.passes.verify.sides import Case, alone
 from schedlang.runtime.batch import named_tensors
 from schedlang.runtime.tracing.meta import tensors_in
 
-_SHOWN = 3  # names in a message
+_MOST_NAMES = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
 _UNBOUND = (
     "a derivative without bound, as that of `sqrt` at 0 behind a `where`: replace what goes into "
@@ -27,12 +27,12 @@ _UNBOUND = (
 )
 
 
-def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> None:
+def check_original(case: Case, conditions: Sequence[Condition], seen: Observation) -> None:
     """Refuse batches on which the original trains without a finite loss or gradient (S707).
 
     `seen` is the original's observation in float64. The first condition has the batches as given.
     """
-    first = {k: v for k, v in seen.tensors.items() if k.condition == told[0].name}
+    first = {k: v for k, v in seen.tensors.items() if k.condition == conditions[0].name}
     for key, value in first.items():
         if key.kind in ("loss", "gradients") and value is not None and not _finite(value):
             check_batch(case, key.step)
@@ -71,13 +71,13 @@ def check_trained(case: Case) -> Case:
 def check_batch(case: Case, place: int) -> None:
     """Refuse a batch on which the original's loss or gradients are not finite (S707)."""
     batch = case.batches[place]
-    look = _looked(case, batch)
+    look = _run_watched(case, batch)
     lost = [name for name, grad in look.gradients.items() if not _finite(grad)]
     if math.isfinite(look.loss) and not lost:
         return
     if math.isfinite(look.loss):
         title = "the original's gradients are not finite"
-        some = quoted(lost, _SHOWN)
+        some = quoted(lost, _MOST_NAMES)
         cause = f"the loss is {look.loss:.4g}, and the gradient of {some} is not finite"
         helps = [_UNBOUND]
     else:
@@ -97,19 +97,19 @@ class _Look:
     first: str | None = None  # where, and how many elements
 
 
-def _looked(case: Case, batch: Batch) -> _Look:
+def _run_watched(case: Case, batch: Batch) -> _Look:
     look = _Look()
     with alone(case) as subject:
         for name, child in subject.module.named_modules():
             if name:
-                child.register_forward_hook(_noting(look, name))
+                child.register_forward_hook(_watch_module(look, name))
         look.loss = float(subject.derive(batch, range(rows(batch))))
         found = subject.gradients()
     look.gradients = {name: grad for name, grad in found.items() if grad is not None}
     return look
 
 
-def _noting(look: _Look, name: str) -> Any:
+def _watch_module(look: _Look, name: str) -> Any:
     """Make a hook that records the first NaN or inf in inputs or outputs; masks may hold -inf."""
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
@@ -128,7 +128,7 @@ def _cause(case: Case, batch: Batch, look: _Look) -> Iterator[str]:
     if wrong:
         value = given[wrong[0]]
         count = int((~value.isfinite()).sum())
-        some = quoted(wrong, _SHOWN)
+        some = quoted(wrong, _MOST_NAMES)
         yield f"{some} of the batch: {count} of {value.numel()} elements are not finite"
         yield "mend what makes the batch, or leave such rows out"
         return

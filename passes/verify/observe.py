@@ -175,22 +175,22 @@ def observe(
         with undrawn():
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, condition.follow, keep, brief)
+            recorder = _Recorder(seen, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
-                sight.step(subject, step, batch)
+                recorder.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
             if condition.final:
-                sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+                recorder.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
-        del subject, sight  # before another is made
+        del subject, recorder  # before another is made
         if folder is not None:
             released()
     return replace(seen, order=order, ties=ties)
 
 
 @dataclass
-class _Sight:
+class _Recorder:
     """Recorder of one condition."""
 
     seen: Observation
@@ -240,8 +240,8 @@ class _Sight:
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
-        if self.keep and hasattr(subject, "streams") and (told := subject.streams())[0]:
-            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = told
+        if self.keep and hasattr(subject, "streams") and (streams := subject.streams())[0]:
+            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = streams
 
     def state(self, subject: Subject, step: int) -> None:
         """Record parameters, buffers, and differences between copies on ranks."""

@@ -59,8 +59,8 @@ class Sequential:
         self.dropout = dropout
         if dropout is not None:
             dropout.noted, dropout.begun = {}, {}
-        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._optimizer = optimizer(self._named) if optimizer else None
+        self._parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._optimizer = optimizer(self._parameters) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
         self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes into
@@ -84,17 +84,17 @@ class Sequential:
 
     def _clip(self) -> None:
         most = math.inf if self.clip is None else self.clip
-        self.grad_norm = clip_grad_norm_([p for _, p in self._named], most)
+        self.grad_norm = clip_grad_norm_([p for _, p in self._parameters], most)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Return the loss of a part of a batch in training mode; gradients are in `gradients()`.
 
         No optimizer step is made.
         """
-        self._switch()
+        self._set_mode()
         self.module.zero_grad(set_to_none=True)
         given = self._given(batch)
-        with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
+        with entered(Scope(self._steps, 0, tuple(samples))), self._record_order():
             self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             if not loss.requires_grad:
@@ -102,7 +102,7 @@ class Sequential:
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach().reshape(())  # one number, of whatever dims
 
-    def _switch(self) -> None:
+    def _set_mode(self) -> None:
         self._training.off() if self.evaluate else self._training.on()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
@@ -114,16 +114,16 @@ class Sequential:
     def norm(self, batch: Batch) -> float:
         """Return the norm of all gradients of a batch; buffers change as in a forward."""
         self.derive(batch, range(rows(batch)))
-        return float(get_total_norm([p.grad for _, p in self._named if p.grad is not None]))
+        return float(get_total_norm([p.grad for _, p in self._parameters if p.grad is not None]))
 
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode."""
         self._training.off()
-        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._evaluation())
+        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._next_evaluation())
         with torch.no_grad(), entered(here):
             return called(self.module, batch)
 
-    def _evaluation(self) -> int:
+    def _next_evaluation(self) -> int:
         """Return the number of this evaluation since the last step."""
         step, count = self._evaluated
         self._evaluated = self._steps, count + 1 if step == self._steps else 1
@@ -131,7 +131,7 @@ class Sequential:
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Return the gradients as the last step left them."""
-        return {name: p.grad for name, p in self._named}
+        return {name: p.grad for name, p in self._parameters}
 
     def input_gradients(self) -> Mapping[str, Tensor | None]:
         """Return gradients of the float tensors of the last batch."""
@@ -163,23 +163,23 @@ class Sequential:
         """Return the optimizer's state by parameter name."""
         assert self._optimizer is not None
         state = self._optimizer.state
-        return {name: state[p] for name, p in self._named if p in state}
+        return {name: state[p] for name, p in self._parameters if p in state}
 
     def trainable(self) -> list[str]:
         """Return the names of parameters that require a gradient."""
-        return [name for name, _ in self._named]
+        return [name for name, _ in self._parameters]
 
     def replicas(self) -> Mapping[str, float]:
         """Return no differences: there is one copy of everything."""
         return {}
 
     @contextmanager
-    def _noting_order(self) -> Iterator[None]:
+    def _record_order(self) -> Iterator[None]:
         """Record, once, the order in which backward finishes the gradients."""
         order: list[str] = []
         handles = [
             p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore
-            for name, p in self._named
+            for name, p in self._parameters
             if not self.order
         ]
         try:

@@ -33,7 +33,7 @@ Run = tuple[Case, Given, Given]  # what trains, and what is evaluated
 
 
 def with_outputs(
-    case: Case, working: Case | None, told: Sequence[Condition]
+    case: Case, working: Case | None, conditions: Sequence[Condition]
 ) -> tuple[Case, Case | None, tuple[Condition, ...]]:
     """Return the cases and conditions with the stage outputs that their ranks will need.
 
@@ -41,7 +41,7 @@ def with_outputs(
     """
     first = case.batches[:1]  # on which what was saved is evaluated
     exact: list[Run] = []
-    for condition in told:
+    for condition in conditions:
         run, given = condition.case or case, condition.batches
         trains: Given = () if condition.evaluate else given
         evaluates: Given = given if condition.evaluate else given[:1]
@@ -52,10 +52,10 @@ def with_outputs(
         for run, trains, evaluates in runs:
             assert run.prepared is not None
             known = made.setdefault(id(run.prepared), run.prepared)
-            if not _shared(run):
+            if not _is_shared(run):
                 continue
             with suppress(Exception), ambient(*modes):  # what the model raises it raises on ranks
-                found = _met(run, trains, evaluates)
+                found = _stub_outputs(run, trains, evaluates)
                 made[id(run.prepared)] = replace(known, outputs={**known.outputs, **found})
 
     def knowing(one: Case) -> Case:
@@ -64,11 +64,11 @@ def with_outputs(
     return (
         knowing(case),
         working and knowing(working),
-        tuple(replace(one, case=one.case and knowing(one.case)) for one in told),
+        tuple(replace(one, case=one.case and knowing(one.case)) for one in conditions),
     )
 
 
-def _shared(run: Case) -> bool:
+def _is_shared(run: Case) -> bool:
     """Return whether several ranks need the same outputs, so that precomputing pays.
 
     That excludes slices of sequences, splits of tokens, and casts. Under autocast a unit returns
@@ -82,7 +82,7 @@ def _shared(run: Case) -> bool:
     return alike and plan.mesh.world > plan.mesh.size(prepared.staged.axis)
 
 
-def _met(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
+def _stub_outputs(run: Case, trains: Sequence[Batch], evaluates: Sequence[Batch]) -> Any:
     """Return the outputs of stage stand-ins in a forward of one part of each shape."""
     assert run.prepared is not None
     plan, cut = run.plan, run.prepared.staged.cut

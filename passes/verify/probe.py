@@ -165,7 +165,7 @@ def parts_agree(
             },
             order=subject.order,
         )
-        for found in (whole, _added(weighed))
+        for found in (whole, _add_parts(weighed))
     ]
     return tuple(tensor_rows(sides[0], sides[1], rtol, exact=False))
 
@@ -180,7 +180,7 @@ def weighed_shares(
             yield number, {key: None if x is None else x * share for key, x in found.items()}
 
 
-def _added(shares: Iterable[Derived]) -> Derived:
+def _add_parts(shares: Iterable[Derived]) -> Derived:
     total: Derived = {}
     for found in shares:
         for key, share in found.items():
@@ -218,12 +218,12 @@ def gap_alone(probe: Probe) -> float:
     every = [row for part in parts for row in part.rows]
     try:
         with undrawn():
-            whole, again = (_called(case, module, probe.batch, every, seed) for seed in SEEDS)
+            whole, again = (_run_model(case, module, probe.batch, every, seed) for seed in SEEDS)
             if not _gap(whole, again) <= RTOL:
                 return UNTOLD
             added: dict[str, Tensor] = {}
             for part, weight in zip(parts, weights):
-                found = _called(case, module, part.inputs, part.rows) if weight else {}
+                found = _run_model(case, module, part.inputs, part.rows) if weight else {}
                 for name, value in found.items():
                     share = value * (weight / sum(weights))
                     added[name] = added.get(name, torch.zeros(())) + share
@@ -232,7 +232,7 @@ def gap_alone(probe: Probe) -> float:
     return _gap(added, whole)
 
 
-def _called(
+def _run_model(
     case: Case, module: nn.Module, batch: Mapping[str, Any], rows: Sequence[int], seed: int = 0
 ) -> dict[str, Tensor]:
     """Return loss (under "") and gradients of rows of a batch; the module does not change."""
@@ -268,20 +268,20 @@ def line_where_rows_meet(probe: Probe) -> str:
     in all parts, or their weighted mean. Returns "" if parts take other code paths.
     """
     parts = probe.parts
-    whole = _calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
-    each = [_calls(probe.case, part.inputs, part.rows) for part in parts]
+    whole = _record_calls(probe.case, probe.batch, [row for part in parts for row in part.rows])
+    each = [_record_calls(probe.case, part.inputs, part.rows) for part in parts]
     if whole is None or any(one is None or len(one) != len(whole) for one in each):
         return ""
     for place, (name, line, value) in enumerate(whole):
         found = [one[place] for one in each if one is not None]
         if any(other[0] != name for other in found):
             return ""
-        if line and not _made_of(value, [other[2] for other in found], probe.weights):
+        if line and not _is_made_of(value, [other[2] for other in found], probe.weights):
             return f"`{name}`, at {line}"
     return ""
 
 
-def _calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
+def _record_calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
     """Return the original's calls on some rows, in order; None if their results are too large."""
     calls: list[Call] = []
 
@@ -305,10 +305,12 @@ def _calls(case: Case, batch: Batch, rows: Sequence[int]) -> list[Call] | None:
     return calls if noting.kept <= MOST else None
 
 
-def _made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
+def _is_made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> bool:
     if all(part.shape == whole.shape for part in parts):
         mean = sum(part * weight for part, weight in zip(parts, weights)) / sum(weights)
-        return all(_same(part, whole) for part in parts) or _same(torch.as_tensor(mean), whole)
+        return all(_is_close(part, whole) for part in parts) or _is_close(
+            torch.as_tensor(mean), whole
+        )
     ndims = {part.ndim for part in parts}
     if ndims != {whole.ndim}:
         return False
@@ -316,17 +318,17 @@ def _made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -
     if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
         return False
     (dim,) = dims
-    if _same(torch.cat(list(parts), dim), whole):
+    if _is_close(torch.cat(list(parts), dim), whole):
         return True
     rows = [part.shape[dim] for part in parts]  # or rows are counted first: [tokens, rows]
     for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
         split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
-        if _same(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
+        if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
             return True
     return False
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= RTOL * float(b.norm()) + 1e-12
 
 
@@ -348,7 +350,7 @@ def check_parts(case: Case) -> Case:
     if bad is None:
         try:
             if len(probe.parts) > 1:
-                _check_left_behind(probe)
+                _check_state(probe)
             check_sums(case)
             return case
         except Refusal:
@@ -357,18 +359,18 @@ def check_parts(case: Case) -> Case:
     if loose:
         return replace(case, parted=True)
     assert bad is not None
-    _of_the_model(probe, bad)
+    _check_model_alone(probe, bad)
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     # parts that share some sums are not alike where they meet
     known = case.prepared is not None and case.prepared.traced.statistics is not None
-    line = "" if known else _line_if_told(Probe(case, case.batches[0]))
+    line = "" if known else _try_find_line(Probe(case, case.batches[0]))
     differs = (
         f"on the original, split into {len(probe.parts)} parts, {bad.place} differs by"
         f" {bad.error:.1e}"
     )
     meet = (f"rows of the batch meet in {line}",) if line else ()
-    if _sums(probe):
+    if _is_sum_loss(probe):
         raise Refusal.of(
             "S703",
             "the loss of this model is a sum over rows, not a mean",
@@ -392,7 +394,7 @@ def check_parts(case: Case) -> Case:
     )
 
 
-def _sums(probe: Probe) -> bool:
+def _is_sum_loss(probe: Probe) -> bool:
     """Return whether the losses of the parts add up to that of the whole, as no mean does."""
     with alone(probe.case) as subject:
         whole = derived(subject, probe.batch, range(rows(probe.batch)))[""]
@@ -402,7 +404,7 @@ def _sums(probe: Probe) -> bool:
     return bool((total - whole).abs() <= RTOL * whole.abs())
 
 
-def _line_if_told(probe: Probe) -> str:
+def _try_find_line(probe: Probe) -> str:
     """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
     try:
         return line_where_rows_meet(probe)
@@ -425,7 +427,7 @@ def check_own_parts(case: Case) -> None:
             check_parts(replace(own, batches=(batch,)))
 
 
-def _of_the_model(probe: Probe, bad: Row) -> None:
+def _check_model_alone(probe: Probe, bad: Row) -> None:
     """Raise an OwnError if the model alone does not show what our runs of it show."""
     found = gap_alone(probe)
     # a model that computes in fewer bits shows their roundings, and what is much larger is ours
@@ -461,7 +463,7 @@ def _check_batch_norms(plan: Plan, found: Prepared) -> None:
         )
 
 
-def _check_left_behind(probe: Probe) -> None:
+def _check_state(probe: Probe) -> None:
     """Refuse (S708) a model whose parts leave other buffers or attributes than the whole."""
     assert probe.case.prepared is not None
     ways = directions_of(probe.case.prepared.staged)
@@ -521,11 +523,11 @@ def cheaply(
     except Exception as error:
         # what cannot be copied, or run in float64, trains all the same; an error that the original
         # alone does not end in is one of what was asked here, or of a part of the batch
-        if isinstance(error, OwnError) or _runs(case):
+        if isinstance(error, OwnError) or _original_runs(case):
             raise
 
 
-def _runs(case: Case) -> bool:
+def _original_runs(case: Case) -> bool:
     """Return whether the original runs in a proof's setting, on the full batch."""
     try:
         wider = widened(case)

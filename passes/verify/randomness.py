@@ -41,7 +41,7 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 def draws_in_words(noted: Draws) -> list[str]:
     """Describe each draw: module, call number, step and samples."""
     return [
-        f"`{site or 'model'}` call {call}, {_when(step)}, {_rows(sorted(samples))}"
+        f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text(sorted(samples))}"
         for (step, site, call), samples in noted.items()
     ]
 
@@ -53,20 +53,22 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
     ignored one of them, both sides would agree, under masks that no training has. Numbers have 53
     bits, so two streams share none by chance, even if one runs behind the other.
     """
-    found = [f"{_stream(stream)} twice" for stream, one in begun.items() if one.twice]
+    found = [f"{_stream_text(stream)} twice" for stream, one in begun.items() if one.twice]
     first: dict[int, Stream] = {}
     for stream, one in begun.items():
         before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
-        found += [f"{_stream(stream)} as {_stream(min(before, key=str))}"] if before else []
+        found += (
+            [f"{_stream_text(stream)} as {_stream_text(min(before, key=str))}"] if before else []
+        )
     return found
 
 
-def _stream(stream: Stream) -> str:
+def _stream_text(stream: Stream) -> str:
     step, site, call, sample = stream
-    return f"`{site or 'model'}` call {call}, {_when(step)}, {_rows([sample], 'row')}"
+    return f"`{site or 'model'}` call {call}, {_moment_text(step)}, {_rows_text([sample], 'row')}"
 
 
-def _when(moment: Moment) -> str:
+def _moment_text(moment: Moment) -> str:
     """Describe a step, or an evaluation before it."""
     if isinstance(moment, int):
         return f"step {moment}"
@@ -85,12 +87,12 @@ def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], 
     return out
 
 
-def _rows(samples: Sequence[int], word: str = "rows") -> str:
+def _rows_text(samples: Sequence[int], word: str = "rows") -> str:
     """Describe the rows that a draw is for."""
-    return "all rows" if EVERY in samples else f"{word} {_runs(samples)}"
+    return "all rows" if EVERY in samples else f"{word} {_runs_text(samples)}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _runs_text(numbers: Sequence[int]) -> str:
     """Format sorted numbers as "0-3,5"."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -163,7 +165,7 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
         program.assembly, program.keep_output = assembly, kept
     noted, step = noting.noted, min(trained, default=None)
     known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
-    mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
+    mine = Mine(noted.begun, [_sites_of_step(noted, first + k) for k in range(STEPS)], known)
     wrong = wrong_draws(world.all_gather_object(mine))
     copies = program.replica_errors()
     wrong += [
@@ -174,16 +176,16 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     return len(noted.begun), wrong
 
 
-def _of(noted: Noted, step: int) -> Sites:
+def _sites_of_step(noted: Noted, step: int) -> Sites:
     return {(site, call): rows for (k, site, call), rows in noted.shapes.items() if k == step}
 
 
 def wrong_draws(everyone: Sequence[Mine]) -> list[str]:
     """Describe what is wrong with the native draws of all ranks."""
-    return [*_places(everyone), *_streams(everyone)]
+    return [*_wrong_places(everyone), *_wrong_streams(everyone)]
 
 
-def _places(everyone: Sequence[Mine]) -> Iterator[str]:
+def _wrong_places(everyone: Sequence[Mine]) -> Iterator[str]:
     """Yield draws that a rank makes in training but not in the proof, or the reverse."""
     for rank, mine in enumerate(everyone):
         for drawn in mine.sites:
@@ -195,7 +197,7 @@ def _places(everyone: Sequence[Mine]) -> Iterator[str]:
                 yield f"`{site or 'model'}` call {call} is {word} in training, on rank {rank}"
 
 
-def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
+def _wrong_streams(everyone: Sequence[Mine]) -> Iterator[str]:
     """Yield parts of masks with several streams, and streams with several parts."""
     numbers: dict[Content, dict[float, int]] = {}
     parts: dict[float, tuple[Content, int]] = {}
@@ -206,16 +208,16 @@ def _streams(everyone: Sequence[Mine]) -> Iterator[str]:
                 parts.setdefault(number, (content, rank))
                 other, where = parts[number]
                 if other != content:
-                    yield f"{_said(content, rank)} draws as {_said(other, where)}"
+                    yield f"{_content_text(content, rank)} draws as {_content_text(other, where)}"
     for content, found in numbers.items():
         if len(found) > 1:
             ranks = sorted(set(found.values()))
             among = "when it is computed again" if len(ranks) == 1 else f"on ranks {ranks}"
-            yield f"{_said(content, ranks[0])} draws otherwise {among}"
+            yield f"{_content_text(content, ranks[0])} draws otherwise {among}"
 
 
-def _said(content: Content, rank: int) -> str:
+def _content_text(content: Content, rank: int) -> str:
     step, samples, site, call, held = content
-    rows = _rows(samples)
+    rows = _rows_text(samples)
     part: Any = "" if held is None else ", a part"
     return f"`{site or 'model'}` call {call}, step {step}, {rows}{part} (rank {rank})"

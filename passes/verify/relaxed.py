@@ -107,7 +107,7 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _PartRun:
     """The forward of one part: loss, output and inputs."""
 
     loss: Tensor
@@ -136,19 +136,21 @@ class Parted(Sequential):
         self.split, self.weigh = split, weigh
         self.directions = directions or Directions()
         # by name, replica and copy
-        self._of: dict[tuple[str, int, int], Tensor] = {}
-        self._start: dict[str, Tensor] | None = None
-        self._at = (0, 0)
+        self._stored_buffers: dict[tuple[str, int, int], Tensor] = {}
+        self._initial_buffers: dict[str, Tensor] | None = None
+        self._position = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Return the weighted loss of all parts in training mode; see `gradients()`."""
-        self._switch()
+        self._set_mode()
         self.module.zero_grad(set_to_none=True)
-        members = self._members(batch)
-        total = _weight(members) or 1.0
-        return self._together(members, [self._run(one, one.weight / total) for one in members])
+        members = self._split_batch(batch)
+        total = _total_weight(members) or 1.0
+        return self._join_parts(
+            members, [self._run_part(one, one.weight / total) for one in members]
+        )
 
-    def _members(self, batch: Batch) -> list[Member]:
+    def _split_batch(self, batch: Batch) -> list[Member]:
         """Return all parts of a batch, replica after replica."""
         return [
             Member(place, k, part, self.weigh(part.inputs))
@@ -156,25 +158,25 @@ class Parted(Sequential):
             for k, part in enumerate(parts)
         ]
 
-    def _run(self, one: Member, share: float) -> _Ran:
+    def _run_part(self, one: Member, share: float) -> _PartRun:
         """Do forward and backward of one part; a part of weight 0 only updates its statistics."""
-        self._enter(one.place, self.directions.replica(one.microbatch))
+        self._enter_replica(one.place, self.directions.replica(one.microbatch))
         given = self._given(one.part.inputs)
-        self._weights_for("forward", one.microbatch)
-        with entered(Scope(self._steps, 0, one.part.rows)), self._noting_order():
+        self._use_weights("forward", one.microbatch)
+        with entered(Scope(self._steps, 0, one.part.rows)), self._record_order():
             self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
-            self._weights_for("backward", one.microbatch)
+            self._use_weights("backward", one.microbatch)
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]
-        return _Ran(loss.detach(), self.output, self._inputs)
+        return _PartRun(loss.detach(), self.output, self._inputs)
 
-    def _weights_for(self, phase: str, microbatch: int) -> None:
+    def _use_weights(self, phase: str, microbatch: int) -> None:
         """Put a microbatch's weights in place; here all microbatches use the current ones."""
 
-    def _together(self, members: Sequence[Member], ran: Sequence[_Ran]) -> Tensor:
+    def _join_parts(self, members: Sequence[Member], ran: Sequence[_PartRun]) -> Tensor:
         """Join outputs and inputs of all parts into one batch; return the weighted mean loss."""
-        self._enter(0)
+        self._enter_replica(0)
         self._inputs = joined([one.inputs for one in ran])
         weights = [one.weight for one in members]
         rows = [len(one.part.rows) for one in members]
@@ -186,38 +188,38 @@ class Parted(Sequential):
     def eval_step(self, batch: Batch) -> Any:
         """Return the output in eval mode, each replica's rows with its own buffers."""
         self._training.off()
-        outputs, evaluation, members = [], self._evaluation(), self._members(batch)
+        outputs, evaluation, members = [], self._next_evaluation(), self._split_batch(batch)
         for one in members:
-            self._enter(one.place)
+            self._enter_replica(one.place)
             with torch.no_grad(), entered(Scope(self._steps, 0, one.part.rows, evaluation)):
                 outputs.append(called(self.module, one.part.inputs))
-        self._enter(0)
+        self._enter_replica(0)
         rows = [len(one.part.rows) for one in members]
         return stack(outputs, rows, [one.weight for one in members])
 
-    def _enter(self, place: int, direction: int = 0) -> None:
+    def _enter_replica(self, place: int, direction: int = 0) -> None:
         """Put the buffers of a replica and direction in place, and store the previous ones."""
-        own = self._own()
-        if self._start is None:
-            self._start = {name: one.clone() for name, one in own.items()}
-        if (place, direction) == self._at:
+        own = self._current_buffers()
+        if self._initial_buffers is None:
+            self._initial_buffers = {name: one.clone() for name, one in own.items()}
+        if (place, direction) == self._position:
             return
-        before, was = self._at
+        before, was = self._position
         copy = self.directions.copy
         for name, one in own.items():
-            self._of[name, before, copy(name, was)] = one.clone()
-        for name, value in self._start.items():
-            own[name].copy_(self._of.get((name, place, copy(name, direction)), value))
-        self._at = place, direction
+            self._stored_buffers[name, before, copy(name, was)] = one.clone()
+        for name, value in self._initial_buffers.items():
+            own[name].copy_(self._stored_buffers.get((name, place, copy(name, direction)), value))
+        self._position = place, direction
 
-    def _own(self) -> dict[str, Tensor]:
+    def _current_buffers(self) -> dict[str, Tensor]:
         """Return buffers, and frozen parameters that the forward writes to."""
         frozen = ((n, p) for n, p in self.module.named_parameters() if not p.requires_grad)
         moved = {n: p.detach() for n, p in frozen if n in self.rewritten}
         return {n: b.detach() for n, b in self.module.named_buffers()} | moved
 
 
-def _weight(members: Sequence[Member]) -> float:
+def _total_weight(members: Sequence[Member]) -> float:
     return sum(one.weight for one in members)
 
 
@@ -259,41 +261,41 @@ class Compressed(Parted):
         assert how is not None
         self.plan, self.holdings = plan, holdings
         self.codec = how.codec
-        self._kept: dict[tuple[str, object], Kept] = {}
+        self._codec_states: dict[tuple[str, object], Kept] = {}
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Return the weighted loss of all parts; `gradients()` are sums of encoded ones."""
-        self._switch()
-        members = self._members(batch)
-        total = _weight(members) or 1.0
-        ran: list[_Ran] = []
+        self._set_mode()
+        members = self._split_batch(batch)
+        total = _total_weight(members) or 1.0
+        ran: list[_PartRun] = []
         grads: list[dict[str, Tensor | None]] = []  # of each replica
         for _, mine in groupby(members, key=lambda one: one.place):
             self.module.zero_grad(set_to_none=True)
-            ran += [self._run(one, one.weight / total) for one in mine]
-            grads.append({name: p.grad for name, p in self._named})
+            ran += [self._run_part(one, one.weight / total) for one in mine]
+            grads.append({name: p.grad for name, p in self._parameters})
         with torch.no_grad():
-            for name, parameter in self._named:
-                parameter.grad = self._sum(name, [one[name] for one in grads])
-        return self._together(members, ran)
+            for name, parameter in self._parameters:
+                parameter.grad = self._sum_gradients(name, [one[name] for one in grads])
+        return self._join_parts(members, ran)
 
-    def _sum(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    def _sum_gradients(self, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
         """Return the gradient that every rank has at the end, assembled from what ranks hold."""
         given = next((part for part in parts if part is not None), None)
         if given is None:
             return None
         whole = torch.zeros_like(given)
-        by_place = self._by_place([torch.zeros_like(given) if p is None else p for p in parts])
+        by_place = self._sum_by_place([torch.zeros_like(given) if p is None else p for p in parts])
         mesh, holding = self.plan.mesh, self.holdings[name]
-        for rank, key in self._ranks(holding):
+        for rank, key in self._distinct_shards(holding):
             local = [take(one, holding, mesh, rank) for one in by_place]
-            put(self._coded(name, key, local), whole, holding, mesh, rank)
+            put(self._encode_and_sum(name, key, local), whole, holding, mesh, rank)
             real = take(torch.ones_like(whole), holding, mesh, rank)
-            errors = self._kept[name, key].errors
+            errors = self._codec_states[name, key].errors
             errors.update({k: left * real.view_as(left) for k, left in errors.items()})
         return whole
 
-    def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _sum_by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the exact sum over all other axes, for each place along the compressed axes."""
         mesh, rows = self.plan.mesh, self.plan.row_axes
         axes = compressed_over(self.plan)
@@ -304,7 +306,7 @@ class Compressed(Parted):
             sums[at] = sums[at] + part
         return sums
 
-    def _ranks(self, holding: Holding) -> Iterator[tuple[int, object]]:
+    def _distinct_shards(self, holding: Holding) -> Iterator[tuple[int, object]]:
         """Yield a rank for each different shard of a parameter, and a key of the shard."""
         mesh, known = self.plan.mesh, set()
         for rank in range(mesh.world):
@@ -313,21 +315,21 @@ class Compressed(Parted):
                 known.add(key)
                 yield rank, key
 
-    def _coded(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
+    def _encode_and_sum(self, name: str, key: object, parts: Sequence[Tensor]) -> Tensor:
         """Return the encoded sum over all places, as the codec makes it."""
-        kept = self._kept.setdefault((name, key), Kept())
+        kept = self._codec_states.setdefault((name, key), Kept())
         if not self.codec.smaller(parts[0].shape):
             return torch.stack(list(parts)).sum(0)
         own = [part.reshape(part.shape[0], -1) for part in parts]
         own = [part + kept.errors.get(place, 0.0) for place, part in enumerate(own)]
-        run = _low_rank if self.codec.kind == "powersgd" else _few_bits
+        run = _powersgd_sum if self.codec.kind == "powersgd" else _quantized_sum
         total, left = run(self.codec, name, self._steps, own, kept)
         if self.codec.feedback:
             kept.errors = dict(enumerate(left))
         return total.view_as(parts[0])
 
 
-def _low_rank(
+def _powersgd_sum(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
     """Return PowerSGD's sum (the exact sum, projected by a power iteration) and the errors."""
@@ -338,7 +340,7 @@ def _low_rank(
     return p @ kept.q.T, [part - p @ (p.T @ part) for part in own]
 
 
-def _few_bits(
+def _quantized_sum(
     codec: Codec, name: str, step: int, own: Sequence[Tensor], kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
     """Quantise each part by itself; return the sum of the decoded parts and the errors."""
@@ -366,25 +368,25 @@ class Replayed(Parted):
 
     def train_step(self, batch: Batch) -> Tensor:
         """Make all updates of a step; return the weighted mean of the losses."""
-        self._switch()
-        members = self._members(batch)
-        self._history = [self._weights()]
-        ran: dict[int, _Ran] = {}
+        self._set_mode()
+        members = self._split_batch(batch)
+        self._history = [self._copy_weights()]
+        ran: dict[int, _PartRun] = {}
         for made in range(1, max(self.table.made) + 1):
             mine = [n for n, one in enumerate(members) if self.table.made[one.microbatch] == made]
-            total = _weight([members[n] for n in mine])
+            total = _total_weight([members[n] for n in mine])
             self.module.zero_grad(set_to_none=True)
             for n in mine:
-                ran[n] = self._run(members[n], members[n].weight / total if total else 0.0)
-            self._update(total)
+                ran[n] = self._run_part(members[n], members[n].weight / total if total else 0.0)
+            self._update_weights(total)
         self._steps += 1
-        return self._together(members, [ran[n] for n in range(len(members))])
+        return self._join_parts(members, [ran[n] for n in range(len(members))])
 
-    def _weights_for(self, phase: str, microbatch: int) -> None:
+    def _use_weights(self, phase: str, microbatch: int) -> None:
         named = self.table.forward if phase == "forward" else self.table.backward
         self._fill(named[microbatch])
 
-    def _update(self, total: float) -> None:
+    def _update_weights(self, total: float) -> None:
         """Compute the next version from the newest; without loss weight it equals the newest."""
         assert self._optimizer is not None, "this subject was made without an optimizer"
         newest = len(self._history) - 1
@@ -392,17 +394,17 @@ class Replayed(Parted):
         self._clip()
         if total:
             self._optimizer.step()
-        self._history.append(self._weights())
+        self._history.append(self._copy_weights())
 
     def _stages(self) -> set[int]:
         return {0, *self.table.stage.values()}
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self._named}
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._parameters}
 
     def _fill(self, versions: Versions) -> None:
         """Write versions of the weights into the parameters, unseen by autograd."""
-        for name, parameter in self._named:
+        for name, parameter in self._parameters:
             version = versions[self.table.stage.get(name, 0)]
             parameter.data.copy_(self._history[version][name])
 
@@ -413,7 +415,7 @@ class Replayed(Parted):
 def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
     """Apply the casts of rows to a copy of the original, and to the loss in its loop's options."""
     for one in plan.casts:
-        _put(module, one, _islands(plan, one))
+        _apply_cast(module, one, _float32_islands(plan, one))
     root = root_cast(plan)
     if root is not None and not root.params:
         options["loss"] = _autocast(options.get("loss") or loss_of, root.dtype)
@@ -450,16 +452,16 @@ class ScaledParted(ScaledSteps, Parted):
     """The loop with GradScaler over the parts of a batch."""
 
 
-def _islands(plan: Plan, one: Cast) -> Sequence[str]:
+def _float32_islands(plan: Plan, one: Cast) -> Sequence[str]:
     """List the modules inside of one that compute in float32."""
-    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _inside(o.fqn, one.fqn)]
+    return [o.fqn for o in plan.casts if o.dtype == "fp32" and _is_inside(o.fqn, one.fqn)]
 
 
-def _inside(name: str, fqn: str) -> bool:
+def _is_inside(name: str, fqn: str) -> bool:
     return name != fqn and (not fqn or name.startswith(f"{fqn}."))
 
 
-def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
+def _apply_cast(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
     """Apply a cast row to a module of the copy."""
     found = module.get_submodule(one.fqn)
     dtype = _dtype(one.dtype)
@@ -467,7 +469,7 @@ def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
         found.forward = _autocast(found.forward, one.dtype, back=bool(one.fqn))
         return
     inner = [i[len(one.fqn) + 1 :] if one.fqn else i for i in islands]
-    found.forward = _whole(found, found.forward, dtype, inner)
+    found.forward = _cast_forward(found, found.forward, dtype, inner)
 
 
 def _dtype(word: str) -> Any:
@@ -478,12 +480,12 @@ def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=_dtype(word)):
             out = call(*args, **kwargs)
-        return _to(out, _first(args, kwargs)) if back else out
+        return _cast_floats(out, _first_dtype(args, kwargs)) if back else out
 
     return run
 
 
-def _whole(
+def _cast_forward(
     module: nn.Module, call: Callable[..., Any], dtype: Any, islands: Sequence[str]
 ) -> Callable[..., Any]:
     """Wrap a forward: arguments and parameters are cast, except parameters of float32 islands."""
@@ -499,15 +501,15 @@ def _whole(
             if dtype != torch.float32
             else {}
         )
-        came = _first(args, kwargs)
+        came = _first_dtype(args, kwargs)
         with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):
-            out = call(*_to(args, dtype), **_to(kwargs, dtype))
-        return _to(out, came)
+            out = call(*_cast_floats(args, dtype), **_cast_floats(kwargs, dtype))
+        return _cast_floats(out, came)
 
     return run
 
 
-def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _first_dtype(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the dtype of the first float argument, else float32."""
     found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
     return found[0] if found else torch.float32
@@ -517,7 +519,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _to(value: Any, dtype: Any) -> Any:
+def _cast_floats(value: Any, dtype: Any) -> Any:
     """Cast the floats of a structure; values without gradient that would overflow are clamped."""
 
     def one(leaf: Any) -> Any:

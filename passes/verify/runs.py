@@ -159,27 +159,27 @@ def varied(
     return made, said
 
 
-def _padded(seen: Batches, batch: Batch) -> Batch | None:
+def _pad_ends(seen: Batches, batch: Batch) -> Batch | None:
     """Ignore the ends of rows, more of them in later rows; a mask hides the same positions."""
     out = dict(batch)
     for one in seen.labels:
         value = batch.get(one.source)
         if value is not None and value.dim() == 2 and value.shape[1] > 2:
-            out[one.source] = value.masked_fill(_tail(value), one.ignored)
+            out[one.source] = value.masked_fill(_mark_ends(value), one.ignored)
     mask = batch.get(MASK)
     if mask is not None and mask.dim() == 2 and bool((mask != 0).all()) and mask.shape[1] > 2:
-        out[MASK] = mask.masked_fill(_tail(mask), 0)
+        out[MASK] = mask.masked_fill(_mark_ends(mask), 0)
     return out if any(out[k] is not batch[k] for k in out) else None
 
 
-def _tail(value: Tensor) -> Tensor:
+def _mark_ends(value: Tensor) -> Tensor:
     """Mark the last k % 3 positions of row k; of a single row the last."""
     rows, length = value.shape
     drop = torch.arange(rows) % 3 if rows > 1 else torch.ones(1, dtype=torch.long)
     return (torch.arange(length) >= length - drop.clamp(max=length - 2)[:, None]).to(value.device)
 
 
-def _emptied(seen: Batches, batch: Batch) -> Batch | None:
+def _ignore_rows(seen: Batches, batch: Batch) -> Batch | None:
     """Ignore all labels in the first row of each part, and in the full last part."""
     out = dict(batch)
     for one in seen.labels:
@@ -197,7 +197,7 @@ def _emptied(seen: Batches, batch: Batch) -> Batch | None:
     return out if any(out[k] is not batch[k] for k in out) else None
 
 
-def _halved(seen: Batches, batch: Batch) -> Batch | None:
+def _halve_vocabulary(seen: Batches, batch: Batch) -> Batch | None:
     """Give one row in every part tokens of the lower half of the vocabulary only."""
     tokens = batch.get(TOKENS)
     if tokens is None or not TEXT.issuperset(batch) or tokens.dim() != 2:
@@ -208,17 +208,17 @@ def _halved(seen: Batches, batch: Batch) -> Batch | None:
     return {**batch, TOKENS: tokens}
 
 
-def _shortened(seen: Batches, batch: Batch) -> Batch | None:
+def _drop_row(seen: Batches, batch: Batch) -> Batch | None:
     """Remove one row."""
-    return _first(seen, batch, rows(batch) - 1)
+    return _first_rows(seen, batch, rows(batch) - 1)
 
 
-def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
+def _drop_to_equal_parts(seen: Batches, batch: Batch) -> Batch | None:
     """Remove rows, so that all parts are equal."""
-    return _first(seen, batch, rows(batch) // seen.parts * seen.parts)
+    return _first_rows(seen, batch, rows(batch) // seen.parts * seen.parts)
 
 
-def _first(seen: Batches, batch: Batch, few: int) -> Batch | None:
+def _first_rows(seen: Batches, batch: Batch, few: int) -> Batch | None:
     if few < seen.parts or few == rows(batch):
         return None
     return cut(batch, range(few), rows(batch))
@@ -226,12 +226,12 @@ def _first(seen: Batches, batch: Batch, few: int) -> Batch | None:
 
 # at which batch, what it is called, whether it is there already, and how it is made
 _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
-    (0, PADDED, lambda seen: seen.uneven and seen.padded, _padded),
-    (1, "rows and a part without labels", lambda seen: seen.empty, _emptied),
-    (1, HALVED, lambda seen: seen.classes, _halved),
-    (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _shortened),
-    (2, "equal parts", lambda seen: seen.even, _trimmed),
-    (2, "another number of rows", lambda seen: seen.shapes > 1, _shortened),
+    (0, PADDED, lambda seen: seen.uneven and seen.padded, _pad_ends),
+    (1, "rows and a part without labels", lambda seen: seen.empty, _ignore_rows),
+    (1, HALVED, lambda seen: seen.classes, _halve_vocabulary),
+    (2, "a smaller last part", lambda seen: seen.ragged or seen.parts == 1, _drop_row),
+    (2, "equal parts", lambda seen: seen.even, _drop_to_equal_parts),
+    (2, "another number of rows", lambda seen: seen.shapes > 1, _drop_row),
 )
 
 
@@ -247,7 +247,7 @@ SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found ou
 class Runs:
     """The training runs, the changes made to the user's batches, and gaps."""
 
-    told: tuple[Condition, ...]
+    conditions: tuple[Condition, ...]
     batches: Batches
     derived: tuple[str, ...] = ()
     gaps: tuple[Gap, ...] = ()
@@ -266,25 +266,25 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     made, said = varied(seen)
     derived = []
     for place, words in said.items():
-        if _sound(case, made[place]):
+        if _is_usable(case, made[place]):
             derived += words
         else:
             made[place] = seen.all[place]
     plain, clipped = conditions(case.batches, norm, made)
-    still, gaps = _frozen(case)
-    told = [plain, replace(clipped, case=still, scale=SCALE)]
-    limit, more = _limit(case, plain)
-    told += [*limit, *_at_once(case, plain), *_unlimited(case, plain)]
+    still, gaps = _freeze_some(case)
+    all_runs = [plain, replace(clipped, case=still, scale=SCALE)]
+    limit, more = _eval_mode_run(case, plain)
+    all_runs += [*limit, *_single_update_run(case, plain), *_unlimited_capacity_run(case, plain)]
     if evaluate:
-        told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+        all_runs.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
     if case.table is not None:  # a norm over stages that update apart is known too late to clip by
-        plainly = [c.name.removesuffix(", clipped") for c in told]
-        told = [replace(c, clip=None, name=name) for c, name in zip(told, plainly)]
+        plainly = [c.name.removesuffix(", clipped") for c in all_runs]
+        all_runs = [replace(c, clip=None, name=name) for c, name in zip(all_runs, plainly)]
     both = replace(seen, all=(*case.batches, *made))
-    return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
+    return Runs(tuple(all_runs), both, tuple(derived), (*gaps, *more))
 
 
-def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+def _eval_mode_run(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
     """Add a run in eval mode if batch statistics are relaxed.
 
     In eval mode statistics are fixed, and the program must equal the original itself.
@@ -299,7 +299,7 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
     return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
 
 
-def _at_once(case: Case, plain: Condition) -> list[Condition]:
+def _single_update_run(case: Case, plain: Condition) -> list[Condition]:
     """Add a run with one update a step if weights are stale: in that run none is."""
     if case.table is None or case.parted:
         return []
@@ -310,7 +310,7 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
     return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
 
 
-def _unlimited(case: Case, plain: Condition) -> list[Condition]:
+def _unlimited_capacity_run(case: Case, plain: Condition) -> list[Condition]:
     """Add a run without expert capacity, in which no token is dropped and the model is as it is."""
     if not any(routings(case.plan)) or case.parted or case.table is not None:
         return []
@@ -335,7 +335,7 @@ def batches_of(case: Case) -> Batches:
     return Batches(case.batches, cut, labels)
 
 
-def _sound(case: Case, batch: Batch) -> bool:
+def _is_usable(case: Case, batch: Batch) -> bool:
     """Return whether the original accepts a derived batch, and its parts add up to the whole."""
     probe = Probe(case, batch)
     try:
@@ -348,7 +348,7 @@ def _sound(case: Case, batch: Batch) -> bool:
         return False
 
 
-def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
+def _freeze_some(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
     """Return the case with a quarter of the parameters frozen, if the user froze none."""
     module = case.plan.model.model
     names = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -383,7 +383,7 @@ def gaps(
     `sizes` are the mesh axes, `drawn` is the number of dropout masks, `parameters` are numbers of
     elements by name.
     """
-    found = [*_batches(seen), *_labels(seen), *_inputs(seen)]
+    found = [*_batch_gaps(seen), *_label_gaps(seen), *_input_gaps(seen)]
     if drawn == 0:
         found.append(Gap("no dropout", "masks that differ between copies or on recomputation"))
     axes = {name: size for name, size in sizes.items() if size > 1}
@@ -440,7 +440,7 @@ def repeating(plan: Plan) -> tuple[Gap, ...]:
         stages *= plan.mesh.size(one.axis) * (plan.order.chunks if plan.order else 1)
     found = []
     for trunk in sorted(trunks):
-        kinds = [_pattern(block) for block in plan.model.model.get_submodule(trunk).children()]
+        kinds = [_block_kind(block) for block in plan.model.model.get_submodule(trunk).children()]
         each, rest = divmod(len(kinds), stages)
         varied = len(set(kinds)) > 1
         if stages > 1 and not rest and varied and kinds[:each] * stages == kinds:
@@ -449,7 +449,7 @@ def repeating(plan: Plan) -> tuple[Gap, ...]:
     return tuple(found)
 
 
-def _pattern(block: Any) -> tuple[Any, ...]:
+def _block_kind(block: Any) -> tuple[Any, ...]:
     """Return what distinguishes a block besides its weights and its index."""
     plain = (bool, int, float, str, type(None))
     return tuple(
@@ -460,8 +460,8 @@ def _pattern(block: Any) -> tuple[Any, ...]:
     )
 
 
-def _batches(seen: Batches) -> Iterator[Gap]:
-    if len(seen.all) < 2 or all(_same(seen.all[0], batch) for batch in seen.all[1:]):
+def _batch_gaps(seen: Batches) -> Iterator[Gap]:
+    if len(seen.all) < 2 or all(_equal_batches(seen.all[0], batch) for batch in seen.all[1:]):
         yield Gap("one batch only", "values kept from one step to the next")
     elif seen.shapes < 2:
         yield Gap("one shape only", "shapes kept from the first batch")
@@ -473,12 +473,12 @@ def _batches(seen: Batches) -> Iterator[Gap]:
         yield Gap("no batch of equal parts", "buffers reused while still needed")
 
 
-def _same(a: Batch, b: Batch) -> bool:
+def _equal_batches(a: Batch, b: Batch) -> bool:
     one, other = named_tensors(a), named_tensors(b)
     return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
 
 
-def _labels(seen: Batches) -> Iterator[Gap]:
+def _label_gaps(seen: Batches) -> Iterator[Gap]:
     """Yield gaps of uneven label counts, which distinguish a mean from a mean of means."""
     if not seen.uneven:
         yield Gap("no ignored labels", "means of means, counts of padding")
@@ -486,7 +486,7 @@ def _labels(seen: Batches) -> Iterator[Gap]:
         yield Gap("no part without labels", "means over nothing, and parts that weigh nothing")
 
 
-def _inputs(seen: Batches) -> Iterator[Gap]:
+def _input_gaps(seen: Batches) -> Iterator[Gap]:
     if not seen.padded:
         yield Gap("no padding", "masks that are dropped, shifted or not passed on")
     if not seen.classes and any(TOKENS in integers(batch) for batch in seen.all):
@@ -494,9 +494,9 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
     places = [b[POSITIONS] for b in seen.all if POSITIONS in integers(b)]
     if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
         yield Gap("all rows have equal positions", "positions of one row taken for all")
-    if not any(_floats(batch) for batch in seen.all):
+    if not any(_has_floats(batch) for batch in seen.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
 
 
-def _floats(batch: Mapping[str, Any]) -> bool:
+def _has_floats(batch: Mapping[str, Any]) -> bool:
     return any(value.is_floating_point() for value in named_tensors(batch).values())

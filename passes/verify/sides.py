@@ -119,16 +119,16 @@ def prepared(case: Case) -> Case:
 
 def widened(case: Case) -> Case:
     """Return the case in float64, with randomised parameters."""
-    return _wide(case, randomised(_typed(case), case.seed))
+    return _with_float64(case, randomised(_in_dtype(case), case.seed))
 
 
 def wide_alone(case: Case) -> Case:
     """Return the case in float64, with the model's own parameters."""
-    return _wide(case, _typed(case))
+    return _with_float64(case, _in_dtype(case))
 
 
-def _wide(case: Case, module: nn.Module) -> Case:
-    batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
+def _with_float64(case: Case, module: nn.Module) -> Case:
+    batches = tuple(wide(_cast_batch(case, batch)) for batch in case.batches)
     return replace(case.with_model(as_float64(module)), batches=batches)
 
 
@@ -149,15 +149,15 @@ def as_worked(case: Case) -> Case | None:
                     helps=(f"choose one of {', '.join(DTYPES)}",),
                 )
             )
-        module = _typed(case)
+        module = _in_dtype(case)
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if kinds == {torch.float64}:
         return None
-    batches = tuple(_cast(case, batch) for batch in case.batches)
+    batches = tuple(_cast_batch(case, batch) for batch in case.batches)
     return replace(case.with_model(randomised(module, case.seed)), batches=batches)
 
 
-def _typed(case: Case) -> nn.Module:
+def _in_dtype(case: Case) -> nn.Module:
     """Return the model in the requested dtype."""
     module = case.plan.model.base.model
     if case.dtype in (None, "none"):
@@ -165,7 +165,7 @@ def _typed(case: Case) -> nn.Module:
     return copied(module).to(getattr(torch, str(case.dtype)))
 
 
-def _cast(case: Case, batch: Batch) -> dict[str, Any]:
+def _cast_batch(case: Case, batch: Batch) -> dict[str, Any]:
     """Return a batch with floats in the requested dtype, because a model expects its own dtype."""
     if case.dtype in (None, "none"):
         return dict(batch)
@@ -215,7 +215,7 @@ def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Seque
         yield subject
 
 
-def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
+def original(case: Case, conditions: Sequence[Condition]) -> tuple[Observation, int]:
     """Observe the original under each condition; also return the number of dropout masks drawn."""
     modes, dropout = modes_of(case)
 
@@ -224,7 +224,7 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
 
     chosen = Choices(case.chosen)
     with kept_outside(case.plan.model.model, case.loss), ambient(*modes, chosen):
-        seen = observe(make, told)
+        seen = observe(make, conditions)
     return replace(seen, choices=chosen.found), dropout.drawn
 
 
@@ -235,13 +235,13 @@ def sequential(
 
     With `cast`, modules compute in the dtypes that rows allow.
     """
-    subject = _loop(case, condition, dropout, cast)
+    subject = _make_loop(case, condition, dropout, cast)
     if case.prepared is not None:
         subject.rewritten = case.prepared.traced.rewritten
     return subject
 
 
-def _loop(
+def _make_loop(
     case: Case, condition: Condition, dropout: LogicalDropout | None, cast: bool
 ) -> Sequential:
     options: dict[str, Any] = {
@@ -382,7 +382,7 @@ def built(case: Case, condition: Condition) -> Program:
 
 
 def observed(
-    case: Case, told: Sequence[Condition], made: list[Program], *, brief: bool = False
+    case: Case, conditions: Sequence[Condition], made: list[Program], *, brief: bool = False
 ) -> Observation:
     """Observe a rank's programs, and append them to `made`; `brief` as in `observe`."""
 
@@ -393,10 +393,10 @@ def observed(
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
     with kept_outside(case.plan.model.model, case.loss):
-        return observe(make, told, keep=world.rank() == 0, brief=brief)
+        return observe(make, conditions, keep=world.rank() == 0, brief=brief)
 
 
-def tried(case: Case, told: Sequence[Condition], brief: bool = False) -> Observation:
+def tried(case: Case, conditions: Sequence[Condition], brief: bool = False) -> Observation:
     """Observe a rank's program outside of the main proof, for example to find a row to blame."""
     with ambient(Float64()):
-        return observed(case, told, [], brief=brief)
+        return observed(case, conditions, [], brief=brief)

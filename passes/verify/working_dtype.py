@@ -48,9 +48,9 @@ from schedlang.runtime.program import Program
 # ---- The program in the working dtype, against float64 and against the original's own rounding.
 
 
-def rounded(working: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
+def rounded(working: Case, conditions: Sequence[Condition], made: list[Program]) -> Observation:
     """Observe a rank's program in the working dtype, with the choices and codes of all ranks."""
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
         seen = observed(working, first, made, brief=True)  # no more is compared
@@ -76,7 +76,7 @@ class Rounded:
 
     case: Case
     working: Case
-    told: Sequence[Condition]
+    conditions: Sequence[Condition]
     exact: Observation
     program: Observation
     again: Again | None = None
@@ -97,9 +97,11 @@ class Rounded:
         other = tipped(self.exact.choices, program.choices)
         if wrong or all(row.ok for row in rows) or not (program.tipped or other):
             return rows
-        as_taken: dict[str, Any] = {"tipped": program.tipped or None, "chosen": program.choices}
-        case, working = (replace(one, **as_taken) for one in (self.case, self.working))
-        exact, _ = original(case, self.told[:1])
+        codes: Any = program.tipped or None
+        case, working = (
+            replace(one, tipped=codes, chosen=program.choices) for one in (self.case, self.working)
+        )
+        exact, _ = original(case, self.conditions[:1])
         again = replace(self, case=case, working=working, exact=exact, plain=None)
         rows = again._against(draws)
         note = TIPPED if program.tipped else f"{CHOSEN}: {other[0]}"
@@ -113,7 +115,7 @@ class Rounded:
         one. Both sides run again with a lower scale, until they skip the same steps.
         """
         exact = self.exact
-        tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.told[0].name}
+        tensors = {k: v for k, v in exact.tensors.items() if k.condition == self.conditions[0].name}
         plan = self.working.plan
         seen = replace(exact, tensors=tensors)
         bounds = Bounds(seen, self._run, draws, _plain=self.plain)
@@ -130,11 +132,11 @@ class Rounded:
         return [replace(one, note=one.note or note) for one in rows]
 
     def _run(self, draw: int) -> Observation:
-        return as_it_stands(self.working, self.told, self.exact, draw)
+        return as_it_stands(self.working, self.conditions, self.exact, draw)
 
 
 def as_it_stands(
-    working: Case, told: Sequence[Condition], exact: Observation, draw: int = 0
+    working: Case, conditions: Sequence[Condition], exact: Observation, draw: int = 0
 ) -> Observation:
     """Observe the original in the working dtype under the plan's casts; `Nudged` by a draw > 0.
 
@@ -142,14 +144,14 @@ def as_it_stands(
     """
     nudged = Nudged(draw) if draw else nullcontext()
     threads = threads_of_ranks(working.plan.mesh.world)
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     with ambient(dropout_of(working), Choices(exact.choices)), nudged, threads:
         return observe(lambda condition: sequential(working, condition, cast=True), first)
 
 
 def bounds_of(
     model: nn.Module,
-    told: Sequence[Condition],
+    conditions: Sequence[Condition],
     loss: Loss | None = None,
     *,
     autocast: torch.dtype | None = None,
@@ -161,7 +163,7 @@ def bounds_of(
     """Return error bounds for any program that trains a model in a low dtype.
 
       model     the model with the ranks' initial weights, in the dtype that stores them
-      told      training runs, with batches in the program's dtype
+      conditions  training runs, with batches in the program's dtype
       autocast  dtype of operators, if it is another
       modes     modes of the program, such as one without dropout
       ranks     ranks of the program on this machine: the model uses as many threads as one rank
@@ -171,7 +173,9 @@ def bounds_of(
     float64.
     """
 
-    def seen(module: nn.Module, told: Sequence[Condition], *more: ModeOrFactory) -> Observation:
+    def seen(
+        module: nn.Module, conditions: Sequence[Condition], *more: ModeOrFactory
+    ) -> Observation:
         def make(c: Condition) -> Sequential:
             twin: Any = copied(module)
             given = loss
@@ -182,23 +186,23 @@ def bounds_of(
             return Sequential(twin, c.optimizer, loss=given, follow=c.follow, **options)
 
         with ambient(*more, *modes):
-            return observe(make, told)
+            return observe(make, conditions)
 
-    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in told]
+    wide = [replace(one, batches=tuple(map(widened, map(dict, one.batches)))) for one in conditions]
 
     def run(draw: int) -> Observation:
         with threads_of_ranks(ranks), Nudged(draw) if draw else nullcontext(), rounding():
-            return seen(model, told, choosing(draw))
+            return seen(model, conditions, choosing(draw))
 
     return Bounds(seen(as_float64(model), wide, choosing(None), Float64()), run)
 
 
-def magnified(case: Case, told: Sequence[Condition], exact: Observation) -> Bounds:
+def magnified(case: Case, conditions: Sequence[Condition], exact: Observation) -> Bounds:
     """Return bounds of how far the original itself magnifies roundings in float64."""
 
     def run(draw: int) -> Observation:
         with Nudged(draw + 1, wide=True):
-            return original(case, told)[0]
+            return original(case, conditions)[0]
 
     return Bounds(exact, run)
 
