@@ -122,16 +122,9 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
     ran = runs(case, wanted.evaluate)
     conditions = ran.conditions
     original_run = _OriginalRun(given, case, working, conditions)
+    without, meanwhile = _make_baseline(given, case), original_run.begin
     try:
-        seen, plain = _with_baseline(
-            case,
-            working,
-            conditions,
-            pool,
-            _make_baseline(given, case),
-            progress,
-            original_run.begin,
-        )
+        seen, plain = _with_baseline(case, working, conditions, pool, without, progress, meanwhile)
     except Refusal as refusal:
         if refusal is original_run.refused:
             raise
@@ -145,12 +138,7 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title,
-        facts=(
-            *_facts(case, ran),
-            *_kernel_facts(fewer, seen[3]),
-            *_rounding_facts(rows),
-            *_conditioning_facts(rows),
-        ),
+        facts=(*_facts(case, ran), *_kernel_facts(fewer, seen[3]), *_rounding_facts(rows)),
         command=command,
         equivalence=_equivalence_class(case),
         unchecked=(*unsure, *unchecked, *more),
@@ -478,12 +466,13 @@ def _kernel_facts(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tup
 
 
 def _rounding_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yield facts about codes and choices that follow the ranks', and about a lower loss scale."""
+    """Yield facts of codes and choices as ranks had them, a lower loss scale, and wider gates."""
     yield from {("choices", row.note) for row in rows if row.note.startswith(CHOSEN)}
     yield from {("working dtype", row.note) for row in rows if row.note.startswith(SCALED)}
     said = sum(row.note == TIPPED for row in rows)
     if said:
         yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
+    yield from _conditioning_facts(rows)
 
 
 def _conditioning_facts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

@@ -16,13 +16,8 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostics.diagnostic import quoted
-from schedlang.passes.judge.kinds import (
-    MOST_GROUPS,
-    Located,
-    counted,
-    mean_of,
-    other_start,
-)
+from schedlang.passes.judge.gradient_errors import counted, mean_of
+from schedlang.passes.judge.kinds import MOST_GROUPS, Located, other_start
 from schedlang.passes.judge.parts import Cut, Parts
 from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.steps import MOST_NAMES

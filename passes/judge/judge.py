@@ -12,8 +12,8 @@ How a verdict is made:
   `verify`, in a low dtype with the distance that roundings move the original (`rounded.py`,
   `choices.py`). `beside.py` makes the rows and gaps that only such programs have.
 * Where rows fail, sentences explain them. `kinds.py` names the arithmetic that makes a wrong
-  gradient, loss or norm (`causes.py` in a low dtype) from values of ranks or of parts of the batch
-  (`parts.py`). `located.py` runs one step again on both sides and names the first module that
+  gradient (`gradient_errors.py`), loss or norm, from values of ranks or of parts of the batch
+  (`parts.py`); in a low dtype `causes.py` does. `located.py` runs one step again on both sides and names the first module that
   differs (`calls.py`, `modules.py`), then looks for its cause: terms of the gradient (`terms.py`),
   elements that one rank owns, the module's inputs, the positions it depends on (`taken.py`).
 """

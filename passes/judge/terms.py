@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from schedlang.ir import pytree
-from schedlang.passes.judge.kinds import SPARE
+from schedlang.passes.judge.gradient_errors import SPARE
 from schedlang.passes.localize.diagnose import fits
 from schedlang.runtime import scope
 from schedlang.runtime.modes import ATTRIBUTE

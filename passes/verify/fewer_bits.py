@@ -235,7 +235,7 @@ class _SavedTensors:
 
     @property
     def weights(self) -> SavedParts | None:
-        """How saved tensors are divided over ranks that divide weights; None if not."""
+        """Division of saved tensors over ranks that divide weights; None if there is none."""
         parts = self.parts.weights if isinstance(self.parts, WeightsAndTokens) else self.parts
         return parts if isinstance(parts, SavedParts) else None
 

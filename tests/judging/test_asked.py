@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from schedlang import TrainingProgram, verify_program
 from schedlang.passes.judge import modules, waits
 from schedlang.passes.judge.copies import Copy
-from schedlang.passes.judge.kinds import INITIAL, _counts, _squares, other_start
+from schedlang.passes.judge.kinds import INITIAL, _miscounts, _squared_norms, other_start
 from schedlang.passes.judge.places import Whole
 from schedlang.passes.judge.record import Kept
 from schedlang.passes.judge.regions import Region
@@ -114,8 +114,8 @@ def test_a_norm_of_slices_that_ranks_have_twice() -> None:
         Copy(rank, "w", *[Region.of(torch.tensor(at))] * 2, spill(whole, None))
         for rank, at in slices.items()
     ]
-    assert _squares(copies) == [[5.0, 5.0], [25.0, 25.0]]
-    found = {words: amount for _, amount, words in _counts({"w": _squares(copies)})}
+    assert _squared_norms(copies) == [[5.0, 5.0], [25.0, 25.0]]
+    found = {words: amount for _, amount, words in _miscounts({"w": _squared_norms(copies)})}
     assert found["it counts each rank's copy of"] == 30.0
     assert found["it leaves out what ranks but the first hold of"] == -25.0
     assert found["it leaves out"] == -30.0

@@ -63,7 +63,7 @@ def test_parts_of_rows_and_words_make_the_whole() -> None:
     """Weighed by their counts of labels, gradients in parts add up to that of the batch."""
     found, condition = made(nn.Tanh())
     batch = found.trial.conditions[0].batches[0]
-    (whole,) = found._derived(batch, [list(range(4))], None)
+    (whole,) = found._gradients(batch, [list(range(4))], None)
     rows = next(found.of_rows("head.weight", condition))
     words = next(found.of_words("head.weight", condition))
     assert (rows.whole, words.whole) == ("the batch", "the words")
