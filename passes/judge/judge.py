@@ -4,18 +4,21 @@ How a verdict is made:
 
 * `posed` reads the files into a `Task`. `judge` makes a `Trial` of the task: the original in
   float64 or in a low dtype, and the conditions (optimizer, batches, clipping) of all runs.
-* The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`),
-  matches its tensors with the original's by value (`layouts.py`, `regions.py`), matches its dropout
-  calls with the original's (`masks.py`, `places.py`), trains (`subject.py`, `copies.py`), and saves
-  and loads its state (`loaded.py`). Rank 0 returns its observation and a `Kept`.
+* The trial runs on ranks (`trial.py`). Each rank makes its `TrainingProgram` (`program.py`) and
+  matches its tensors with the original's by value (`layouts.py`, `regions.py`), as well as its
+  dropout calls (`dropout_masks.py`, `tensor_search.py`). It trains (`subject.py`,
+  `rank_copies.py`), saves and loads (`state_loading.py`). Rank 0 returns its observation and what
+  ranks recorded besides (`record.py`).
 * The original trains under the same conditions, and both are compared: in float64 with the gates of
-  `verify`, in a low dtype with the distance that roundings move the original (`rounded.py`,
-  `choices.py`). `beside.py` makes the rows and gaps that only such programs have.
-* Where rows fail, sentences explain them. `kinds.py` names the arithmetic that makes a wrong
-  gradient (`gradient_errors.py`), loss or norm, from values of ranks or of parts of the batch
-  (`parts.py`); in a low dtype `causes.py` does. `located.py` runs one step again on both sides and names the first module that
-  differs (`calls.py`, `modules.py`), then looks for its cause: terms of the gradient (`terms.py`),
-  elements that one rank owns, the module's inputs, the positions it depends on (`taken.py`).
+  `verify`, in a low dtype with the distance that roundings move the original (`low_dtype.py`,
+  `discrete_choices.py`). `program_rows.py` makes the rows and gaps that only such programs have.
+* Where rows fail, sentences explain them. `explanations.py` names the arithmetic that makes a wrong
+  gradient (`gradient_errors.py`), loss or norm from values of ranks or of parts of the batch
+  (`batch_parts.py`); `low_dtype_errors.py` does so in a low dtype. `first_difference.py` runs one
+  step again on both sides and names the first module that differs (`module_calls.py`,
+  `module_comparison.py`). Then it looks for the cause: terms of the gradient (`gradient_terms.py`),
+  elements that one rank owns, the module's inputs, the positions it depends on
+  (`module_inputs.py`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from schedlang.runtime.tracing.meta import meta_model
 from schedlang.runtime.tracing.units import Switch
 from schedlang.runtime.training import Training
 
-TIMES = 3  # the second forward meets what the first has left, the third what is counted
+TIMES = 3  # the second forward uses state of the first; the third shows counts
 
 
 def check_across_stages(case: Case) -> None:

@@ -17,12 +17,13 @@ from schedlang.passes.verify.compare import compare
 from schedlang.passes.verify.observe import Key, Observation
 from schedlang.report import Row
 
-# ---- What a plan must equal to the last bit: the original, or itself without its exact rows.
+# ---- Bitwise equality: with the original, or with the plan without its exact rows.
 
 
 _LOCAL_FACETS = FACETS - {Facet.SHAPE, Facet.PLACEMENT, Facet.STAGE, Facet.STATE, Facet.ORDER}
-_FACETS_OTHERS_NEED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}  # no other row needs such a row
-IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
+# other rows depend on rows with these facets
+_FACETS_OTHERS_NEED = FACETS - {Facet.RECOMPUTE, Facet.RESIDENCE}
+IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, bitwise
 _KINDS = (
     *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
     *("other state", "hidden buffers"),
@@ -30,7 +31,7 @@ _KINDS = (
 EXACT = "exact rows"
 _AT_STAGE_0 = "at stage 0"
 _BACKWARD = ("gradients", "input gradients", "parameters")
-_REORDER_RTOL = 8 * 2.0**-52  # of the norm: a few float64 additions, made in another order
+_REORDER_RTOL = 8 * 2.0**-52  # of the norm: some float64 additions in another order
 
 
 def given_up(plan: Plan) -> frozenset[str]:
@@ -121,7 +122,7 @@ def _accept_reordered_sums(
     first = next((made[name] for name in order), None)
     start = without.tensors[_key(first)] if first is not None and first.ok else None
     same = start is not None and bool(start.any())
-    tied = {name for names in program.ties for name in names}  # other names of what is updated
+    tied = {name for names in program.ties for name in names}  # tied names of updated parameters
     same = same and all(row.ok or row.kind in _BACKWARD or row.name in tied for row in rows)
     for row in rows:
         if row.ok or not same:
@@ -141,10 +142,10 @@ def _key(row: Row) -> Key:
     return Key(row.condition, row.kind, row.step or 0, row.name)
 
 
-# ---- What the `verify(...)` rows of a schedule ask for beyond what every proof checks.
+# ---- Requests of `verify(...)` rows beyond the checks of every proof.
 
 
-STEPS = 3  # of every proof
+STEPS = 3  # training steps of every proof
 _SCOPES = {
     "forward": ("outputs", "training outputs", "loss"),
     "backward": ("gradients", "input gradients", "gradient norm"),
@@ -173,7 +174,7 @@ class Asked:
     rtol: Mapping[str, float] = field(default_factory=dict)
     curves: tuple[Curve, ...] = ()
     evaluate: bool = False
-    exact: tuple[str, ...] = ()  # places of rows that ask for equal bits
+    exact: tuple[str, ...] = ()  # places of rows that request equal bits
 
 
 def asked(plan: Plan) -> Asked:

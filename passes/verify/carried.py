@@ -21,7 +21,7 @@ from schedlang.passes.verify.original import Sequential, rows
 from schedlang.runtime.batch import Part
 from schedlang.runtime.kept_inside import Kept, alike
 
-NOTES = (str, list, dict, tuple)  # that may be kept for whoever reads them, as losses for a picture
+NOTES = (str, list, dict, tuple)  # types of attributes that may be notes, such as losses to plot
 
 
 def _is_concatenation(parts: list[Any], whole: Any) -> bool:
@@ -68,7 +68,7 @@ def _copy_state(subject: Sequential) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in _state(subject).items()}
 
 
-# ---- Buffers that a forward writes: whether microbatches leave in them what the whole would.
+# ---- Buffers that a forward writes: do microbatches leave the same as the full batch?
 
 
 def check_buffers(
@@ -125,7 +125,7 @@ def check_carried(
     whole, other = Part(dict(batch), tuple(range(rows(batch)))), shares[0][0]
     once, twice = after(whole), after(whole, whole)
     carried = [name for name in names if not alike(once[name], twice[name])]
-    if not carried:  # a mean that begins with its first value is that of two equal batches, too
+    if not carried:  # a running mean of two equal batches equals its first value
         fresh, later = after(other), after(whole, other)
         carried = [name for name in names if _depends_on_earlier(later[name], fresh[name])]
     if not any(isinstance(once[n], NOTES) for n in carried) or _changes_results(

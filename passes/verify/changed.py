@@ -67,7 +67,7 @@ def _values(facts: ModelFacts) -> Row:
     worst, place = 0.0, "all values"
     for name, value in facts.model.named_parameters(remove_duplicate=False):
         if name not in facts.base.parameters:
-            continue  # a row brought it
+            continue  # added by a row
         first = facts.base.model.get_parameter(facts.parameters[name].names[0])
         coding = facts.coded(facts.parameters[name].name)
         wanted = first.detach().double()
@@ -106,7 +106,7 @@ def _separate_names(facts: ModelFacts) -> tuple[nn.Module, Tensors, Tensors]:
     named = facts.model.named_parameters(remove_duplicate=False)
     values = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in named}
     merged = facts.merged(values)
-    for fqn, module in twin.named_modules():  # one that stands twice has its names once
+    for fqn, module in twin.named_modules():  # a shared module appears once
         for local, parameter in list(module._parameters.items()):
             if parameter is not None:
                 value = merged[f"{fqn}.{local}".lstrip(".")].detach().clone()

@@ -21,12 +21,12 @@ from schedlang.report import Row
 
 RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
-ELEMENT = 100.0  # how much wider the gate of a single element is
+ELEMENT = 100.0  # factor of the gate of a single element
 
 OUTPUTS = ("outputs", "training outputs")
 DRAWS = "dropout draws"
 
-# in this order a difference is found first where it arose
+# the order in which a difference arises
 _ORDER: tuple[str, ...] = (
     *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
     *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
@@ -132,14 +132,14 @@ def _difference(
     exact: bool,
 ) -> tuple[float, bool, str]:
     """Return the relative error, the verdict and a note for one tensor."""
-    # not to name a tensor is to have none: an unused parameter has no gradient on either side
+    # a missing key means no tensor: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
     if r is None and x is not None and key.kind == "input gradients" and not x.any():
         return 0.0, True, "zero, as of an input that nothing reads"  # slicing passes all inputs on
     if x is None or r is None:
         note = "missing in the program" if x is None else "the original has none"
         return (0.0, True, "none on both sides") if x is r else (math.inf, False, note)
-    # comparing a thing with itself proves nothing
+    # a tensor must not be compared with itself
     assert not x.numel() or x.untyped_storage().data_ptr() != r.untyped_storage().data_ptr(), key
     if x.shape != r.shape or x.dtype != r.dtype:
         note = f"{x.dtype} {tuple(x.shape)} instead of {r.dtype} {tuple(r.shape)}"

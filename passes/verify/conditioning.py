@@ -25,9 +25,9 @@ from schedlang.passes.verify.compare import OUTPUTS, is_left_out, over, unhidden
 from schedlang.passes.verify.observe import HIDDEN, Key, Observation
 from schedlang.report import Row
 
-# ---- Runs whose every result is off by a rounding.
+# ---- Runs in which every result is off by a rounding.
 
-# Of results these are made without one.  Factories take no tensor, views are told by their schema.
+# Operators without a rounding. Factories take no tensor; views are known by their schema.
 _EXACT_NAMES = (
     "_reshape_alias _unsafe_view abs amax amin as_strided_scatter bernoulli cat clamp clamp_max "
     "clamp_min clone constant_pad_nd copy diag_embed diagonal_scatter embedding empty_like "
@@ -38,7 +38,7 @@ _EXACT_NAMES = (
     "threshold_backward topk tril triu uniform unfold_backward where zero zeros_like"
 )
 _EXACT = frozenset(_EXACT_NAMES.split())
-_POOL = 2**16  # signs that are drawn once, and read from any place on
+_POOL = 2**16  # signs, drawn once and read from a random offset
 
 
 class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed: int, *, wide: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least = 0.0 if wide else 2**-50
-        # not by torch, whose draws are refused where those of a model are replaced
+        # not torch's generator: modes that replace a model's draws refuse others
         self._generator = np.random.default_rng(seed)
         self._signs = torch.from_numpy(1.0 - 2.0 * self._generator.integers(2, size=_POOL))
         self._steps: dict[tuple[torch.dtype, float], Tensor] = {}
@@ -67,9 +67,9 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_rounding(func) and not _is_power_of_two(func, args) and (units := _units(args)):
-            # to a wider dtype nothing is rounded
+            # a cast to a wider dtype does not round
             least = min(units) if func._overloadpacket.__name__ == "_to_copy" else -1.0
-            with torch._C.DisableTorchFunction():  # modes are for what the model calls
+            with torch._C.DisableTorchFunction():  # function modes apply to the model's calls only
                 for value in (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out):
                     if isinstance(value, Tensor) and _unit(value.dtype) > least:
                         self._move(value)
@@ -87,7 +87,7 @@ class Nudged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         v, kind = value.float() if few else value, torch.finfo(value.dtype)
         size = v.abs()
         moved = torch.addcmul(v, size.clamp(min=2 * kind.smallest_normal), self._step(v, unit))
-        if few:  # scaled for all that there is: most are whole, and the greatest are real ones
+        if few:  # eight bits: most values are integers, and the largest are no infinity
             stays, moved = v == 0, moved.clamp_(-kind.max, kind.max)
         else:
             stays = (v.trunc() == v).logical_and_(size.clamp(1 / unit, kind.max / 4) != size)
@@ -144,31 +144,32 @@ def _units(args: Iterable[Any]) -> list[float]:
     return found
 
 
-# ---- The law of such errors: above which size is one more of them no luck?
+# ---- The distribution of such errors: which size is implausible for one more error?
 #
-# They are taken for draws e ~ N(0, S), S unknown.  Their squared norm is a sum of chi squares,
-# weighed by the eigenvalues of S.  Matched in mean and variance it is tr(S)/n times a chi square of
+# Assume errors e ~ N(0, S) with unknown S. Their squared norm is a sum of chi squares, weighted
+# by the eigenvalues of S. With the same mean and variance, it is tr(S)/n times a chi square of
 # n = tr(S)^2 / tr(S^2) degrees of freedom (Satterthwaite, Biometrics Bulletin 2, 1946; Box, Annals
-# of Mathematical Statistics 25, 1954): n is one where all elements move together, and the number of
-# elements where each goes its own way.  So of one more error x beside K others
+# of Mathematical Statistics 25, 1954). n is 1 if all elements move together, and the number of
+# elements if they are independent. So for one more error x besides K others
 #
 #     |x|^2 / mean |e|^2  ~  F(n, K n),
 #
-# and it lies above the quantile of 1 - p of that law with chance p.
+# and it exceeds the (1 - p) quantile of that distribution with probability p.
 #
-# n is told from the same errors, by whichever of two is less, as too low an n is safe: quantiles
-# fall with n.  Of errors with a mean m of their own (all runs cast one weight) n is 2 (E |e|^2)^2
-# over var |e|^2 = 2 tr(S^2) + 4 m'Sm, and
+# n is estimated from the same errors by the smaller of two estimates; too low an n is safe, because
+# quantiles fall with n. For errors with a common mean m (all runs cast one weight), n is
+# 2 (E |e|^2)^2 over var |e|^2 = 2 tr(S^2) + 4 m'Sm. This variance is estimated
 #
-#     of pairs of errors, the variance of e . f is a half of that: many pairs, less noise;
-#     of their squared norms it is seen itself, also where their law has longer tails.
+#     from pairs of errors: the variance of e . f is half of it; many pairs give less noise;
+#     from squared norms directly, which holds for longer tails too.
 #
-# The largest of n normal numbers is about sqrt(2 ln 2n) times their spread, and with chance p above
-# sqrt(2 ln 2n/p): so much further, or as much as the norm where that is more, may one element be.
+# The largest of n normal numbers is about sqrt(2 ln 2n) times their standard deviation, and exceeds
+# sqrt(2 ln 2n/p) times it with probability p. One element may be that much further, or as much as
+# the norm if that is more.
 
 CHANCE = 1e-6  # of a false alarm, in all rows of a report together
-LEAST = 4  # errors that a law is told from: fewer say too little of n
-MOST = 1e6  # degrees of freedom, of errors that are all the same
+LEAST = 4  # errors needed to estimate n
+MOST = 1e6  # degrees of freedom if all errors are equal
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def freedom(norms: Sequence[float], dots: Sequence[Sequence[float]]) -> float:
     squares = math.fsum(p * p for p in pairs.values()) / len(pairs)
     apart = [
         p * q for (i, p), (j, q) in combinations(pairs.items(), 2) if not {*i} & {*j}
-    ]  # their mean is that of e . f, squared
+    ]  # their mean is the squared mean of e . f
     by_pairs = squares - max(0.0, math.fsum(apart) / len(apart))
     by_norms = math.fsum((norm - 1) ** 2 for norm in norms) / (len(norms) - 1) / 2
     return min(MOST, max(1.0, 1 / max(by_pairs, by_norms, 1 / MOST)))
@@ -244,7 +245,7 @@ def above(value: float, n: float, m: float) -> float:
 
 def _beta(a: float, b: float, x: float) -> float:
     """Compute the regularised incomplete beta function by its continued fraction (DLMF 8.17.22)."""
-    if x > (a + 1) / (a + b + 2):  # where the other end converges faster
+    if x > (a + 1) / (a + b + 2):  # the complement converges faster
         return 1.0 - _beta(b, a, 1.0 - x) if x < 1 else 1.0
     front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) - math.log(a)
     front += a * math.log(x) + b * math.log1p(-x)
@@ -262,7 +263,7 @@ def _beta(a: float, b: float, x: float) -> float:
     return math.exp(front) * found
 
 
-# ---- Bounds of each tensor, and the rows of a program that is held against them.
+# ---- Bounds of each tensor, and rows that compare a program with them.
 
 KINDS = (
     *("outputs", "training outputs", "gradients", "input gradients", "parameters"),
@@ -270,11 +271,11 @@ KINDS = (
 )
 _NUMBERS = frozenset(KINDS[-2:])
 _BUFFERS = ("other state", HIDDEN)
-DRAWS = 8  # runs of the original whose results are off by roundings
-PLAIN = 2.0  # by how much, at least, these are further off than the original as it stands
-MANY = 256  # degrees of freedom from which on luck is about the same
+DRAWS = 8  # perturbed runs of the original
+PLAIN = 2.0  # perturbed runs are at least so much further off than the unperturbed run
+MANY = 256  # more degrees of freedom hardly change quantiles
 IN_DTYPE = " in working dtype"
-WIDEST = 1e-4  # of what an error in float64 may be, whatever the original makes of roundings
+WIDEST = 1e-4  # the largest float64 error that roundings may explain
 MAGNIFIED = "steps of the original magnify roundings: its gate is how far"
 OVERFLOWS = "the original itself is not finite"
 Run = Callable[[int], Observation]
@@ -324,7 +325,7 @@ class Bounds:
             elif _of_a_skipped_step(key, s, error) and (key.condition, key.step) in skipped:
                 so = (key.condition, key.step) in _overflowing(program)
                 row = replace(row, error=0.0 if so else math.inf)
-            elif _is_lost(key, r, s):  # no number to hold others against
+            elif _is_lost(key, r, s):  # no reference value
                 row = replace(row, error=math.nan, note=OVERFLOWS)
             elif bool((r.isfinite() & ~s.isfinite()).any()):
                 so = casts and not bool(error.isfinite().all())
@@ -402,7 +403,7 @@ class Bounds:
         for draw in range(self.draws + 1):
             seen = self.run(draw) if draw else self._unperturbed
             if casts and draw and self.tells_apart(seen):
-                continue  # a step that is skipped here alone says nothing of roundings
+                continue  # a step that only this run skips shows no rounding
             for key in left:
                 own = _error(self.exact, seen, key)
                 if own is not None and not bool(own.isfinite().all()):

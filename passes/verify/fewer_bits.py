@@ -44,10 +44,10 @@ from schedlang.runtime.rng.logical_dropout import mixed, stream
 from schedlang.runtime.scope import capture, current, site
 from schedlang.runtime.tracing.meta import tensors_in
 
-# ---- The original whose modules run again in backward from what is kept in fewer bits.
-# Written apart from what programs run (`recompute.py` and `selective.py` of
-# `runtime/activation_memory`): here the second run comes at once, and backward is handed what it
-# saved.  Both share the names by which single operators are known.
+# ---- Recomputation from inputs in fewer bits.
+# Independent of the programs' code (`recompute.py` and `selective.py` of
+# `runtime/activation_memory`): here the second run follows at once, and backward uses its saved
+# tensors. Both share the names of single operators.
 
 
 def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> None:
@@ -84,7 +84,7 @@ class _Region:
     """Modules that are recomputed as one region, and what replaces tensors in the second run."""
 
     again: Again
-    summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
+    summed: tuple[str, ...]  # modules with partial sums on ranks, stored unrounded
     next: int = 0
     known: _Values = field(default_factory=lambda: _Values(_is_same_view))
 
@@ -174,10 +174,9 @@ class _CallStart:
             return call()
 
 
-# ---- The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows.
-# Written apart from what programs run (`runtime/activation_memory/quantized.py`
-# beside it): numbers are not packed here, and what is coded is decided anew.  Both share the hash
-# that draws are made by.
+# ---- Saved tensors in fewer bits.
+# Independent of the programs' code (`runtime/activation_memory/quantized.py`): codes are not packed
+# here, and the choice of tensors is made again. Both share the hash of random draws.
 
 
 def with_kept(
@@ -192,7 +191,7 @@ def with_kept(
     for fqn in experts_of(plan):
         experts: Any = module.get_submodule(fqn)
         experts.forward = partial(_mark_experts, experts.forward)
-    # inside: what they are given is kept in fewer bits, too
+    # the inner wrapper: its inputs are quantised too
     with_second_runs(plan, module, known)
     for row in plan.kept:
         assert known is not None, "a plan is prepared before it is compared"
@@ -211,14 +210,16 @@ class _SavedTensors:
     module: nn.Module
     parts: Parts | None = None
     tipped: Found = field(default_factory=dict)
-    bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
+    bits: dict[int, int] = field(default_factory=dict)  # of single tensors, by number
     place: tuple[int, tuple[int, ...]] = (-1, ())
     calls: int = 0
     numbers: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far
-    made: dict[Turn, list[Tensor | None]] = field(default_factory=dict)  # parts, if in fewer bits
+    turns: list[Turn] = field(default_factory=list)  # of the tensors saved so far in this call
+    made: dict[Turn, list[Tensor | None]] = field(
+        default_factory=dict
+    )  # values of parts; None: unrounded
     seen: _Values = field(default_factory=lambda: _Values(_reads_same_memory))
 
     def begin(self, arguments: Any) -> None:
@@ -306,7 +307,7 @@ class _SavedTensors:
         return floats and not any(_is_cast(one, tensor) for one in held)
 
 
-_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether such run
+_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether experts run
 
 
 def _mark_experts(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ class _Look:
 
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    first: str | None = None  # where, and how many elements
+    first: str | None = None  # place and number of elements
 
 
 def _run_watched(case: Case, batch: Batch) -> _Look:

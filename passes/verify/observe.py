@@ -19,9 +19,9 @@ from schedlang.runtime.batch import dotted
 from schedlang.runtime.device import undrawn
 from schedlang.runtime.launch.forkserver import progress
 
-DISTINCT = "distinct draws"  # of one side: that no two of them are one
-NATIVE = "native draws"  # of training: who draws alike, and who apart
-HIDDEN = "hidden buffers"  # those that a state dict leaves out
+DISTINCT = "distinct draws"  # on one side: no two streams are equal
+NATIVE = "native draws"  # in training: equal on replicas, distinct elsewhere
+HIDDEN = "hidden buffers"  # buffers that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
 MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
@@ -108,7 +108,7 @@ def _sgd(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def _adamw(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    # with torch's own eps, rounding of a gradient that is zero would be blown up to a difference
+    # with torch's default eps, roundings of a zero gradient would be magnified
     return torch.optim.AdamW(_groups(named), lr=0.003, eps=1e-5)
 
 
@@ -139,17 +139,19 @@ class Observation:
     tensors: MutableMapping[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
-    # of a side that can tell: from how many streams masks were drawn, and what is wrong with them
+    # the number of random streams of masks, and their faults, if known
     streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
     order: tuple[
         str, ...
     ] = ()  # parameters in the order in which backward finished their gradients
     ties: tuple[tuple[str, ...], ...] = ()
     missing: set[str] = field(default_factory=set)  # kinds that the subject does not offer
-    unread: set[str] = field(default_factory=set)  # types in the output that are no tensors
+    unread: set[str] = field(default_factory=set)  # non-tensor types in the output
     left_out: dict[str, str] = field(default_factory=dict)  # place in the output -> why
-    choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
-    # numbers of activations in fewer bits that roundings tip, if noted
+    choices: Mapping[Any, Tensor] = field(
+        default_factory=dict
+    )  # of discrete operators, if recorded
+    # codes of activations midway between two codes, if recorded
     tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -173,7 +175,7 @@ def observe(
     ties: tuple[tuple[str, ...], ...] = ()
     for condition in conditions:
         with undrawn():
-            torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
+            torch.manual_seed(0)  # so that draws from torch's generator show in its state
             subject = make(condition)
             recorder = _Recorder(seen, condition.name, condition.follow, keep, brief)
             for step, batch in enumerate(condition.batches):
@@ -283,7 +285,7 @@ class _Recorder:
         if not self.keep:
             return
         if value is not None:
-            # a copy: what is compared must not be what the next step changes, or the other side's
+            # a copy: the next step, or the other side, may change the tensor
             if isinstance(value, float):
                 value = torch.tensor(value, dtype=torch.float64)
             value = torch.as_tensor(value).detach().to("cpu", copy=True)

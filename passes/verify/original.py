@@ -63,14 +63,14 @@ class Sequential:
         self._optimizer = optimizer(self._parameters) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
-        self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes into
-        self.changed: set[str] = set()  # plain attributes that it changes
+        self.rewritten: frozenset[str] = frozenset()  # parameters that the forward writes to
+        self.changed: set[str] = set()  # plain attributes that a forward changes
         self.ties = tied(module)
         self.output: Any = None  # of the last training step
         self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
-        self._evaluated = (0, 0)  # at which step, and how often
+        self._evaluated = (0, 0)  # step, number of evaluations
         named_sites(module)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -100,7 +100,7 @@ class Sequential:
             if not loss.requires_grad:
                 raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().reshape(())  # one number, of whatever dims
+        return loss.detach().reshape(())  # a loss may have dims of size 1
 
     def _set_mode(self) -> None:
         self._training.off() if self.evaluate else self._training.on()

@@ -29,7 +29,7 @@ from schedlang.runtime.tracing.units import Switch
 from schedlang.runtime.training import Training
 
 Given = Sequence[Batch]
-Run = tuple[Case, Given, Given]  # what trains, and what is evaluated
+Run = tuple[Case, Given, Given]  # the case, training batches, evaluation batches
 
 
 def with_outputs(
@@ -39,7 +39,7 @@ def with_outputs(
 
     What cannot be computed here is left to the ranks, which report the error.
     """
-    first = case.batches[:1]  # on which what was saved is evaluated
+    first = case.batches[:1]  # evaluated with the saved state
     exact: list[Run] = []
     for condition in conditions:
         run, given = condition.case or case, condition.batches
@@ -54,7 +54,7 @@ def with_outputs(
             known = made.setdefault(id(run.prepared), run.prepared)
             if not _is_shared(run):
                 continue
-            with suppress(Exception), ambient(*modes):  # what the model raises it raises on ranks
+            with suppress(Exception), ambient(*modes):  # ranks raise the model's error again
                 found = _stub_outputs(run, trains, evaluates)
                 made[id(run.prepared)] = replace(known, outputs={**known.outputs, **found})
 

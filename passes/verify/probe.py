@@ -56,7 +56,7 @@ from schedlang.runtime.rng.logical_dropout import Alone, ByRow
 from schedlang.runtime.tracing.meta import meta_model, model_line, name_of
 from schedlang.runtime.training import Training
 
-Derived = dict[str, Tensor | None]  # the loss under "", and gradients by name
+Derived = dict[str, Tensor | None]  # loss under "", gradients by name
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Probe:
 
     case: Case
     batch: Batch
-    changed: set[str] = field(default_factory=set, compare=False)  # attributes, by a forward
+    changed: set[str] = field(
+        default_factory=set, compare=False
+    )  # attributes that a forward changes
 
     @cached_property
     def shares(self) -> list[list[Part]]:
@@ -111,7 +113,7 @@ class Probe:
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:
-                meeting.barrier.abort()  # the others would wait for this one
+                meeting.barrier.abort()  # otherwise the other threads wait forever
                 raise
 
         kept = kept_outside(case.plan.model.model, case.loss)
@@ -135,7 +137,7 @@ class Probe:
         return next((row for row in found if not row.ok), None)
 
 
-# ---- The parts make the whole: loss and gradients.
+# ---- Loss and gradients of parts and whole.
 
 
 def parts_agree(
@@ -197,11 +199,11 @@ def derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> Derive
     return found
 
 
-# ---- The same of the model alone: whether it shows what our runs show.
+# ---- The same comparison with the model alone.
 
 
 SEEDS = (0, 1)
-MUCH = 1e-3  # of what our runs show, what the model alone has to show at least
+MUCH = 1e-3  # of the gap in our runs, which the model alone must show
 UNTOLD = float("inf")
 
 
@@ -227,7 +229,7 @@ def gap_alone(probe: Probe) -> float:
                 for name, value in found.items():
                     share = value * (weight / sum(weights))
                     added[name] = added.get(name, torch.zeros(())) + share
-    except Exception:  # whatever the model raises where no mode carries it
+    except Exception:  # any error of the model without our modes
         return UNTOLD
     return _gap(added, whole)
 
@@ -254,11 +256,11 @@ def _gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max((gap if gap == gap else UNTOLD for gap in gaps), default=0.0)
 
 
-# ---- Each call of torch: the line of a model at which rows of a batch meet.
+# ---- The model's line at which rows of a batch mix.
 
 
-MOST = 1 << 26  # numbers that are kept of one pass; of more nothing is told
-Call = tuple[str, str, Tensor]  # the function, the model's line, what it gave
+MOST = 1 << 26  # elements stored of one pass; beyond that no line is searched
+Call = tuple[str, str, Tensor]  # function, the model's line, result
 
 
 def line_where_rows_meet(probe: Probe) -> str:
@@ -320,7 +322,7 @@ def _is_made_of(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]
     (dim,) = dims
     if _is_close(torch.cat(list(parts), dim), whole):
         return True
-    rows = [part.shape[dim] for part in parts]  # or rows are counted first: [tokens, rows]
+    rows = [part.shape[dim] for part in parts]  # the dim may merge [tokens, rows]
     for inner in {n for n in range(2, min(rows) + 1) if all(size % n == 0 for size in rows)}:
         split = [torch.unflatten(part, dim, (inner, -1)) for part in parts]
         if _is_close(torch.cat(split, dim + 1).flatten(dim, dim + 1), whole):
@@ -332,7 +334,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= RTOL * float(b.norm()) + 1e-12
 
 
-# ---- What is refused of a model whose parts do not make the whole.
+# ---- Refusals of models whose parts do not make the whole.
 
 
 def check_parts(case: Case) -> Case:
@@ -341,7 +343,7 @@ def check_parts(case: Case) -> Case:
     If the schedule relaxes batch statistics, such a model is compared with itself, run by parts.
     """
     check_across_stages(case)
-    free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
+    free = replace(case, plan=unlimited(case.plan))  # dropped tokens depend on the full batch
     probe = Probe(free, case.batches[0])
     bad = probe.disagreement()
     if bad is not None:
@@ -362,7 +364,7 @@ def check_parts(case: Case) -> Case:
     _check_model_alone(probe, bad)
     sample = probe.parts[0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
-    # parts that share some sums are not alike where they meet
+    # parts that share sums differ from the whole at their sums
     known = case.prepared is not None and case.prepared.traced.statistics is not None
     line = "" if known else _try_find_line(Probe(case, case.batches[0]))
     differs = (
@@ -408,7 +410,7 @@ def _try_find_line(probe: Probe) -> str:
     """Return the line where rows mix; "" if the search fails: its error must hide no refusal."""
     try:
         return line_where_rows_meet(probe)
-    except Exception:  # tensors inside of `vmap`, say, which end with it
+    except Exception:  # for example tensors inside `vmap`
         return ""
 
 
@@ -430,7 +432,7 @@ def check_own_parts(case: Case) -> None:
 def _check_model_alone(probe: Probe, bad: Row) -> None:
     """Raise an OwnError if the model alone does not show what our runs of it show."""
     found = gap_alone(probe)
-    # a model that computes in fewer bits shows their roundings, and what is much larger is ours
+    # a model in a low dtype shows its roundings; a much larger gap is our mistake
     if found <= max(RTOL, MUCH * bad.error) and found != UNTOLD:
         name = type(probe.case.plan.model.model).__name__
         raise OwnError(
@@ -475,10 +477,10 @@ def _check_state(probe: Probe) -> None:
             check_carried(subject, probe.batch, probe.shares, probe.changed, shared)
 
 
-# ---- Asked before ranks train, as `verify` asks it.
+# ---- Checks before ranks train.
 
 
-CHEAP = 10**9  # parameters times numbers of a batch: about a second of one core, both sides in all
+CHEAP = 10**9  # parameters times batch elements: about one second of one core
 
 
 def sound(case: Case) -> Case:
@@ -517,12 +519,12 @@ def cheaply(
             check_parts(widened(case))
             check_own_parts(case)
     except Refusal as refusal:
-        if refusal.diagnostic.code in ("S707", "S710"):  # of parts they say nothing
+        if refusal.diagnostic.code in ("S707", "S710"):  # these do not concern parts
             return
         raise
     except Exception as error:
-        # what cannot be copied, or run in float64, trains all the same; an error that the original
-        # alone does not end in is one of what was asked here, or of a part of the batch
+        # a model that cannot be copied, or run in float64, may still train; an error that the
+        # original alone does not raise comes from this check, or from a part of the batch
         if isinstance(error, OwnError) or _original_runs(case):
             raise
 
@@ -533,7 +535,7 @@ def _original_runs(case: Case) -> bool:
         wider = widened(case)
         with alone(wider) as subject:
             derived(subject, wider.batches[0], range(rows(wider.batches[0])))
-    except Exception:  # the question is whether there is any
+    except Exception:  # any error means no
         return False
     return True
 

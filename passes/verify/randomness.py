@@ -18,8 +18,7 @@ from schedlang.runtime.rng.logical_dropout import EVERY, Begun, LogicalDropout, 
 from schedlang.runtime.rng.native import Content, Noted, Noting
 from schedlang.runtime.scope import Moment
 
-# ---- Chance: what can honestly be compared of randomness: the draws made, and the generators
-# left.
+# ---- Draws and generator states.
 
 
 Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) -> samples
@@ -114,17 +113,15 @@ def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-# ---- What training draws natively: at the places of the proof, alike on replicas, apart
-# elsewhere.
-# A proof draws masks logically, and training draws otherwise.  So the program, once proven, trains
-# two more steps as training does, with an eye on each draw: which module draws for which samples
-# and which part of the logical mask, and with which number its stream begins.  That number has to
-# be one for the same part of a mask, on all ranks and in each recomputation, and another for any
-# other part.
+# ---- Native draws of training.
+# A proof draws masks logically; training draws from this rank's generators. So the proven program
+# trains two more steps with native draws, and each draw is recorded: module, samples, part of the
+# logical mask, and the first number of its stream. That number must be equal for the same part of a
+# mask, on all ranks and in each recomputation, and different for any other part.
 
 
-STEPS = 2  # masks of one must not be those of the other
-REPLICAS = 1e-9  # by how much copies of a parameter may differ
+STEPS = 2  # the steps must have different masks
+REPLICAS = 1e-9  # relative difference between copies of a parameter
 
 Sites = Mapping[tuple[str, int], set[int]]  # (module, call) -> samples
 
@@ -151,11 +148,11 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
     if not any(
         world.all_gather_object(bool(trained))
-    ):  # a stage may draw nothing, and trains with the rest
+    ):  # a stage may draw nothing, but must train with the others
         return None
     noting, first = Noting(native, logical), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
-    kept, program.keep_output = program.keep_output, False  # nobody asks for it
+    kept, program.keep_output = program.keep_output, False  # not needed
     try:
         for _ in range(STEPS):
             with ExitStack() as stack:

@@ -39,7 +39,7 @@ from schedlang.runtime.scope import Scope, entered
 if TYPE_CHECKING:
     from schedlang.passes.verify.sides import Case
 
-# ---- Trained by parts: what `relax(batch_stats)` allows.
+# ---- relax(batch_stats): trained by parts.
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,9 @@ def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-# ---- Under compressed sums: what `relax(lossy)` allows.
-# The gradients of each data-parallel part are taken by themselves, cut as ranks hold them, and
-# coded, added up and decoded as the codec says: with what ranks keep from step to step, one memory
-# for each. Who codes what, and what is added, is not shared with the program.
+# ---- relax(lossy): compressed all-reduce.
+# Gradients of each data-parallel part are sharded as on ranks, then encoded, summed and decoded by
+# the codec, with one codec state for each shard. Only the codec is shared with the program.
 
 
 @dataclass
@@ -351,11 +350,10 @@ def _quantized_sum(
     return torch.stack(read).sum(0), [part - said for part, said in zip(own, read)]
 
 
-# ---- Under stale weights: what `relax(staleness)` allows.
-# Microbatch after microbatch, each stage's parameters are filled with the version that the table
-# names, once for the forward and once for the backward.  What autograd saved of a parameter is the
-# parameter's own storage, so a backward reads what it is filled with then.  An update comes when
-# all its microbatches are through, on the newest weights.
+# ---- relax(staleness): stale weights.
+# For each microbatch, each stage's parameters are filled with the version in the table, once for
+# the forward and once for the backward. Autograd saves a parameter's own storage, so backward reads the
+# later version. An update follows all of its microbatches, on the newest weights.
 
 
 class Replayed(Parted):
@@ -409,7 +407,7 @@ class Replayed(Parted):
             parameter.data.copy_(self._history[version][name])
 
 
-# ---- Under casts: what `relax(dtype)` allows, by torch's own parts.
+# ---- relax(dtype): casts, with torch's autocast and GradScaler.
 
 
 def cast_twin(plan: Plan, module: nn.Module, options: dict[str, Any]) -> None:
@@ -433,7 +431,7 @@ class ScaledSteps(Sequential):
         """Do forward, loss, backward, unscale, clip and step, unless skipped; return the loss."""
         scaler = self._scaler
         assert self._optimizer is not None, "this subject was made without an optimizer"
-        scaler.scale(torch.zeros(()))  # it is there only from its first use on
+        scaler.scale(torch.zeros(()))  # initialises the scale
         times = scaler.get_scale()
         self.scale = self._base * times
         loss = self.derive(batch, range(rows(batch))) / times

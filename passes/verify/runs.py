@@ -27,10 +27,10 @@ from schedlang.report import Gap
 from schedlang.runtime.batch import cut, named_tensors, shares
 from schedlang.runtime.changed import Freeze
 
-# ---- Variants of the user's batches, for what these do not show: padding, empty rows, odd counts.
+# ---- Variants of the user's batches: padding, empty rows, odd counts.
 
 
-TOKENS = "input_ids"  # the names that batches of text have everywhere
+TOKENS = "input_ids"  # the usual names in batches of text
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 PADDED, HALVED = "ignored labels and padding", "rows of half the vocabulary"
@@ -224,7 +224,7 @@ def _first_rows(seen: Batches, batch: Batch, few: int) -> Batch | None:
     return cut(batch, range(few), rows(batch))
 
 
-# at which batch, what it is called, whether it is there already, and how it is made
+# batch index, name, whether some batch has it already, change
 _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
     (0, PADDED, lambda seen: seen.uneven and seen.padded, _pad_ends),
     (1, "rows and a part without labels", lambda seen: seen.empty, _ignore_rows),
@@ -239,8 +239,7 @@ _CHANGES: tuple[tuple[int, str, Callable[[Batches], bool], Change], ...] = (
 
 
 EVALUATED = "SGD, eval mode"
-MUCH = 1e-3  # of what our runs show, what the model alone has to show at least
-SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
+SCALE = 3.0  # of the loss, to find a backward that assumes an output gradient of 1
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,7 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     all_runs += [*limit, *_single_update_run(case, plain), *_unlimited_capacity_run(case, plain)]
     if evaluate:
         all_runs.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
-    if case.table is not None:  # a norm over stages that update apart is known too late to clip by
+    if case.table is not None:  # stages update separately, before the norm is known
         plainly = [c.name.removesuffix(", clipped") for c in all_runs]
         all_runs = [replace(c, clip=None, name=name) for c, name in zip(all_runs, plainly)]
     both = replace(seen, all=(*case.batches, *made))
@@ -344,7 +343,7 @@ def _is_usable(case: Case, batch: Batch) -> bool:
             norm = get_total_norm([g for name, g in whole.items() if name and g is not None])
             finite = math.isfinite(float(norm))
             return finite and (case.parted or probe.differs(subject, whole) is None)
-    except Exception:  # whatever the model raises for what its user never gave it
+    except Exception:  # any error of the model for a derived batch
         return False
 
 
@@ -368,7 +367,7 @@ def _freeze_some(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
 _FROZEN = "frozen weights that are updated, or stop the gradient of others"
 
 
-# ---- What was not exercised, and what that could hide.
+# ---- Gaps: what was not exercised, and what that could hide.
 
 
 def gaps(

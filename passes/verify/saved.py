@@ -72,7 +72,7 @@ def reloaded(
     want, got = _load_and_evaluate(saver, made[0], batch, folder)
     rounded = not _are_close(want, got) and _are_close(want, got, RTOL, FLOOR)
     again = condition.case is not None and rounded
-    if any(world.all_gather_object(again)):  # ranks build together or not at all
+    if any(world.all_gather_object(again)):  # all ranks must build together
         return _load_and_evaluate(saver, _build_equally_frozen(case, condition), batch, folder)
     return want, got
 
@@ -84,9 +84,9 @@ def _load_and_evaluate(
 
     The second program evaluated last with weights of its own.
     """
-    other = replace(other, optimizer=None)  # it may be of another class
+    other = replace(other, optimizer=None)  # may have another class
     other.load(f"{folder}/state")
-    program.evaluated = other.evaluated = (0, 0)  # what both draw is the same
+    program.evaluated = other.evaluated = (0, 0)  # so that both draw the same
     want, got = program.eval_step(batch), other.eval_step(batch)
     return dict(flattened(want, set())), dict(flattened(got, set()))
 
@@ -111,7 +111,7 @@ def _are_close(want: Outputs, got: Outputs, rtol: float = 0.0, atol: float = 0.0
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> Iterator[Row]:
     """Compare the state that was saved by all ranks and loaded by one rank, bit by bit."""
     last = max(k.step for k in actual.tensors if k[:2] == (condition, "parameters"))
-    held = True  # all that was compared by name is there
+    held = True  # whether all named tensors are right
 
     def row(name: str, same: bool, note: str, shape: tuple[int, ...] | None = None) -> Row:
         error, note = (0.0, "") if same else (1.0, note)

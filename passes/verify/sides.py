@@ -78,10 +78,10 @@ class Case:
     seed: int = 0
     dtype: str | None = None
     prepared: Prepared | None = None
-    parted: bool = False  # compare with the original trained by parts: statistics are relaxed
-    tipped: Found | None = None  # numbers that lie where two are as near, as ranks took them
-    chosen: Mapping[Any, Tensor] = field(default_factory=dict)  # by operators, as ranks chose it
-    # the plan that expectations are about and a batch of it, where another one is run
+    parted: bool = False  # the original trains by parts: statistics are relaxed
+    tipped: Found | None = None  # ranks' codes of values midway between two codes
+    chosen: Mapping[Any, Tensor] = field(default_factory=dict)  # ranks' choices, by operator
+    # the plan and a batch that cost expectations are about, if another plan runs
     meant: tuple[Plan, Batch] | None = None
 
     @property
@@ -258,7 +258,7 @@ def _make_loop(
     if cast:
         cast_twin(case.plan, module, options)
     known = case.prepared
-    # around the casts, as a program has it
+    # outside of the casts, as in a program
     module = with_kept(case.plan, module, known, case.tipped)
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
@@ -288,16 +288,16 @@ class Distributed:
     def __init__(
         self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
     ) -> None:
-        self.program, self.apart = program, apart  # apart: each replica has buffers of its own
-        # the program says these itself, of whole tensors under original names
+        self.program, self.apart = program, apart  # apart: buffers differ by replica
+        # full tensors under original names
         self.input_gradients, self.buffers = program.input_gradients, program.buffers
-        self.trainable = cache(program.trained)  # ranks ask each other
+        self.trainable = cache(program.trained)  # communicates between ranks
         program.evaluate = evaluate
         dropout = program.assembly.dropout
         self.logical = dropout if isinstance(dropout, LogicalDropout) else None
         if self.logical is not None:
             self.logical.noted = {}
-        else:  # then nobody has asked the modules for their places
+        else:  # otherwise the dropout mode names the modules
             named_sites(program.assembly.module)
         program.follow_inputs = self.follow = follow
         program.keep_output = True
@@ -315,7 +315,7 @@ class Distributed:
 
     def train_step(self, batch: Batch) -> Tensor:
         """Do one step of the program."""
-        # what a model writes into what it is given is not to be met again
+        # a model may write to its inputs
         loss = self.program.train_step(batch if self.follow else followed(batch, grad=False))
         self.grad_norm = self.program.grad_norm
         return loss

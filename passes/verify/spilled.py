@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-LEAST = 2**16  # bytes from which on a tensor goes to a file
+LEAST = 2**16  # smaller tensors stay in memory
 
 
 def released() -> None:
@@ -49,7 +49,7 @@ class Spilled:
             assert self.value is not None
             return self.value
         count = torch.Size(self.shape).numel()
-        with torch._C.DisableTorchFunction():  # modes of a comparison have no say in it
+        with torch._C.DisableTorchFunction():  # function modes must not see this call
             flat = torch.from_file(self.path, shared=True, size=count, dtype=self.dtype)
         return flat.reshape(self.shape)
 

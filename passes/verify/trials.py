@@ -75,7 +75,7 @@ def _collect_calls(
     for place, batch in enumerate(batches):
         try:
             found = _first_calls(model, batch, wanted)
-        except Exception:  # whatever the model raises for what its user never gave it
+        except Exception:  # any error of the model for a derived batch
             if not place:
                 raise
             continue

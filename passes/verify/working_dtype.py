@@ -45,7 +45,7 @@ from schedlang.runtime.modes import ModeOrFactory, ambient
 from schedlang.runtime.moe.choices import Choices
 from schedlang.runtime.program import Program
 
-# ---- The program in the working dtype, against float64 and against the original's own rounding.
+# ---- The program in the working dtype, compared with float64 by the original's roundings.
 
 
 def rounded(working: Case, conditions: Sequence[Condition], made: list[Program]) -> Observation:
@@ -53,14 +53,14 @@ def rounded(working: Case, conditions: Sequence[Condition], made: list[Program])
     first = [replace(condition, batches=working.batches) for condition in conditions[:1]]
     chosen = Choices()
     with ambient(chosen), noting() as tipped:
-        seen = observed(working, first, made, brief=True)  # no more is compared
+        seen = observed(working, first, made, brief=True)  # nothing else is compared
     return replace(seen, choices=chosen.everyone(), tipped=tipped.everyone())
 
 
 CHOSEN = "as ranks chose"
 TIPPED = "numbers that roundings tip are taken as ranks took them"
 SCALED = "a loss scaled by"
-LESS = 16  # by which part of its scale a loss is scaled less, where that decides what overflows
+LESS = 16  # divides the loss scale if the scale decides which gradients overflow
 Again = Callable[[Case], Observation]
 
 
@@ -207,7 +207,7 @@ def magnified(case: Case, conditions: Sequence[Condition], exact: Observation) -
     return Bounds(exact, run)
 
 
-# ---- Casts that torch does not run on this machine.
+# ---- Casts that torch cannot run on this machine.
 
 
 def check_cast(working: Case | None) -> None:
@@ -234,7 +234,7 @@ def check_cast(working: Case | None) -> None:
     refuse_failing(plan, run)
 
 
-# ---- Rows that say nothing, and choices that rounding tips.
+# ---- Undecided rows, and choices that roundings change.
 
 
 def undecided(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
@@ -263,7 +263,7 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
     ]
 
 
-# ---- Loss curves: the program's and the original's, side by side in the working dtype.
+# ---- Loss curves of program and original in the working dtype.
 
 
 def curve_rows(working: Case, curves: Sequence[Curve], pool: Pool) -> list[Row]:
