@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.account import Account
 
 
-_MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
+_MOST, _DIGITS = 1_000_000, 19  # names of one range; digits of a number
 WHOLE = "."  # the model itself, whose own name is empty
 Numbers = tuple[int, ...]
 Range = tuple[int, int]
@@ -107,7 +107,7 @@ def _format_name(shape: str, box: tuple[Range, ...]) -> str:
 
 
 Section = Mapping[str, tuple[str, ...]]
-SECTIONS = {  # in the order of the file; what the names of each are
+SECTIONS = {  # in the order of the file; comments of the sections
     "schedule": "decisions, mesh and order",
     "modules": "classes, and what they say of themselves",
     "parameters": "dtype and shape",
@@ -319,7 +319,7 @@ def read_lock(text: str, name: str) -> Lock:
     """Read a lock file; raises Refusal S721 if it is invalid or was edited."""
     try:
         found = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers without end, tables in tables
+    except (ValueError, RecursionError) as error:  # also for endless numbers and deep nesting
         _refuse(name, f"it is not TOML: {error}")
     if found.get("lock") != VERSION:
         _refuse(name, f"it is not of version {VERSION}")
@@ -377,7 +377,7 @@ class Change:
         """Yield the change as text, one line for each group of names."""
         gone = [text for text in self.old if text not in self.new]
         come = [text for text in self.new if text not in self.old]
-        if sorted(self.old) == sorted(self.new):  # the same in another order, or another count
+        if sorted(self.old) == sorted(self.new):  # another order, or another count
             gone, come = list(self.old), list(self.new)
         said = " -> ".join(", ".join(texts) for texts in (gone, come) if texts)
         if not gone or not come:

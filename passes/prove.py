@@ -83,10 +83,11 @@ from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
-# in float64, in the working dtype, saved; what kernels left to the model; the baseline's first step
+# observations in float64 and in the working dtype, saved state, calls that kernels declined, and
+# the baseline's first step
 _Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...], Observation]
-_SAVED = "saved"  # said by a rank
-_BASELINE = "_schedlang_baseline"  # a mark on what ranks refuse of the plan without its exact rows
+_SAVED = "saved"  # message of a rank: its state is saved
+_BASELINE = "_schedlang_baseline"  # attribute that marks a refusal of the baseline
 
 
 def prove(
@@ -165,7 +166,7 @@ def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
         return suspected(report, failure, pool)
     except Refusal:
         raise
-    except (Hang, TimeIsUp):  # that it differs is known
+    except (Hang, TimeIsUp):  # the difference itself is known
         if (limit := current()) is None or limit.left > 0:
             raise
         let_go()
@@ -210,7 +211,7 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
     if plan.mesh.world <= MOST_RANKS:
         return
     sizes = dict(plan.mesh.axes)
-    for axis in sizes:  # two ranks along an axis show what more of them would
+    for axis in sizes:  # two ranks along an axis show the same as more
         sizes[axis] = min(sizes[axis], 2)
     for axis in list(sizes):
         if math.prod(sizes.values()) > MOST_RANKS:
@@ -286,9 +287,9 @@ def _run_ranks(
 
     def heard(rank: int, message: object) -> None:
         if rank == 0 and message == _SAVED:
-            with suppress(Exception):  # what is wrong with it the ranks, which load it, say first
+            with suppress(Exception):  # ranks load the state too, and report its errors first
                 archive.append(loaded(case, conditions, folder))
-        elif rank == 0 and progress is not None:  # the first rank speaks for all
+        elif rank == 0 and progress is not None:  # progress of the first rank only
             progress(stage, min(next(done), steps), steps)
 
     stage = f"{world} rank{'s' * (world > 1)}"
@@ -300,7 +301,7 @@ def _run_ranks(
         given = (*sent, folder, step)
         every = pool.run(_run_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
-        outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
+        outputs = NO_OUTPUTS if case.parted else again  # each replica has its own statistics
         left = merged(one for ran in every for one in ran[3])
         state = archive[0] if archive else loaded(case, conditions, folder)
         return seen, worked, state | {"outputs": outputs}, left, without
@@ -356,7 +357,7 @@ def _make_baseline(given: Case, case: Case) -> _Baseline:
     assert given.prepared is not None
     found = baseline(given.plan, given.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
-        return _Baseline()  # no such rows, or the original itself is compared bit by bit
+        return _Baseline()  # no exact rows, or the original itself is compared bitwise
     plan, words = found
     try:
         traced = prepared(replace(given, plan=plan))
@@ -444,7 +445,7 @@ def _run_baseline(plain: tuple[Case, Sequence[Condition]] | None) -> Observation
         raise
 
 
-# -- what is said about it ---------------------------------------------------------------------
+# -- facts and gaps of the report ---------------------------------------------------------------
 
 
 def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:

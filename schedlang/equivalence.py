@@ -175,7 +175,7 @@ def _takes_seed(batch: Any) -> bool:
     """Return whether a function of batches takes a seed; refuse more required parameters."""
     try:
         parameters = inspect.signature(batch).parameters.values()
-    except ValueError:  # of a class in C nothing is told
+    except ValueError:  # a class in C has no signature
         return False
     plain = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     needed = [f"`{p.name}`" for p in plain if p.default is p.empty]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
-_SHORT = 36  # characters of a fact that stands beside others
+_SHORT = 36  # characters of a fact that shares a line
 _HEADS = ("vs the original", "compared", "worst", "gate", "verdict")
 Line: TypeAlias = tuple[str, str]  # a style of rich, and the text
 EQUAL = {"exact": "bit by bit", "algebraic": "up to floating-point rounding"}
@@ -138,9 +138,9 @@ def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:
 class Row:
     """One comparison. `error` is relative, at most `gate` if equal; a gate of 0 means bitwise."""
 
-    condition: str  # under which optimizer, batches, clipping
-    kind: str  # what kind of thing: "gradients", "trainable set", ...
-    name: str  # which of them
+    condition: str  # the training run: optimizer, batches, clipping
+    kind: str  # "gradients", "trainable set", ...
+    name: str  # name of the tensor or set
     error: float
     gate: float
     ok: bool
@@ -203,13 +203,13 @@ class Report:
     facts: tuple[tuple[str, str], ...] = ()  # mesh, seed, versions: printed above the table
     equivalence: str = "algebraic"
     gaps: tuple[Gap, ...] = ()
-    unchecked: tuple[str, ...] = ()  # what should have been compared and was not, and why
+    unchecked: tuple[str, ...] = ()  # what could not be compared, and why
     diagnosis: str = ""
     blamed: tuple[str, ...] = ()  # rows of the schedule
     command: str = ""  # repeats this verification
     seconds: float = 0.0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
-    localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: words and their heads
+    localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: (head, text)
     bounds: tuple[Bound, ...] = ()  # what the schedule expects of its costs
 
     @property
@@ -334,9 +334,9 @@ def _describe_single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
 
 
-LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
+LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades of a scale, and its width in points
 HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
-# Okabe and Ito's blue and vermilion; what fails has another mark, and a word
+# Okabe and Ito's blue and vermilion; a failure also has another mark, and a word
 STYLE = (
     ".eq{font:14px system-ui,sans-serif;color:#1f2328;background:#fff;padding:1px 0}"
     ".eq h1{font-size:20px;font-weight:600;margin:.6em 0 .3em}"
@@ -398,7 +398,7 @@ def _head_html(report: Report) -> Iterator[str]:
 
 def _table_html(report: Report) -> Iterator[str]:
     heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
-    kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # which a phone does without
+    kinds = {"worst": "n", "gate": "n", heads[4]: "scale"}  # hidden on phones
     cells = "".join(f'<th class="{kinds.get(h, "")}">{html.escape(h)}</th>' for h in heads)
     yield f'<div class="frame"><table><tr>{cells}</tr>'
     for one in report.summary:

@@ -33,8 +33,8 @@ class Trial:
     """A cheap way to see a failure again: one condition with few steps, and extra checks."""
 
     condition: Condition
-    saved: bool = False  # with a save, and a load by one rank
-    working: bool = False  # in the working dtype, too
+    saved: bool = False  # also save, and load on one rank
+    working: bool = False  # also in the working dtype
     kernels: bool = False  # only the trials of kernels
 
     @property
@@ -138,8 +138,8 @@ class Blame(Generic[T]):
     """Rows that fail together, none of which can be left out; empty if no row is needed."""
 
     rows: tuple[T, ...]
-    prefix: int  # rows of the shortest failing prefix that was found
-    runs: int  # how often the predicate was asked
+    prefix: int  # length of the shortest failing prefix found
+    runs: int  # calls of the predicate
 
 
 def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]:
@@ -153,7 +153,7 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
     everything = tuple(range(len(rows)))
     if not everything or asked(()):
         return Blame((), 0, asked.runs)
-    low, high = 0, len(rows)  # the prefix of `low` rows holds, that of `high` rows fails
+    low, high = 0, len(rows)  # the prefix of `low` rows passes, that of `high` rows fails
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
@@ -223,7 +223,7 @@ def _smaller_failing(
     return next((rest for rest in (*alone, *without) if fails(rest)), None)
 
 
-MOST_RUNS = 24  # to find fewer modules
+MOST_RUNS = 24  # of a search for fewer modules
 
 
 def culprits(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> Blame[Action]:
@@ -344,14 +344,14 @@ def placed(refusal: Refusal, case: Case, conditions: Sequence[Condition], pool: 
 
 
 Lines = Iterator[tuple[str, str]]
-MOST_SUSPECTS = 4  # that are printed
+MOST_SUSPECTS = 4  # printed
 MOST_HINTS = 3
 
 
 def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     """Add to a report where its first difference arose, the pattern, and the rows to blame."""
     bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
-    if not bad:  # what both sides draw by is no row's
+    if not bad:  # both sides share the function that draws: no row is to blame
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.acts)
     again = _find_trial(bad, failure, rows, pool)
@@ -401,7 +401,7 @@ def _find_trial(
 def _locate(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Location | None:
     """Find the wrong module; None if modules cannot be run separately or ranks fail."""
     if failure.case.plan.context_axes:
-        return None  # a call of the original is no part's alone
+        return None  # ranks split the sequence: no rank has a call of the original by itself
     try:
         name = first.name if first.kind == "gradients" else ""
         return localise(failure.case, batch, pool, name)
@@ -448,7 +448,7 @@ def _describe_rows(
     rows: Sequence[Action], found: Blame[Action], least: Sequence[Action], command: str
 ) -> Lines:
     if not found.rows:
-        if found.runs:  # it was seen again, and once more without any row
+        if found.runs:  # it failed again, also without any row
             yield "bisected", "no row is needed: it is so in the plan of none, too"
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"

@@ -18,7 +18,7 @@ from schedlang.passes.verify.sides import alone
 from schedlang.report import Row
 from schedlang.runtime.checkpointing.holding import take
 
-_RTOL = 1e-6  # relative error below which a pattern is said to fit
+_RTOL = 1e-6  # relative error below which a pattern fits
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _explain_over_axis(
 ) -> str:
     wanted = [right[rank].double() for rank in group]
     if any(w.shape != wanted[0].shape or not fits(w, wanted[0]) for w in wanted):
-        return ""  # each holds a part of its own
+        return ""  # ranks hold different shards
     found = [locals_[rank] for rank in group]
     ours = [torch.zeros_like(w) if x is None else x.double() for x, w in zip(found, wanted)]
     if any(x.shape != wanted[0].shape for x in ours):
@@ -220,7 +220,7 @@ def _replaced_or_added(
         if fits(x - r, other):
             return f"the value of {name} has been added"
         if x.numel() < 3:
-            continue  # a factor for so few numbers is a chance
+            continue  # so few elements may fit by chance
         times = float(((x - r) * other).sum() / (other * other).sum())
         for words, value in numbers(sizes) if fits(x - r, times * other) else ():
             if math.isclose(times, value, rel_tol=_RTOL):
@@ -276,7 +276,7 @@ def _few_wrong(x: Tensor, r: Tensor) -> Pattern | None:
     return Pattern(said, how=False)
 
 
-SHOWN = 16  # of places that are wrong
+SHOWN = 16  # wrong places in a sentence
 
 
 def _wrong_slices(x: Tensor, r: Tensor) -> Pattern | None:

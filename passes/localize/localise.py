@@ -45,7 +45,7 @@ from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.program import Program
 from schedlang.runtime.scope import Scope, entered, named_sites
 
-# the rows of a whole comparison, state saved and working dtype included
+# returns all rows of a comparison, with saved state and the working dtype
 Whole = Callable[[Case, "Case | None", Sequence[Condition], Observation], list[Row]]
 
 
@@ -241,7 +241,7 @@ def _stages_of_calls(
         return {}, frozenset()
     units: dict[str, int] = {}
     for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
-        # turns of a module that several stages call are counted on none of them
+        # no stage counts all calls of a module that several stages call
         units[name] = stage if units.get(name, stage) == stage else -1
     found: dict[Frame, int] = {}
     outside, now = set(), 0
@@ -251,14 +251,14 @@ def _stages_of_calls(
         found[frame] = now
         if within is None:
             outside.add(frame)
-    for name in {name for name, turn in found if turn}:  # turns are not counted across stages
+    for name in {name for name, turn in found if turn}:  # calls are not counted across stages
         frames = [frame for frame in found if frame[0] == name]
         if len({found[frame] for frame in frames}) > 1:
             found |= dict.fromkeys(frames, -1)
     return found, frozenset(outside)
 
 
-# -- what is said of it ------------------------------------------------------------------------
+# -- the location ------------------------------------------------------------------------------
 
 
 def _join_findings(order: Sequence[Frame], ranks: Sequence[_RankFindings]) -> Location:

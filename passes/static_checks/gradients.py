@@ -99,7 +99,7 @@ def _stage_of(staged: Staged) -> Any:
     return stage_of
 
 
-CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # of calls that do not fit
+CODES = {"type": "S713", "missing": "S711", "often": "S712"}  # by kind of fault
 
 
 def types(plan: Plan, gradients: Gradients) -> Claim:
@@ -221,7 +221,7 @@ def _check_stages(
     if lacking:
         said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
         yield Diagnostic("S711", said, label)
-    for place in sorted(used - lacking):  # one without a gradient of its own only takes part
+    for place in sorted(used - lacking):  # a stage without a gradient still takes part in the sum
         axes = set(plan.mesh.fold(staged.axis))
         along = [one for one in mine[place] if axes & set(one.axes)]
         if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):

@@ -247,11 +247,11 @@ def _check_step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
     from schedlang.pipeline.timeline.versions import updates
 
     count, tokens = step.plan.shares, step.plan.context_axes
-    times = int(updates(shortened(step).prepared.staged.timeline).max())  # of a step
+    times = int(updates(shortened(step).prepared.staged.timeline).max())  # updates of a step
     for role in played:
         weights = [sum(one.weights) for one in played if _same_rows(step, one, role)]
         if len(weights) < step.plan.mesh.size(tokens):
-            continue  # not all ranks with tokens of these rows were played
+            continue  # not all ranks with tokens of these rows were simulated
         total = sum(weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
             said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.comm.tap import Lane, Sent, Tap
     from schedlang.runtime.played import Letter
 
-ALL = 8  # up to so many ranks each one is played
+ALL = 8  # up to so many ranks, all are simulated
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _simulate_rank(step: Step, rank: int) -> Role:
         import torch
 
         pairs = list(named)
-        trained.clear()  # `build` asks it about parameters of its own first
+        trained.clear()  # `build` first tries it on other parameters
         trained.extend(name for name, _ in pairs)
         return torch.optim.SGD([p for _, p in pairs], lr=0.0)
 
@@ -144,7 +144,7 @@ def _simulate_rank(step: Step, rank: int) -> Role:
     with alone(step, rank, optimizer) as (program, tap):
         played = play(program, staged.cut, step.batch, dealings=step.dealings)
     if program.optimizer is None:
-        trained.clear()  # nothing is trained here: `build` asked about its own alone
+        trained.clear()  # nothing is trained here; only `build` tried it
     return Role(
         rank,
         plan.mesh.index(rank, staged.axis) if staged.axis is not None else 0,
@@ -170,9 +170,9 @@ def _observed_sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
     stale = step.prepared.staged.timeline.stale
     for lane, tensor in tap.summed:
         _, put = answers.together.get(id(tensor), (None, {}))
-        # what lies together from the start is summed as it is
+        # gradients that share a buffer from the start are summed in place
         lying = [name for (at, _), name in names.items() if at == storage(tensor)]
-        # of the updates inside a step, each with sums of its own, the last one's
+        # with several updates in a step, each with its sums, count those of the last update
         last = [n for n, place in put.items() if not stale or names.get(place) == n]
         of = frozenset([*last, *lying])
         if of:
@@ -454,6 +454,6 @@ def _check_timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     try:
         order = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
         check(order)
-        check_queues(order)  # as with NCCL; one that ends there ends with gloo
+        check_queues(order)  # with NCCL's rules; an order that ends with NCCL also ends with gloo
     except TimelineError as error:
         yield Diagnostic("S714", str(error), placed(facet_row(plan, Facet.ORDER)))

@@ -60,10 +60,10 @@ def static(
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.kept_outside import kept_outside
 
-    if plan.kept:  # the same tensors, but for their rounding
+    if plan.kept:  # the same tensors, except for rounding
         found = static(replace(plan, kept=()), batch, loss, weight)
         return replace(found, unseen=(*found.unseen, "rounding of saved activations"))
-    if plan.compression is not None:  # the same sums of the same parts, but for the codec
+    if plan.compression is not None:  # the same sums, except for the codec
         found = static(replace(plan, compression=None), batch, loss, weight)
         return replace(
             found, unseen=(*found.unseen, "compressed gradients: simulated as uncompressed sums")
@@ -129,7 +129,7 @@ def _simulate(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], st
         return found, {place: slices(step, rank) for place, rank in first.items()}, ""
     except Refusal:
         raise
-    except Exception as error:  # a model may ask for what only values tell
+    except Exception as error:  # a model may need values
         first_line = str(error).split("\n")[0]
         return (
             [],

@@ -352,8 +352,8 @@ def _quantized_sum(
 
 # ---- relax(staleness): stale weights.
 # For each microbatch, each stage's parameters are filled with the version in the table, once for
-# the forward and once for the backward. Autograd saves a parameter's own storage, so backward reads the
-# later version. An update follows all of its microbatches, on the newest weights.
+# the forward and once for the backward. Autograd saves a parameter's own storage, so backward reads
+# the later version. An update follows all of its microbatches, on the newest weights.
 
 
 class Replayed(Parted):
