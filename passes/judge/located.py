@@ -204,9 +204,9 @@ def located(
 ) -> Located:
     """Find the first module that is wrong in the first step; empty if it cannot be found.
 
-    Nothing is searched in a program that starts from other weights. `conditions` have
-    the report's names; those of the trial have the ranks' names. In a low `dtype` the discrete
-    operators repeat the choices in `chosen`.
+    Nothing is searched in a program that starts from other weights. The given conditions have the
+    report's names; those of the trial have the ranks' names. In a low dtype the discrete operators
+    repeat the chosen indices.
     """
     wrong = [row for row in report.rows if not row.ok]
     if any(row.kind == INITIAL for row in wrong):

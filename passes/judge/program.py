@@ -39,25 +39,25 @@ _GPU = re.compile("not compiled with cuda|nvidia driver|no cuda gpus|nccl|no hip
 class TrainingProgram:
     """One rank's part of a distributed program: its module, and a step without the optimizer's.
 
-    module      an nn.Module whose parameters are the rank's; or several, as chunks of a pipeline
-    step        step(batch), with the whole batch of a step: forward, backward and the reduction of
-                gradients for the rank's own part of it.  Returns the rank's loss, None where the
+    module      an nn.Module with the rank's parameters; or several, as chunks of a pipeline
+    step        step(batch), called with the full batch: forward, backward, and the reduction of
+                gradients, for the rank's own part of the batch. Returns the rank's loss, None if the
                 rank has none, or a pair of the loss and the rank's output
-    optimizer   named parameters -> Optimizer, used for the original too; default: SGD, and AdamW
-    world_loss  how the losses that ranks return make that of the batch: their "mean" or "sum", or
-                "same": each is that of the whole batch
-    names       the original's name of a parameter or buffer, by the name that it has here: a dict
-                or a function.  Asked where values do not tell it
-    layouts     what a rank holds of a plain tensor, by the name that it has here: a placement of
-                torch.distributed.tensor over all ranks, or a pair of it and the list of ranks
-    dropout     which part of the original's mask a rank drops by, by the name of the module here,
-                likewise.  Asked where what it drops from does not tell it
-    clip        clip(most) -> norm, as the program clips its gradients; default: the judge does
+    optimizer   named parameters -> Optimizer, also used for the original; default: SGD, and AdamW
+    world_loss  how ranks' losses combine to the loss of the batch: their "mean", their "sum", or
+                "same" if each rank returns the loss of the full batch
+    names       original names of parameters and buffers, by their names here: a dict or a function.
+                Used only where values do not identify them
+    layouts     layouts of plain tensors, by their names here: a placement of
+                torch.distributed.tensor over all ranks, or a pair of a placement and a list of ranks
+    dropout     the part of the original's mask that a rank's module applies, by the module's name
+                here, in the same form. Used only where the module's inputs do not identify it
+    clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips
     evaluate    evaluate(batch) -> the output in eval mode
-    state_dict  the state as the program saves it, with a mapping in it from the original's names
-                to whole tensors.  It is called with `optimizer`, the rank's, if it takes that
-    load        load(state), or load(state, optimizer): gives a program that was just made what
-                `state_dict` returned on this rank (on the first that has some, if here none)
+    state_dict  the state that the program saves. It contains a mapping from the original's names to
+                full tensors. Called with `optimizer` (the rank's) if it has such a parameter
+    load        load(state) or load(state, optimizer): loads what `state_dict` returned on this rank
+                (on the first rank with a state, if empty here) into a new program
     """
 
     module: nn.Module | Sequence[nn.Module]
