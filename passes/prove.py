@@ -114,7 +114,7 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
     held = bounds(meant, whole, case.loss, case.weight)
     case = check_trained(replace(case, meant=None))
     case = prepared(_repeat_batches(case, wanted.steps))
-    given, working, case = case, as_worked(case), widened(case)
+    own_case, working, case = case, as_worked(case), widened(case)
     check_cast(working)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
@@ -122,8 +122,8 @@ def _prove(case: Case, pool: Pool | None, title: str, command: str, progress: Pr
     working = working and replace(working, parted=case.parted)
     ran = runs(case, wanted.evaluate)
     conditions = ran.conditions
-    original_run = _OriginalRun(given, case, working, conditions)
-    without, meanwhile = _make_baseline(given, case), original_run.begin
+    original_run = _OriginalRun(own_case, case, working, conditions)
+    without, meanwhile = _make_baseline(own_case, case), original_run.begin
     try:
         seen, plain = _with_baseline(case, working, conditions, pool, without, progress, meanwhile)
     except Refusal as refusal:
@@ -178,9 +178,9 @@ def _add_blame(report: Report, failure: Failure, pool: Pool) -> Report:
 
 def _repeat_batches(case: Case, steps: int) -> Case:
     """Return the case with at least `steps` batches; the given batches are repeated."""
-    given = case.batches
-    more = max(0, steps - len(given)) if steps > STEPS else 0
-    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
+    own_case = case.batches
+    more = max(0, steps - len(own_case)) if steps > STEPS else 0
+    return replace(case, batches=(*own_case, *(own_case[k % len(own_case)] for k in range(more))))
 
 
 def _equivalence_class(case: Case) -> str:
@@ -231,21 +231,26 @@ def check_world(plan: Plan, verb: str = "verify") -> None:
 class _OriginalRun:
     """The original, observed once while the ranks run; refused if its numbers say nothing.
 
-    `given` has the model's own parameters, `case` those of the proof.
+    `own_case` has the model's own parameters, `case` those of the proof.
     """
 
     refused: Refusal | None = None
     plain: Observation | None = None  # in the working dtype
 
     def __init__(
-        self, given: Case, case: Case, working: Case | None, conditions: Sequence[Condition]
+        self, own_case: Case, case: Case, working: Case | None, conditions: Sequence[Condition]
     ) -> None:
-        self.given, self.case, self.working, self.conditions = given, case, working, conditions
+        self.own_case, self.case, self.working, self.conditions = (
+            own_case,
+            case,
+            working,
+            conditions,
+        )
 
     def begin(self) -> None:
         """Observe the original; ranks report errors of the model in the working dtype."""
         try:
-            check_own_parts(self.given)
+            check_own_parts(self.own_case)
         except Refusal as refusal:
             self.refused = refusal
             raise
@@ -298,8 +303,8 @@ def _run_ranks(
     with temporary() as folder:
         sent = with_outputs(case, working, conditions)
         step = None if plain is None else _first_step(plain, conditions)
-        given = (*sent, folder, step)
-        every = pool.run(_run_rank, world, *given, on_progress=heard, meanwhile=meanwhile)
+        own_case = (*sent, folder, step)
+        every = pool.run(_run_rank, world, *own_case, on_progress=heard, meanwhile=meanwhile)
         seen, worked, again, _, without = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has its own statistics
         left = merged(one for ran in every for one in ran[3])
@@ -349,18 +354,18 @@ class _Baseline:
     refused: str = ""
 
 
-def _make_baseline(given: Case, case: Case) -> _Baseline:
+def _make_baseline(own_case: Case, case: Case) -> _Baseline:
     """Return the case without its exact rows; empty if there are none, or if all of it is exact.
 
-    The plan is traced on the model in `given`, of which some facts are already known.
+    The plan is traced on the model in `own_case`, of which some facts are already known.
     """
-    assert given.prepared is not None
-    found = baseline(given.plan, given.prepared.staged.timeline.replicas)
+    assert own_case.prepared is not None
+    found = baseline(own_case.plan, own_case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
         return _Baseline()  # no exact rows, or the original itself is compared bitwise
     plan, words = found
     try:
-        traced = prepared(replace(given, plan=plan))
+        traced = prepared(replace(own_case, plan=plan))
         plan = replace(traced.plan, model=case.plan.model)
         return _Baseline(replace(case, plan=plan, prepared=traced.prepared), words)
     except Refusal as refusal:

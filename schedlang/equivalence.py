@@ -40,14 +40,14 @@ def verify(
 ) -> Report:
     """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
 
-      batch    the keyword arguments of one step, or a function of the seed that returns them. One dict
-               is used in every step, and the report lists what was not exercised
+      batch    the keyword arguments of one step, or a function of the seed that returns them. One
+               dict is used in every step, and the report lists what was not exercised
       loss     loss(output, batch), if the model returns none
       weight   weight(part): the weight of a part of the batch in the mean; default: the labels that
                count
       dtype    the working dtype that is checked besides float64; default: that of the model
-      shrink   verify a reduced model of the same class on at most 8 ranks; default: only if the model
-               is on the meta device. For a model without a config, a function that makes it from sizes
+      shrink   verify a reduced model of the same class on at most 8 ranks; default: only if the
+               model is on the meta device. Without a config: a function that makes it from sizes
       timeout  seconds for everything; then Hang says where each rank, or this process, stands
     Models, losses and batches may be defined anywhere: in a notebook, `__main__` or a closure.
 
@@ -116,8 +116,8 @@ def verify_program(
     """Compare your own distributed program with its model on local ranks, in float64.
 
       program  program(model) -> schedlang.TrainingProgram, called on every rank; or its file
-      model    the original; or the file with `model()`, `batch(seed)` and `loss(output, batch)`; for a
-               program in a file the default is the `model.py` beside it
+      model    the original; or the file with `model()`, `batch(seed)` and `loss(output, batch)`;
+               for a program in a file the default is the `model.py` beside it
       batch    the keyword arguments of one step, or a function of the seed that returns them
       loss     loss(output, batch), if the model returns none
       ranks    number of local ranks; default: `world` of the program's file

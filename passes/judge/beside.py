@@ -46,9 +46,9 @@ def alike(
         if key.kind not in _OUTPUTS or key.kind in missing:
             continue
         parts = list(_rank_outputs(actual, key))
-        whole = _assemble_output(parts, want) if want is not None else None
-        if whole is not None:
-            tensors[key] = whole
+        full = _assemble_output(parts, want) if want is not None else None
+        if full is not None:
+            tensors[key] = full
         elif parts and want is not None and not _may_be_pieces(parts, want):
             tensors[key] = parts[0]  # another shape: the row fails and shows both
         else:

@@ -105,10 +105,10 @@ def _explain_weights(want: Tensor, got: Tensor, cut: Cut) -> str:
     return counted([one if abs(one) > 1e-6 else 0.0 for one in times], cut.whole)
 
 
-def counted(times: Sequence[float], whole: str) -> str:
+def counted(times: Sequence[float], unit: str) -> str:
     """Describe how often parts of a batch count that should count once."""
     each = ", ".join(f"{one:.4g}" for one in times)
-    return f"{len(times)} parts of {whole} count {each} times what they should"
+    return f"{len(times)} parts of {unit} count {each} times what they should"
 
 
 def _is_parallel(x: Tensor, r: Tensor) -> bool:

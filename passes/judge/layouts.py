@@ -80,12 +80,12 @@ class Table:
         """Return whether a dtype represents some original dtype exactly; it may be wider."""
         return any(torch.promote_types(dtype, own) == dtype for own in self.dtypes)
 
-    def same(self, said: str, numbers: Tensor, values: Tensor) -> bool:
+    def same(self, name: str, numbers: Tensor, values: Tensor) -> bool:
         """Return whether values equal a parameter's elements at these indices."""
-        p = self.parameters[said].detach().to(values.dtype)
+        p = self.parameters[name].detach().to(values.dtype)
         if numbers.numel() != values.numel():
             return False
-        region = Region.of(numbers.reshape(-1) - self.starts[said], numbers.shape)
+        region = Region.of(numbers.reshape(-1) - self.starts[name], numbers.shape)
         here = region.within(p.reshape(-1)).reshape(values.shape)
         return torch.equal(here, values.detach())
 
@@ -172,13 +172,13 @@ def candidates(name: str) -> Iterator[str]:
 def known_name(program: TrainingProgram, name: str, known: Mapping[str, Any]) -> str | None:
     """Return the original's name: from the program's `names`, or derived from the name itself."""
     plain = name.partition(":")[2] or name
-    said = program.original_name(plain)
-    if said is not None:
-        if said not in known:
-            title = f"`names` calls `{plain}` `{said}`, which the original has not"
+    given_name = program.original_name(plain)
+    if given_name is not None:
+        if given_name not in known:
+            title = f"`names` calls `{plain}` `{given_name}`, which the original has not"
             helps = (f"the original has {quoted(known)}",)
             raise Refusal(Diagnostic("S767", title, helps=helps))
-        return said
+        return given_name
     return next((one for one in candidates(name) if one in known), None)
 
 
@@ -221,19 +221,19 @@ def _find_indices(
 
     A parameter with a known name whose values match is done; only others are looked up by value.
     """
-    said = known_name(program, name, table.aliases)
+    original = known_name(program, name, table.aliases)
     known = None
-    if said is not None and (
-        isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[said]]
+    if original is not None and (
+        isinstance(p, DTensor) or p.shape == table.shapes[table.aliases[original]]
     ):
-        known = _indices_by_name(program, table, name, table.aliases[said], p)
-        if known is not None and table.same(table.aliases[said], known, own):
+        known = _indices_by_name(program, table, name, table.aliases[original], p)
+        if known is not None and table.same(table.aliases[original], known, own):
             return known.reshape(-1), "values" if own.numel() else "name"
     index = table.find(own)
-    if bool((index >= 0).all()) and (own.numel() or said is None):
+    if bool((index >= 0).all()) and (own.numel() or original is None):
         return index, "values"
-    if said is not None and known is None:
-        known = _indices_by_name(program, table, name, table.aliases[said], p)
+    if original is not None and known is None:
+        known = _indices_by_name(program, table, name, table.aliases[original], p)
     if known is not None:
         return known.reshape(-1), "name"
     return (index if _is_padding(p, own, index) else None), "values"
@@ -252,50 +252,50 @@ def _is_padding(p: nn.Parameter, own: Tensor, index: Tensor) -> bool:
     shaped = unknown.reshape(own.shape)
     for dim in range(own.dim()):
         rows = shaped.movedim(dim, 0).reshape(own.shape[dim], -1)
-        whole, some = rows.all(1), rows.any(1)
-        first = int(whole.long().argmax())
-        if bool((whole == some).all()) and bool(whole[first:].all()):
+        full, some = rows.all(1), rows.any(1)
+        first = int(full.long().argmax())
+        if bool((full == some).all()) and bool(full[first:].all()):
             return True
     return False
 
 
 def _indices_by_name(
-    program: TrainingProgram, table: Table, name: str, said: str, p: nn.Parameter
+    program: TrainingProgram, table: Table, name: str, original: str, p: nn.Parameter
 ) -> Tensor | None:
     """Return the indices of a rank's part of a tensor with a known name; None if shapes differ."""
-    whole = table.numbers(said)
+    full = table.numbers(original)
     if isinstance(p, DTensor):
-        if p.shape != whole.shape:
+        if p.shape != full.shape:
             return None
-        spread = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        spread = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
         return spread.to_local()
     layout = (program.layouts or {}).get(name.partition(":")[2] or name)
     if layout is not None:
-        return declared(name, layout, whole)
-    return whole if p.shape == whole.shape else None
+        return declared(name, layout, full)
+    return full if p.shape == full.shape else None
 
 
-def declared(name: str, said: Any, whole: Tensor) -> Tensor:
+def declared(name: str, declaration: Any, full: Tensor) -> Tensor:
     """Return the part of a full tensor that this rank has by the user's declaration."""
-    placement, ranks = said if isinstance(said, tuple) else (said, None)
+    placement, ranks = declaration if isinstance(declaration, tuple) else (declaration, None)
     rank = comm.rank()
     among = list(range(comm.size())) if ranks is None else list(ranks)
     if isinstance(placement, Replicate):
-        return whole
-    there = isinstance(placement, Shard) and -whole.dim() <= placement.dim < whole.dim()
+        return full
+    there = isinstance(placement, Shard) and -full.dim() <= placement.dim < full.dim()
     if not there or rank not in among:
         what = kind_of(placement) if not isinstance(placement, Shard) else f"not of rank {rank}"
         if isinstance(placement, Shard) and not there:
-            what = f"of dim {placement.dim}, and it has {whole.dim()}"
+            what = f"of dim {placement.dim}, and it has {full.dim()}"
         title = f"the layout of `{name}` is {what}"
         helps = (
             "give `Shard(dim)` or `Replicate()`, over all ranks, or in a pair with the list of "
             "ranks that hold the parts, which has this rank: `(Shard(0), [0, 1])`",
         )
         raise Refusal(Diagnostic("S767", title, helps=helps))
-    parts = whole.chunk(len(among), placement.dim)
+    parts = full.chunk(len(among), placement.dim)
     place = among.index(rank)
-    return parts[place] if place < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return parts[place] if place < len(parts) else full.narrow(placement.dim, 0, 0)
 
 
 # ---- Layouts of all ranks.

@@ -361,37 +361,37 @@ def _frames_by_rank(found: modules.Found) -> dict[int, set[Frame]]:
 
 
 @contextlib.contextmanager
-def _program(given: Given) -> Iterator[Judged]:
+def _program(task: Given) -> Iterator[Judged]:
     """Yield this rank's program, under the modes of its step."""
-    with given.ready(Kept()) as (dropping, made), ambient(*given.modes, dropping):
-        yield made(given.conditions[0])
+    with task.ready(Kept()) as (dropping, made), ambient(*task.modes, dropping):
+        yield made(task.conditions[0])
 
 
-def _record_modules(given: Given) -> tuple[calls.Run, dict[str, str]]:
+def _record_modules(task: Given) -> tuple[calls.Run, dict[str, str]]:
     """Record this rank's step, and map its module names to the original's."""
-    with _program(given) as judged:
+    with _program(task) as judged:
         named = judged.named_modules()
-        run = calls.settled(named, lambda: judged.derive(given.conditions[0].batches[0]))
+        run = calls.settled(named, lambda: judged.derive(task.conditions[0].batches[0]))
     names = {name: judged.original_module(name) for name in named}
     return run, {name: meant for name, meant in names.items() if meant is not None}
 
 
-def _record_tensors(given: Given, wanted: frozenset[torch.Size]) -> list[Note]:
+def _record_tensors(task: Given, wanted: frozenset[torch.Size]) -> list[Note]:
     """Record the tensors of this rank's step with some shapes, and their gradients."""
-    with _program(given) as judged, ambient(noting := Noting(wanted)):
-        judged.derive(given.conditions[0].batches[0])
+    with _program(task) as judged, ambient(noting := Noting(wanted)):
+        judged.derive(task.conditions[0].batches[0])
     return noting.notes
 
 
 def _record_calls(
-    given: Given,
+    task: Given,
     batches: Sequence[Batch],
     wanted: Mapping[int, set[Frame]],
     taken: bool = False,
 ) -> list[dict[Frame, list[Tensor]]]:
     """Return outputs (or inputs) of requested calls on this rank, for each batch."""
     found = []
-    with _program(given) as judged:
+    with _program(task) as judged:
         named, mine = judged.named_modules(), wanted.get(judged.rank, set())
         asked = {name: named[name] for name, _ in mine}
         for batch in batches:

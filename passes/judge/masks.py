@@ -64,7 +64,7 @@ class Drop:
             self._full_inputs = [Whole(one) for one in self.given]
         if kind == "plain":
             return placed(parts[0], self._full_inputs[0])
-        windows = [whole.window(part) for whole, part in zip(self._full_inputs, parts)]
+        windows = [full.window(part) for full, part in zip(self._full_inputs, parts)]
         if any(one is None for one in windows):
             return None
         first, last = windows[0], windows[-1]
@@ -167,7 +167,7 @@ class Asked(Protocol):
     def original_module(self, name: str) -> str | None:
         """Return the original's name of a module here."""
 
-    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
+    def part_said(self, name: str, full: Tensor) -> Tensor | None:
         """Return the part of a mask that the user declares for this rank."""
 
 
@@ -194,8 +194,8 @@ class Finding(Noting):
         assert self.asked is not None
         own = [drop for drop in self.known if drop.site == self.asked.original_module(site)]
         for drop in own:
-            whole = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
-            declared = self.asked.part_said(site, whole) if drop.call == call % len(own) else None
+            full = torch.arange(math.prod(drop.shape)).reshape(drop.shape)
+            declared = self.asked.part_said(site, full) if drop.call == call % len(own) else None
             if declared is not None:
                 return drop.site, drop.call, declared
         parts = _local_tensors(tensors)
@@ -329,10 +329,10 @@ class Placed(Dropping):
             found = next(self._places.get(site, iter(())), ("", 0, None))
             before.append(found)
             self._states[site].add(state)
-            whole = not any(
+            full = not any(
                 isinstance(one, DTensor) for one in tensors
             )  # torch synchronises draws of DTensors
-            if whole and found is not None and found[2] is not None:
+            if full and found is not None and found[2] is not None:
                 self.drawn.setdefault((*found[:2], _digest(found[2])), state)
         if found is not None and found[2] is None:
             self.stray.add(site)

@@ -102,9 +102,9 @@ class Exact:
 
     def same(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
         """Return whether a value equals the output or gradient at some places, times a factor."""
-        whole = self.right.of(at, back)
-        want = factor * whole.reshape(-1)[places]
-        near = back and float((value - want).norm()) <= 1e-9 * float(whole.norm())
+        full = self.right.of(at, back)
+        want = factor * full.reshape(-1)[places]
+        near = back and float((value - want).norm()) <= 1e-9 * float(full.norm())
         return near or fits(value, want)
 
     def total(self, at: At, back: bool, value: Tensor, places: Tensor, factor: float = 1.0) -> bool:
@@ -133,9 +133,9 @@ class Exact:
         agree = (ratios - middle).abs() <= 1e-6 * abs(middle)
         return middle if 3 * int(agree.sum()) >= len(ratios) else 1.0
 
-    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+    def together(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
         """Join patterns of ranks that mean the same."""
-        return dict(said)
+        return dict(patterns)
 
     def pattern(
         self,
@@ -201,10 +201,10 @@ class Followed:
     def rows(self, count: int) -> list[list[int]]:
         """Return the batch rows of the ranks' calls, if they divide `count` rows; else nothing."""
         for at, found in self.parts.items():
-            whole = self.right.of(at)
-            if len(whole) != count or whole.dim() < 2 or any(p.places is None for p in found):
+            full = self.right.of(at)
+            if len(full) != count or full.dim() < 2 or any(p.places is None for p in found):
                 continue
-            size = whole[0].numel()
+            size = full[0].numel()
             cut = {
                 tuple(torch.unique(p.places // size).tolist())
                 for p in found
@@ -361,9 +361,9 @@ class Followed:
         """Return whether ranks' gradients are right as a sum, though each is misplaced."""
         if len(wrong) < 2 or len({part.value.shape for part in wrong}) > 1:
             return False
-        whole = self.right.of(at, True).reshape(-1)
+        full = self.right.of(at, True).reshape(-1)
         right = [
-            replace(part, value=factors.get(part.rank, 1.0) * whole[part.places])
+            replace(part, value=factors.get(part.rank, 1.0) * full[part.places])
             for part in wrong
             if part.places is not None
         ]
@@ -465,8 +465,8 @@ def _covers_dims(places: Tensor, shape: torch.Size) -> bool:
     for dim, size in enumerate(places.shape):
         line = places.movedim(dim, 0).reshape(size, -1)[:, 0]
         pairs = zip(torch.unravel_index(line, shape), shape)
-        count, whole = max((len(torch.unique(index)), whole) for index, whole in pairs)
-        if count < size and whole == size:
+        count, full = max((len(torch.unique(index)), full) for index, full in pairs)
+        if count < size and full == size:
             return False
     return True
 
@@ -479,8 +479,8 @@ def rows_of(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | 
             continue
         if one.places is not None and one.places.dim() > 2:
             return one.places.flatten(2)[..., 0] // one.whole[2:].numel()
-    whole = torch.arange(shape[:2].numel()).reshape(shape[:2])
-    return whole if lead == shape[:2] else None
+    full = torch.arange(shape[:2].numel()).reshape(shape[:2])
+    return full if lead == shape[:2] else None
 
 
 def _places_of_rows(part: Part, anchors: Sequence[Part], shape: torch.Size) -> Tensor | None:

@@ -37,9 +37,9 @@ class Whole:
             return None
         if self.values.dtype != torch.float64:
             return nearest(part, self.values) if part.dtype == self.values.dtype else None
-        whole = [torch.arange(size) for size in shape]
-        if part.shape == shape and self._fits(part, whole):
-            return whole
+        full = [torch.arange(size) for size in shape]
+        if part.shape == shape and self._fits(part, full):
+            return full
         found = self._look_up(part)
         options = [] if found is None else [_complete_index(one, n) for one, n in zip(found, shape)]
         fits: list[list[Tensor]] = []
@@ -112,17 +112,17 @@ def _complete_index(index: Tensor, size: int) -> list[Tensor]:
     return list({tuple(one.tolist()): one for one in fits}.values())
 
 
-def placed(part: Tensor, whole: Whole) -> Tensor | None:
+def placed(part: Tensor, full: Whole) -> Tensor | None:
     """Find the flat index of each element of a part in a full tensor, whose dims may be merged."""
-    dims, shape = part.dim(), whole.values.shape
+    dims, shape = part.dim(), full.values.shape
     if dims == len(shape) + 1 and dims > 1:
-        found = placed(part.flatten(0, 1), whole)
+        found = placed(part.flatten(0, 1), full)
         return None if found is None else found.reshape(part.shape)
     numbers = torch.arange(shape.numel()).reshape(shape)
     for view in _VIEWS.get(dims - len(shape), ()):
         if view is not None and len(shape) < 2:
             continue
-        seen = whole if view is None else type(whole)(view(whole.values))
+        seen = full if view is None else type(full)(view(full.values))
         window = seen.window(part)
         if window is not None:
             there: Tensor = (numbers if view is None else view(numbers))[
@@ -160,23 +160,23 @@ class Likest(Whole):
         return _clear_nearest(_all_windows(value, self.values, off), 1.0 - ALONG) if size else None
 
 
-def nearest(part: Tensor, whole: Tensor) -> list[Tensor] | None:
+def nearest(part: Tensor, full: Tensor) -> list[Tensor] | None:
     """Return the indices of the nearest window by dim; None if none is near, or several are.
 
-    `part` has as many dims as `whole`; windows are blocks of dims, or every n-th slice of them.
+    `part` has as many dims as `full`; windows are blocks of dims, or every n-th slice of them.
     """
     value = part.detach().double()
     unit = torch.finfo(part.dtype).eps * float(value.norm())
-    found = _all_windows(value, whole.double(), lambda there: float((there - value).norm()))
+    found = _all_windows(value, full.double(), lambda there: float((there - value).norm()))
     return _clear_nearest(found, FAR * unit, unit)
 
 
-def _all_windows(part: Tensor, whole: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
+def _all_windows(part: Tensor, full: Tensor, off: Callable[[Tensor], float]) -> Iterator[Window]:
     """Yield all windows of a part's shape with their distances; none if there are too many."""
-    options = [_index_ranges(p, w) for p, w in zip(part.shape, whole.shape)]
+    options = [_index_ranges(p, w) for p, w in zip(part.shape, full.shape)]
     if part.numel() and math.prod(map(len, options)) <= MOST_WINDOWS:
         for some in itertools.product(*options):
-            yield off(whole[torch.meshgrid(*some, indexing="ij")] if some else whole), some
+            yield off(full[torch.meshgrid(*some, indexing="ij")] if some else full), some
 
 
 def _clear_nearest(
@@ -190,12 +190,12 @@ def _clear_nearest(
     return list(found[0][1]) if far else None
 
 
-def _index_ranges(part: int, whole: int) -> list[Tensor]:
+def _index_ranges(part: int, full: int) -> list[Tensor]:
     """Return the index ranges that ranks or microbatches take of a dim: blocks, and every n-th."""
-    if part == whole:
-        return [torch.arange(whole)]
-    step, rest = divmod(whole, max(1, part))
-    starts = range(0, whole - part + 1, 1 if rest else part)
+    if part == full:
+        return [torch.arange(full)]
+    step, rest = divmod(full, max(1, part))
+    starts = range(0, full - part + 1, 1 if rest else part)
     blocks = [torch.arange(start, start + part) for start in starts]
-    strided = [torch.arange(start, whole, step) for start in range(step)] if not rest else []
+    strided = [torch.arange(start, full, step) for start in range(step)] if not rest else []
     return blocks + (strided if part > 1 else [])

@@ -41,15 +41,15 @@ class TrainingProgram:
 
     module      an nn.Module with the rank's parameters; or several, as chunks of a pipeline
     step        step(batch), called with the full batch: forward, backward, and the reduction of
-                gradients, for the rank's own part of the batch. Returns the rank's loss, None if the
-                rank has none, or a pair of the loss and the rank's output
+                gradients, for the rank's own part of the batch. Returns the rank's loss, None if
+                the rank has none, or a pair of the loss and the rank's output
     optimizer   named parameters -> Optimizer, also used for the original; default: SGD, and AdamW
     world_loss  how ranks' losses combine to the loss of the batch: their "mean", their "sum", or
                 "same" if each rank returns the loss of the full batch
-    names       original names of parameters and buffers, by their names here: a dict or a function.
+    names       original names of parameters and buffers, by their names here (dict or function).
                 Used only where values do not identify them
     layouts     layouts of plain tensors, by their names here: a placement of
-                torch.distributed.tensor over all ranks, or a pair of a placement and a list of ranks
+                torch.distributed.tensor over all ranks, or a pair of it and a list of ranks
     dropout     the part of the original's mask that a rank's module applies, by the module's name
                 here, in the same form. Used only where the module's inputs do not identify it
     clip        clip(max_norm) -> norm, the program's gradient clipping; default: the judge clips

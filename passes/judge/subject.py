@@ -95,11 +95,11 @@ class Judged:
             named_sites(module, self._prefix(number))
         self._train()
         if record.initial is None:
-            whole, record.unlike = self._assemble_values(
+            full, record.unlike = self._assemble_values(
                 [local(p.detach()) for _, p in self._parameters]
             )
             record.initial = Tensors(record.folder)
-            record.initial.update({n: v for n, v in whole.items() if v is not None})
+            record.initial.update({n: v for n, v in full.items() if v is not None})
         self._optimizer = self._make_optimizer()
         self._outputs: Any = None
         self._errors: dict[str, float] = {}
@@ -164,11 +164,11 @@ class Judged:
                 homes[here] = there if homes.get(here, there) == there else None
         return homes
 
-    def part_said(self, name: str, whole: Tensor) -> Tensor | None:
+    def part_said(self, name: str, full: Tensor) -> Tensor | None:
         """Return the part of a mask that the user declares for a module here, or None."""
         plain = (name.partition(":")[2] or name).lstrip(".")
-        said = (self.program.dropout or {}).get(plain)
-        return None if said is None else declared(plain, said, whole)
+        declaration = (self.program.dropout or {}).get(plain)
+        return None if declaration is None else declared(plain, declaration, full)
 
     def _make_optimizer(self) -> Any:
         groups = self.holdings.groups
@@ -345,21 +345,21 @@ class Judged:
         files that ranks wrote; other ranks return empty results. The files are removed afterwards
         unless `keep`.
         """
-        whole: dict[str, Tensor | None] = {}
+        full: dict[str, Tensor | None] = {}
         errors: dict[str, float] = {}
         if self.rank == 0:
             for name, shape in self.table.shapes.items():
                 there = [one for one in copies.get(name, ()) if one.held is not None]
-                whole[name] = None
+                full[name] = None
                 if there:
-                    whole[name], far, size = joined(there, shape, self.record.folder)
+                    full[name], far, size = joined(there, shape, self.record.folder)
                     if far or len(there) > 1:
                         errors[name] = over(far, size)
         world.barrier()
         for copy_ in () if keep else (c for each in copies.values() for c in each):
             if copy_.rank == self.rank and copy_.held is not None:
                 copy_.held.drop()
-        return whole, errors
+        return full, errors
 
     def _assemble_values(
         self, values: Sequence[Tensor | None]
@@ -380,9 +380,9 @@ class Judged:
         If hooks of the original change its state dict, the program's values go through the same
         hooks.
         """
-        whole, errors = self._assemble_values([local(p.detach()) for _, p in self._parameters])
+        full, errors = self._assemble_values([local(p.detach()) for _, p in self._parameters])
         self._errors |= errors
-        state = {name: whole.get(first) for name, first in self.table.aliases.items()}
+        state = {name: full.get(first) for name, first in self.table.aliases.items()}
         found = {name: value for name, value in state.items() if value is not None}
         buffers = self._buffers()
         if not self._renames or self.rank > 0:
@@ -430,14 +430,14 @@ class Judged:
                 _shard_as(v, p) if _is_elementwise(v, p) else None
                 for v, (_, p) in zip(mine, self._parameters)
             ]
-            whole, _ = self._assemble_values(like)
+            full, _ = self._assemble_values(like)
             numbers = {
                 name: v
                 for (one, p), v in zip(self._parameters, mine)
                 if v is not None and not _is_elementwise(v, p)
                 for name in one.pieces
             }
-            for name, value in whole.items():
+            for name, value in full.items():
                 if value is not None:
                     found.setdefault(name, {})[slot] = value
             for one in reversed(world.all_gather_object(numbers)):

@@ -74,12 +74,12 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
     `right` and each part hold the output for the given batch, then for each changed batch. The
     second dim of the output is the position.
     """
-    whole = _relative_changes(right)
+    full = _relative_changes(right)
     length = right[0].shape[1]
     more: set[tuple[int, int]] = set()
     less: set[tuple[int, int]] = set()
     for part in parts:
-        moved, there = _relative_changes(part.outputs), whole[:, part.rows.reshape(-1)]
+        moved, there = _relative_changes(part.outputs), full[:, part.rows.reshape(-1)]
         places = part.rows.reshape(-1) % length
         for found, pairs in (
             (more, (moved > CLEAR) & (there == 0)),
@@ -90,7 +90,7 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
     source = made[0].source
     if more and less:
         order = _find_order(
-            whole, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], made
+            full, [(_relative_changes(p.outputs), p.rows.reshape(-1)) for p in parts], made
         )
         text = f"{_describe_pairs(more, source, 'depends')} and not on what the original's does"
         return f"{text}: {order or 'words are in another order, or another mask is used'}"
@@ -105,11 +105,11 @@ def seen_otherwise(right: Sequence[Tensor], parts: Sequence[Part], made: Sequenc
 
 
 def _find_order(
-    whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
+    full: Tensor, parts: Sequence[tuple[Tensor, Tensor]], made: Sequence[Changed]
 ) -> str:
     """Return the order of positions that explains all dependences; "" if there is none."""
     moved = torch.cat([found > CLEAR for found, _ in parts], 1)
-    there = torch.cat([whole[:, rows] > CLEAR for _, rows in parts], 1)
+    there = torch.cat([full[:, rows] > CLEAR for _, rows in parts], 1)
     order = []
     for column in there:  # find the place with the same dependences
         same = [k for k, one in enumerate(moved) if torch.equal(one, column)]
@@ -157,13 +157,11 @@ def misgiven(
     """
     same = [one for one in ranks if len(one.values) == len(right)]
     for place, want in enumerate(right):
-        whole = Whole(want)
-        found = [(one, one.values[place], placed(one.values[place], whole)) for one in same]
+        full = Whole(want)
+        found = [(one, one.values[place], placed(one.values[place], full)) for one in same]
         said: dict[str, list[int]] = {}
         for one, value, there in found:
-            if text := _describe_order(
-                value, there, whole, partial(_reproduces, again, one.output)
-            ):
+            if text := _describe_order(value, there, full, partial(_reproduces, again, one.output)):
                 said.setdefault(text, []).append(one.rank)
         if said:
             each = (f"{text} (rank {', '.join(map(str, on))})" for text, on in said.items())
@@ -180,14 +178,14 @@ def _reproduces(again: Callable[[Tensor], Tensor | None], output: Tensor, value:
 
 
 def _describe_order(
-    value: Tensor, there: Tensor | None, whole: Whole, makes: Callable[[Tensor], bool]
+    value: Tensor, there: Tensor | None, full: Whole, makes: Callable[[Tensor], bool]
 ) -> str:
     """Describe the order of a rank's input, if that is not the original's.
 
     Features (the last dim) may have any order, as weights have: `makes` must show that it is wrong.
     """
     if there is None:
-        mixed = value.numel() > 1 and _occurs_in(value, whole.values)
+        mixed = value.numel() > 1 and _occurs_in(value, full.values)
         said = "has the right numbers at other places: a reshape mixes dims, or parts are misplaced"
         return said if mixed else ""
     for dim, size in enumerate(there.shape):
@@ -196,15 +194,15 @@ def _describe_order(
             continue
         if dim == there.dim() - 1 and not makes(value):
             continue
-        places = _varying_indices(line, whole.values.shape)
+        places = _varying_indices(line, full.values.shape)
         return f"holds along dim {dim} the places {_format_places(places)} of what is right"
     return ""
 
 
-def _occurs_in(value: Tensor, whole: Tensor) -> bool:
-    """Return whether all values occur in `whole`, and `whole` has many distinct values (no ids)."""
-    known = torch.unique(whole)
-    if 2 * len(known) < whole.numel() or bool((known == known.round()).all()):
+def _occurs_in(value: Tensor, full: Tensor) -> bool:
+    """Return whether all values occur in `full`, and `full` has many distinct values (no ids)."""
+    known = torch.unique(full)
+    if 2 * len(known) < full.numel() or bool((known == known.round()).all()):
         return False
     near = 1e-9 * float(known.abs().max())
     at = torch.searchsorted(known, value.reshape(-1) - near).clamp(max=len(known) - 1)

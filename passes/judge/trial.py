@@ -160,8 +160,8 @@ class Trial:
     def on_ranks(self, part: Callable[..., Any], *more: Any, **options: Any) -> list[Any]:
         """Call a function with a `Given` first on all ranks; return the results by rank."""
         module = self.case.plan.model.model
-        given = Given(self.make, module, self.conditions, self.drops, self.wide, self.aside)
-        found: list[Any] = self.pool.run(part, self.world, given, *more, **options)
+        task = Given(self.make, module, self.conditions, self.drops, self.wide, self.aside)
+        found: list[Any] = self.pool.run(part, self.world, task, *more, **options)
         return found
 
     def ran(self, folder: str, progress: Progress) -> tuple[Trial, Observation, Kept]:
@@ -215,24 +215,24 @@ class Trial:
         return found
 
 
-def _train(given: Given) -> tuple[Observation, Kept] | None:
+def _train(task: Given) -> tuple[Observation, Kept] | None:
     """Train on one rank; only rank 0 returns its observation, and what all ranks chose."""
     unhoarded()
-    record, choosing = Kept(folder=given.drops.folder), Choosing()
+    record, choosing = Kept(folder=task.drops.folder), Choosing()
     made: list[Judged] = []
-    with given.ready(record) as (dropping, program), ambient(*given.modes, dropping):
+    with task.ready(record) as (dropping, program), ambient(*task.modes, dropping):
 
         def subject(condition: Condition) -> Judged:
             made.clear()
             made.append(program(condition))
             return made[0]
 
-        with contextlib.nullcontext() if given.wide else ambient(choosing):
+        with contextlib.nullcontext() if task.wide else ambient(choosing):
             seen = observe(
-                subject, given.conditions, keep=comm.rank() == 0, folder=given.drops.folder
+                subject, task.conditions, keep=comm.rank() == 0, folder=task.drops.folder
             )
         record.chosen = choosing.everyone()
-        record.loaded = reloaded(made[0], step=given.wide)
+        record.loaded = reloaded(made[0], step=task.wide)
     again = {made[0].original_module(site) or site for site in dropping.again}
     calls = dropping.calls
     asked = calls.low, sorted({*calls.left.values()}), calls.strided
@@ -240,7 +240,7 @@ def _train(given: Given) -> tuple[Observation, Kept] | None:
     for rank, (stray, again, _, low, left, strided) in enumerate(everyone):
         record.stray |= stray
         record.masks |= dict.fromkeys(again, AGAIN)
-        record.low |= low if given.wide else set()
+        record.low |= low if task.wide else set()
         record.strided |= strided
         for work in left:
             record.unwaited.setdefault(work, []).append(rank)

@@ -125,10 +125,10 @@ class Within(Exact):
             return Pattern(f"it is computed in {word}: judge the program by `--dtype {word}`")
         return _describe_distance([self._bound_ratio(at, back, value, places, factor)])
 
-    def together(self, said: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
+    def together(self, patterns: Mapping[Pattern, list[int]]) -> dict[Pattern, list[int]]:
         """Join the sentences of ranks; all that give only a distance become one."""
-        far = {one: ranks for one, ranks in said.items() if isinstance(one, _DistancePattern)}
-        found = {one: ranks for one, ranks in said.items() if one not in far}
+        far = {one: ranks for one, ranks in patterns.items() if isinstance(one, _DistancePattern)}
+        found = {one: ranks for one, ranks in patterns.items() if one not in far}
         if far:
             ranks = sorted(rank for each in far.values() for rank in each)
             found[_describe_distance([one.share for one in far])] = ranks

@@ -226,9 +226,9 @@ def _weight_row(step: Step) -> Any:
     return placed(facet_row(plan, Facet.STATE if plan.data_axes else Facet.ORDER))
 
 
-def _check_total(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
-    if not math.isclose(sum(each), whole, rel_tol=NEAR):
-        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {whole:g}"
+def _check_total(step: Step, each: list[float], total: float) -> Iterator[Diagnostic]:
+    if not math.isclose(sum(each), total, rel_tol=NEAR):
+        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {total:g}"
         yield Diagnostic("S716", said, _weight_row(step))
 
 

@@ -109,7 +109,7 @@ class Probe:
         def run(place: int) -> Derived:
             part, share = parts[place], self.weights[place] / total
             try:
-                with alone(case, beside=True, scale=share) as subject, no_labels(share):
+                with alone(case, in_thread=True, scale=share) as subject, no_labels(share):
                     gather_statistics(subject.module, shared.sums, meeting.at(place))
                     return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
             except BaseException:

@@ -200,14 +200,14 @@ def twin(case: Case) -> nn.Module:
 
 
 @contextmanager
-def alone(case: Case, *, beside: bool = False, **options: Any) -> Iterator[Sequential]:
+def alone(case: Case, *, in_thread: bool = False, **options: Any) -> Iterator[Sequential]:
     """Yield the training loop of a copy of the original, as a proof runs it.
 
-    The loop runs in float64 with logical draws. In one of several threads, pass `beside`: then the
-    caller protects the globals.
+    The loop runs in float64 with logical draws. In one of several threads, pass `in_thread`: then
+    the caller protects the globals.
     """
     modes, _ = modes_of(case)
-    kept = nullcontext() if beside else kept_outside(case.plan.model.model, case.loss)
+    kept = nullcontext() if in_thread else kept_outside(case.plan.model.model, case.loss)
     with kept, ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss, **options)
         if case.prepared is not None:
