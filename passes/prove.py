@@ -282,7 +282,7 @@ def _run_ranks(
 ) -> _Ran:
     """Run the ranks; return their observations (float64, working dtype) and the loaded state.
 
-    `plain` is the case without its exact rows, of which one step runs at the end. `meanwhile` is
+    `plain` is the case without its exact rows; one step of it runs at the end. `meanwhile` is
     called while the ranks run, as in `Pool.run`.
     """
     world = case.plan.mesh.world
@@ -357,7 +357,7 @@ class _Baseline:
 def _make_baseline(own_case: Case, case: Case) -> _Baseline:
     """Return the case without its exact rows; empty if there are none, or if all of it is exact.
 
-    The plan is traced on the model in `own_case`, of which some facts are already known.
+    The plan is traced on the model of `own_case`, because some facts of that model are known.
     """
     assert own_case.prepared is not None
     found = baseline(own_case.plan, own_case.prepared.staged.timeline.replicas)

@@ -35,7 +35,7 @@ Mended = Callable[[Key, Tensor], tuple[str, Tensor] | None]
 
 @dataclass(frozen=True)
 class Remembered:
-    """Runs of the original, of which the values of the first step are cached."""
+    """Runs of the original, with a cache of their first steps."""
 
     run: Run
     steps: dict[int, Observation] = field(default_factory=dict)

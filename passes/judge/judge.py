@@ -240,7 +240,7 @@ def _in_float64(
 
 @dataclass(frozen=True)
 class Posed:
-    """A task whose program or original may lie in files that every rank must load."""
+    """A task, and the files (of the program, of the original) that every rank must load."""
 
     task: Task
     title: str

@@ -144,7 +144,7 @@ class Trial:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """Modes of the original's runs: the dropout mode draws masks of which ranks apply parts."""
+        """Modes of the original's runs; its dropout mode draws masks that ranks apply in part."""
         return (*((Float64(),) if self.wide else ()), Dropping(self.drops.seed, self.drops.off))
 
     @property

@@ -184,7 +184,7 @@ def _run_rank(
 
 
 def _watch_stages(program: Program, watcher: Any, *, grad: bool) -> None:
-    """Set `told.stage` to the running stage; record gradients also in runs without backward."""
+    """Set `watcher.stage` to the running stage; record gradients also in runs without backward."""
     for number, stage in program.assembly.pipeline.stages.items():
 
         def forward(

@@ -361,7 +361,7 @@ def _check_collectives(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
 
 
 def _row_of_group(plan: Plan, lane: Lane, one: Sent) -> Action | None:
-    """Return the row that introduces the axis along which a group lies."""
+    """Return the row that introduces the axis of a group."""
     at = [plan.mesh.coordinates(rank) for rank in lane.ranks]
     axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
     return axis_row(plan, one.fqn, axes[0]) if len(axes) == 1 else None

@@ -33,10 +33,11 @@ TIMES = 3  # the second forward uses state of the first; the third shows counts
 
 
 def check_across_stages(case: Case) -> None:
-    """Refuse (S708) a model whose losses differ between stages and one piece, by state of forwards.
+    """Refuse (S708) a model that has other losses stage by stage than in one piece.
 
-    Several forwards run in turn, in one piece and stage by stage. The refusal names the buffers and
-    attributes that a forward changes.
+    State that one forward leaves for the next causes the difference. Several forwards run in turn,
+    in one piece and stage by stage. The refusal names the buffers and attributes that a forward
+    changes.
     """
     assert case.prepared is not None
     staged, loss = case.prepared.staged, case.loss

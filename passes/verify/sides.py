@@ -67,7 +67,7 @@ class Case:
     """A plan to prove, with everything that a rank needs to run it.
 
     batches   one for each step
-    prepared  what is known of the plan before ranks start
+    prepared  facts of the plan that are known before ranks start
     dtype     the working dtype that is checked besides float64: None is the model's, "none" none
     """
 
