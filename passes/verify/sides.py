@@ -286,9 +286,14 @@ class Distributed:
     """A program as a subject of observation; all ranks make the same calls."""
 
     def __init__(
-        self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
+        self,
+        program: Program,
+        evaluate: bool = False,
+        *,
+        separate_buffers: bool = False,
+        follow: bool = True,
     ) -> None:
-        self.program, self.apart = program, apart  # apart: buffers differ by replica
+        self.program, self.separate_buffers = program, separate_buffers  # by replica
         # full tensors under original names
         self.input_gradients, self.buffers = program.input_gradients, program.buffers
         self.trainable = cache(program.trained)  # communicates between ranks
@@ -354,7 +359,7 @@ class Distributed:
         everyone = world.all_gather_object(self.generators())
         return {
             **self.program.replica_errors(),
-            **({} if self.apart else self.program.buffer_errors()),
+            **({} if self.separate_buffers else self.program.buffer_errors()),
             **generators_agree(everyone),
         }
 
@@ -389,8 +394,10 @@ def observed(
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
         made.append(program)
-        apart = (condition.case or case).parted
-        return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
+        separate_buffers = (condition.case or case).parted
+        return Distributed(
+            program, condition.evaluate, separate_buffers=separate_buffers, follow=condition.follow
+        )
 
     with kept_outside(case.plan.model.model, case.loss):
         return observe(make, conditions, keep=world.rank() == 0, brief=brief)
