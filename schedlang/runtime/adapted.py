@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
     LoRA  y = b + x W + scaling dropout(x) A B
     DoRA  y = b + m / |W + scaling A B| (x W + scaling dropout(x) A B), one m and norm an output;
-          the norm takes no gradient
+      the norm takes no gradient
     """
 
     # parameters that are used before the all-reduce of results, where ranks split the inputs
@@ -54,8 +54,8 @@ class Adapted(nn.Module):
         """Add the output of the adapter for `x` to `y`, the output of the weight; both may be
         shards.
 
-            biased  whether y has the bias in it
-            whole   where ranks split the inputs: an all-reduce over them
+        biased  whether y has the bias in it
+        whole   where ranks split the inputs: an all-reduce over them
         Both terms are then partial sums over ranks, and one all-reduce serves both: the adapter
         adds no bytes to the communication of activations; DoRA communicates its norms.
         """
@@ -119,15 +119,15 @@ class Adapt:
     """A change of a model: give the projections `sites` adapters, and train only parameters in
     `trained`.
 
-        kind        "lora" (Hu et al. 2021) or "dora" (Liu et al. 2024)
-        sites       names of the projections
-        transposed  projections whose weight is [in, out]
-        trained     first names of parameters of the unchanged model that are trained too
-        seed        seed of the first values of A. These are drawn as PEFT draws them (He et al. 2015,
-                    a = sqrt(5)), for each parameter by its name alone; B is zero, a magnitude is the
-                    norm of the weights
-        base        the codebook in which the weights of adapted projections are stored; the weights
-                    get the values of its codes
+    kind        "lora" (Hu et al. 2021) or "dora" (Liu et al. 2024)
+    sites       names of the projections
+    transposed  projections whose weight is [in, out]
+    trained     first names of parameters of the unchanged model that are trained too
+    seed        seed of the first values of A. These are drawn as PEFT draws them (He et al. 2015,
+                a = sqrt(5)), for each parameter by its name alone; B is zero, a magnitude is the
+                norm of the weights
+    base        the codebook in which the weights of adapted projections are stored; the weights
+                get the values of its codes
     """
 
     kind: str
@@ -175,7 +175,8 @@ class Adapt:
         return lambda like: self._drawn(fqn, local, like, varied=False)
 
     def coded(self, name: str) -> Coding | None:
-        """Return the coding in which a parameter is stored, by any of its names; None: it has none."""
+        """Return the coding in which a parameter is stored, by any of its names; None: it has
+        none."""
         fqn, _, local = name.rpartition(".")
         if self.base is None or local != "weight" or fqn not in self.sites:
             return None

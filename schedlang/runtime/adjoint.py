@@ -54,7 +54,7 @@ class Fault:
     """One call whose types do not fit: the module, the axis, and the reason.
 
     kind  "type": a tensor that is not partial is summed; "missing": a sum is missing; "often": a
-          tensor that is complete is summed
+      tensor that is complete is summed
     """
 
     kind: str
@@ -65,7 +65,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Heard:
-    """One observed collective: its kind, its plain axes, and the module that issued it (`label`)."""
+    """One observed collective: its kind, its plain axes, and the module that issued it
+    (`label`)."""
 
     kind: str
     axes: tuple[str, ...]
@@ -354,9 +355,9 @@ OWN, WHOLE, PART = "own", "whole", "part"
 class Share:
     """The kind of a gradient along one axis.
 
-        own    the gradient of a tensor that differs by rank
-        whole  equal on all ranks, and complete
-        part   partial: to be summed over the axis
+    own    the gradient of a tensor that differs by rank
+    whole  equal on all ranks, and complete
+    part   partial: to be summed over the axis
     `times` counts the sums that were not needed: the gradient is n**times too large.
     """
 
@@ -377,7 +378,8 @@ class Gradient:
 
 
 def nodes_of(root: Any) -> list[Any]:
-    """Return the nodes of an autograd graph, each after all of its users: the order of a backward."""
+    """Return the nodes of an autograd graph, each after all of its users: the order of a
+    backward."""
     order: list[Any] = []
     seen: set[Any] = set()
     pending: list[tuple[Any, bool]] = [(root, False)]

@@ -156,7 +156,8 @@ class Assembly:
         return mesh.index(rank, self.row_axes) * count + mesh.index(rank, self.context)
 
     def by_tokens(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Split microbatches by tokens: for each rank of a sequence, its tokens of the same rows."""
+        """Split microbatches by tokens: for each rank of a sequence, its tokens of the same
+        rows."""
         if self.tokens is None:
             return [list(parts)]
         played = any(one.is_meta for one in self.parameters.values())
@@ -192,7 +193,8 @@ class Assembly:
         return Holding(name, Layout.whole(shape), (), self.stage_axis, stages)
 
     def primary(self, rank: int) -> bool:
-        """Return whether a rank is the first of the ranks that see the same rows in the same stage."""
+        """Return whether a rank is the first of the ranks that see the same rows in the same
+        stage."""
         mesh = self.ranks.mesh
         axes = (*self.replicas, *((self.stage_axis,) if self.stage_axis is not None else ()))
         free = {plain for axis in axes for plain in mesh.fold(axis)}

@@ -112,7 +112,7 @@ def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
 
 
 def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return the batch with its tensors on a device; tensors that are on it already are not copied."""
+    """Return the batch with its tensors on a device, copied only if they are elsewhere."""
 
     def to_device(value: Any) -> Any:
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -180,10 +180,8 @@ _APART = (
 
 
 def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
-    """List the objects of a batch that hold tensors and cannot be split, alone or in lists.
-
-    Returns for each its key, the object (the first of a list), and its number of samples if known.
-    """
+    """List objects with tensors that cannot be split: key, object (a list's first), samples if
+    known."""
     found: list[tuple[str, Any, int | None]] = []
     for key, value in () if pytree.flat(batch) else batch.items():
         listed = isinstance(value, (list, tuple)) and len(value) > 0
@@ -196,7 +194,8 @@ def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
 
 
 def _check_closed(batch: Batch, count: int) -> None:
-    """Refuse (S670) objects with as many samples as the batch has rows: each part would get all."""
+    """Refuse (S670) objects that have a sample per row and cannot be split: each part would get
+    all."""
     for key, one, samples in _closed(batch):
         if samples == count:
             raise Refusal.of(
@@ -237,7 +236,7 @@ def _check_lists(batch: Batch) -> None:
 def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
     """Take consecutive rows of each tensor with as many rows as the batch; keep all else as it is.
 
-        count  the rows of the batch
+    count  the rows of the batch
     Tensors in dicts and lists are included. Objects with as many samples, such as a `Batch` of
     torch_geometric, are rebuilt from the selected samples.
     """
@@ -431,7 +430,7 @@ def _one_level(value: Any) -> tuple[list[Any], Any]:
 
 
 def _of_one(entry: Any, count: int) -> bool:
-    """Return whether an entry of a list may belong to one sample: it has dims, and no dim of rows."""
+    """Return whether a list entry may belong to one sample: it has dims, and none of rows."""
     return isinstance(entry, Tensor) and entry.ndim > 0 and entry.shape[0] != count > 1
 
 
@@ -496,7 +495,7 @@ def loss_of(
     batch: Mapping[str, Any],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None,
 ) -> Tensor | None:
-    """Return the loss of a forward: of `loss`, else the model's own, else the output if a scalar."""
+    """Return the loss: by `loss`, else the model's own, else the output if it is a scalar."""
     if loss is not None:
         return loss(output, batch)
     if isinstance(output, Tensor):
@@ -510,7 +509,7 @@ OUTPUTS = ("logits", "sample", "prediction", "last_hidden_state")
 
 
 def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
-    """Return the diagnostic (S615) of a model without a loss, with a loss function for its output."""
+    """Return the diagnostic (S615) of a model without a loss, and propose a loss function."""
     return Diagnostic(
         "S615",
         "the model returns no loss",
@@ -527,7 +526,7 @@ def no_loss(model: Any, output: Any, batch: Mapping[str, Any]) -> Diagnostic:
 
 
 def not_a_loss(value: Any, model: Any = None, batch: Mapping[str, Any] | None = None) -> Diagnostic:
-    """Return the diagnostic (S615) of a loss function that returns something else than one number."""
+    """Return the diagnostic (S615) of a loss function that does not return one number."""
     if isinstance(value, Tensor) and value.is_complex():
         returned, help_ = "a complex number", "return a real one: `value.real`, or `value.abs()`"
     elif isinstance(value, Tensor):

@@ -20,8 +20,8 @@ def check_within(
 ) -> None:
     """Refuse (S653) integers that are not in [0, count).
 
-        kind   what an integer names, in words
-        where  the table, in words
+    kind   what an integer names, in words
+    where  the table, in words
     On an accelerator the check is an asynchronous assert: the host does not wait. Tensors on the
     meta device are not checked.
     """

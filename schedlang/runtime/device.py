@@ -73,7 +73,8 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the default for new tensors and kernels of this thread; do nothing for a CPU."""
+    """Make a device the default for new tensors and kernels of this thread; do nothing for a
+    CPU."""
     if _accelerates(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -281,7 +282,8 @@ def default_generator(device: torch.device) -> States:
 
 
 def default_generators(devices: Iterable[torch.device]) -> list[States]:
-    """Return the CPU's generator, which gives seeds to all devices, and those of the given devices."""
+    """Return the CPU's generator, which gives seeds to all devices, and those of the given
+    devices."""
     distinct = {indexed(device): None for device in devices if _accelerates(device)}
     return [torch.default_generator, *(default_generator(device) for device in distinct)]
 
@@ -307,7 +309,8 @@ def own_generators(inside: Modules) -> list[torch.Generator]:
 
 
 class Replayed(AbstractContextManager[None]):
-    """A context in which generators have the states from when it was made; it restores them after."""
+    """A context in which generators have the states from when it was made; it restores them
+    after."""
 
     def __init__(self, generators: Iterable[States]) -> None:
         self.first = [(one, one.get_state()) for one in generators]
