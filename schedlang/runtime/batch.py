@@ -194,8 +194,7 @@ def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
 
 
 def _check_closed(batch: Batch, count: int) -> None:
-    """Refuse (S670) objects that have a sample per row and cannot be split: each part would get
-    all."""
+    """Refuse (S670) objects with a sample per row that cannot be split: each part would get all."""
     for key, one, samples in _closed(batch):
         if samples == count:
             raise Refusal.of(
