@@ -20,11 +20,11 @@ from schedlang.runtime.adapters.torch_tensor import at_once_in_backward
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ModeOrFactory, ambient
 
-# ---- torch.autocast for any device, and for the meta device; also to disable it. torch has no
-# autocast for tensors without values, but the bytes of memory and of messages are counted with such
-# tensors. A function mode applies the rules of torch's lists for the CPU there: matrix products,
-# convolutions, recurrences and attention in the low dtype; losses, decompositions and a few more in
-# float32; all else in the dtype of its inputs.
+# ---- torch.autocast for any device, the meta device included; also to disable it.
+# torch has no autocast for tensors without values, but the bytes of memory and of messages are
+# counted with such tensors. A function mode applies the rules of torch's lists for the CPU there:
+# matrix products, convolutions, recurrences and attention in the low dtype; losses, decompositions
+# and a few more in float32; all else in the dtype of its inputs.
 
 
 _LOW_NAMES = {
@@ -155,12 +155,12 @@ def _cast_float(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-# ---- A module that computes in another dtype than its parameters are stored in. There are two
-# options. Autocast is torch's own, entered around the module's forward. The other casts the whole
-# module: its input tensors, and every parameter where code reads it, so that a gradient flows back
-# through the cast into the stored parameter. A parameter is cast to the dtype of the region that
-# uses it, not of the region that holds it: a tied weight may be used in two. Neither changes a
-# float64 tensor.
+# ---- A module that computes in another dtype than its parameters are stored in.
+# There are two options. Autocast is torch's own, entered around the module's forward. The other
+# casts the whole module: its input tensors, and every parameter where code reads it, so that a
+# gradient flows back through the cast into the stored parameter. A parameter is cast to the dtype
+# of the region that uses it, not of the region that holds it: a tied weight may be used in two.
+# Neither changes a float64 tensor.
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
