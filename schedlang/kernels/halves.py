@@ -1,4 +1,4 @@
-"""Which gradients the running backward must compute, when a backward runs in two halves."""
+"""Find which gradients the running backward must compute, when a backward runs in two halves."""
 
 from __future__ import annotations
 

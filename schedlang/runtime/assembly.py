@@ -134,7 +134,7 @@ class Assembly:
 
     @cached_property
     def parts(self) -> tuple[Shares, int, int]:
-        """How rows are dealt, the number of parts by rows and tokens, and the index of this rank's
+        """The shares of rows, the number of parts by rows and tokens, and the index of this rank's
         part.
 
         All three are constant over steps.
