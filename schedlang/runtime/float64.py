@@ -249,10 +249,10 @@ _RULED = {*_CASTS, *_LIKE, *_WITHOUT_FLOAT64, Tensor.view, Tensor.type}
 def widened(value: Any) -> Any:
     """Return a nest of any classes that hold tensors, with its float tensors in float64."""
 
-    def to_float64(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         return leaf.to(WIDE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
 
-    return pytree.tree_map(to_float64, value)
+    return pytree.tree_map(convert, value)
 
 
 def as_float64(module: M) -> M:
