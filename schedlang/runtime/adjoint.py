@@ -225,10 +225,12 @@ class Typed(Lattice):
 
     def after(self, call: Running) -> None:
         """Let the outputs of a call vary along every axis along which an input varies."""
-        heard = self.heard.pop()
+        observed = self.heard.pop()
         if call.outputs:
             self.calls += 1
-        if call.outputs and not heard:  # else the call's own nodes have been typed, see `varies_at`
+        if (
+            call.outputs and not observed
+        ):  # else the call's own nodes have been typed, see `varies_at`
             axes = NONE.union(*(self.varies(t) for t in call.inputs))
             made = Made(call.name, tuple(call.inputs)) if axes else None
             note_mask(call.name, call.inputs, call.outputs)
@@ -272,19 +274,19 @@ class Typed(Lattice):
         try:
             out = run(*args)
         finally:
-            heard = self.heard.pop()
-        return out, heard
+            observed = self.heard.pop()
+        return out, observed
 
     def _forward(self, inner: Callable[..., Any], plain: bool) -> Callable[..., Any]:
         def forward(ctx: Any, *args: Any) -> Any:
-            out, heard = self._listened(inner, ctx, *args)
+            out, observed = self._listened(inner, ctx, *args)
             inputs = tensors_in(args)
             before = NONE.union(*(self.varies(t) for t in inputs))
-            after = self._after(inputs[0], before, tensors_in(out)[0], args, heard, plain)
+            after = self._after(inputs[0], before, tensors_in(out)[0], args, observed, plain)
             ctx.schedlang = Crossed(self.site, before, after)
             # a plain all-reduce over one axis keeps a tensor partial over the other axes
             linear = (*MOVES, "all-reduce", "reduce-scatter") if plain else MOVES
-            moved = bool(heard) and all(one.kind in linear for one in heard)
+            moved = bool(observed) and all(one.kind in linear for one in observed)
             made = Made("moved", tuple(inputs)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
                 self.put(tensor, after)
@@ -312,17 +314,17 @@ class Typed(Lattice):
         return forward
 
     def _after(
-        self, x: Tensor, before: Axes, out: Tensor, args: Any, heard: list[Heard], plain: bool
+        self, x: Tensor, before: Axes, out: Tensor, args: Any, observed: list[Heard], plain: bool
     ) -> Axes:
         """Return the axes along which the output of a communicating function varies."""
         after = before
-        for one in heard:
+        for one in observed:
             for axis in one.axes:
                 if one.kind in SUMS:
                     self._summed(x, before, axis, one, plain)
                 if one.kind not in ("reduce-scatter", *MOVES):
                     after -= {axis}
-        if not heard and plain and out.shape != x.shape:  # every rank keeps its own shard
+        if not observed and plain and out.shape != x.shape:  # every rank keeps its own shard
             groups = (a for a in args if isinstance(a, Group))
             after |= {axis for group in groups for axis in self.fold(group.axes)}
         return after
@@ -340,9 +342,9 @@ class Typed(Lattice):
 
     def _backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Any) -> Any:
-            out, heard = self._listened(inner, ctx, *grads)
+            out, observed = self._listened(inner, ctx, *grads)
             if hasattr(ctx, "schedlang"):
-                ctx.schedlang.back.extend(heard)
+                ctx.schedlang.back.extend(observed)
             return out
 
         return backward
@@ -483,19 +485,19 @@ class Adjoint:
             shares = self._settled(crossed, shares, into, site)
             crossed = None
         for axis, share in shares.items():
-            heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
-            label = next((h.label for h in heard if h.label), site)
-            found[axis] = self._along(axis, share, axis in out, axis in into, heard, label)
+            observed = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
+            label = next((h.label for h in observed if h.label), site)
+            found[axis] = self._along(axis, share, axis in out, axis in into, observed, label)
         return found
 
     def _along(
-        self, axis: str, share: Share, out: bool, into: bool, heard: list[Heard], site: str
+        self, axis: str, share: Share, out: bool, into: bool, observed: list[Heard], site: str
     ) -> Share:
         """Return the share after one step of the backward along one axis."""
         kind, times = share.kind, share.times
         if out and not into:
             kind = PART  # the gradient on a rank covers only the rank's own shard of the result
-        for one in heard:
+        for one in observed:
             if one.kind in MOVES:  # each shard returns to the rank that it came from
                 continue
             if one.kind == "all-gather":
@@ -516,9 +518,9 @@ class Adjoint:
         factors."""
         found = dict(shares)
         for axis in sorted(crossed.settles):
-            heard = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
-            label = next((h.label for h in heard if h.label), site)
-            if not heard:
+            observed = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
+            label = next((h.label for h in observed if h.label), site)
+            if not observed:
                 reason = f"its gradients are parts over `{axis}`"
                 self._missing(label, axis, f"{reason}, and its backward does not sum them")
             elif shares[axis].kind == WHOLE:

@@ -482,19 +482,19 @@ class Judge(Isolated):
 
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
         """Return the original's outputs; another value is a fault of this module."""
-        known = self._reference(call.frame)
-        if known is None:
+        original = self._reference(call.frame)
+        if original is None:
             return tensors
-        same = len(known.outputs) == len(tensors)
+        same = len(original.outputs) == len(tensors)
         if not same and call.frame[0] not in self.opaque:
             self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
             return tensors
         self.judged.add(call.frame[0])
         forced = self._forced(
-            call.frame, call.frame, "its output", known.outputs, tensors, starts, False
+            call.frame, call.frame, "its output", original.outputs, tensors, starts, False
         )
         if same and call.frame not in self.view.spanning:
-            self._backward(call, known)
+            self._backward(call, original)
         return [*forced, *tensors[len(forced) :]]
 
     def _forced(
@@ -530,10 +530,10 @@ class Judge(Isolated):
         """Return this rank's shard of the cotangent; where shards are added, a share of it."""
         _, frame, k = place
         own = bool(self.running) and frame == self.running[-1].frame
-        known = self._reference(frame)
-        if known is None:
+        original = self._reference(frame)
+        if original is None:
             return torch.zeros_like(value)  # the original has no such module
-        whole = drawn(place, known.outputs[k] if own else known.inputs[k])
+        whole = drawn(place, original.outputs[k] if own else original.inputs[k])
         note, start = self.view.note(frame, not own, k), self.running[-1].starts.get(place)
         part = self.view.local(whole, note or Note(), start, value)
         if (note is None and start is None) or part.shape != value.shape:
@@ -559,9 +559,9 @@ class Judge(Isolated):
             what = f"the gradient of {_tensor_text(place, call.frame)}"
             want = self.view.local(whole, note, start, got)
             self._compare(call.frame, what, got, want, scale, True)
-        held = dict(call.module.named_parameters(recurse=False))
+        parameters = dict(call.module.named_parameters(recurse=False))
         for name, whole in known.parameters.items():
-            if name not in held:
+            if name not in parameters:
                 continue  # another module is here
             first = self.view.names[call.frame[0], name]
             holding = replace(self.view.holdings[first], sliced=())

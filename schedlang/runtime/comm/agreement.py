@@ -281,8 +281,8 @@ def tell(error: Exception) -> None:
         why = error.diagnostic.title if isinstance(error, Refusal) else _one_line(error)
         here, room = comm.here(), _key_prefix(store)
         title, notes = f"rank {here.rank} cannot build its part", [f"rank {here.rank} says: {why}"]
-        said = _verdict("S650", title, notes, ()) | {"refuses": here.rank}
-        store.compare_set(f"{room}/verdict", "", json.dumps(said))
+        refusal = _verdict("S650", title, notes, ()) | {"refuses": here.rank}
+        store.compare_set(f"{room}/verdict", "", json.dumps(refusal))
         store.add(f"{room}/came", here.size)  # no rank has to wait for more ranks
 
 
@@ -375,9 +375,9 @@ def _verdict(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) 
     return {"code": code, "title": title, "notes": list(notes), "helps": list(helps)}
 
 
-def _refusal(said: Mapping[str, Any]) -> Refusal:
-    notes, helps = tuple(said["notes"]), tuple(said["helps"])
-    return Refusal.of(said["code"], said["title"], notes=notes, helps=helps)
+def _refusal(verdict: Mapping[str, Any]) -> Refusal:
+    notes, helps = tuple(verdict["notes"]), tuple(verdict["helps"])
+    return Refusal.of(verdict["code"], verdict["title"], notes=notes, helps=helps)
 
 
 # -- held by some --------------------------------------------------------------------------------
@@ -388,10 +388,12 @@ def _digest(item: Item) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _has_conflict(told: Iterable[Mapping[str, str]]) -> bool:
+def _has_conflict(parts_of_ranks: Iterable[Mapping[str, str]]) -> bool:
     """Return whether two ranks have different values of one part."""
     seen: dict[str, str] = {}
-    return any(seen.setdefault(name, text) != text for one in told for name, text in one.items())
+    return any(
+        seen.setdefault(name, text) != text for one in parts_of_ranks for name, text in one.items()
+    )
 
 
 # -- in words ------------------------------------------------------------------------------------
@@ -405,17 +407,17 @@ def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[
     names = list(dict.fromkeys(name for parts in everyone.values() for name in parts))
     notes, odd = [], Counter[int]()
     for name in names:
-        said = {
+        values = {
             rank: parts.get(name)
             for rank, parts in everyone.items()
             if name in parts or not item.held
         }
-        if len(set(said.values())) < 2:
+        if len(set(values.values())) < 2:
             continue
-        usual = _majority_value(said)
-        others = [rank for rank, text in said.items() if text != usual]
+        usual = _majority_value(values)
+        others = [rank for rank, text in values.items() if text != usual]
         odd.update(others)
-        notes.append(_difference_note(item, name, said, others, usual))
+        notes.append(_difference_note(item, name, values, others, usual))
     if not notes:
         return f"ranks have different {item.name}", []
     who = sorted(odd)
@@ -425,29 +427,37 @@ def differences(item: Item, everyone: Mapping[int, Mapping[str, str]]) -> tuple[
     return f"{_ranks(who)} {verb} {_different_text(item.name)}", [*notes[:_SHOWN], *rest]
 
 
-def _majority_value(said: Mapping[int, str | None]) -> str | None:
-    counts = Counter(said.values())
+def _majority_value(values: Mapping[int, str | None]) -> str | None:
+    counts = Counter(values.values())
     most = max(counts.values())
-    return next(text for _, text in sorted(said.items()) if counts[text] == most)
+    return next(text for _, text in sorted(values.items()) if counts[text] == most)
 
 
 def _difference_note(
-    item: Item, name: str, said: Mapping[int, str | None], others: Sequence[int], usual: str | None
+    item: Item,
+    name: str,
+    values: Mapping[int, str | None],
+    others: Sequence[int],
+    usual: str | None,
 ) -> str:
     what = f"`{name}`" if name else "it"
-    if not item.shown and usual is not None and said[others[0]] is not None:
-        return f"{what} differs on {_ranks(others)} from that of {_ranks(_ranks_with(said, usual))}"
-    told = [f"{_value_text(said[others[0]])} on {_ranks(_ranks_with(said, said[others[0]]))}"]
-    told.append(f"{_value_text(usual)} on {_ranks(_ranks_with(said, usual))}")
-    return f"{what} is {', '.join(told)}"
+    if not item.shown and usual is not None and values[others[0]] is not None:
+        return (
+            f"{what} differs on {_ranks(others)} from that of {_ranks(_ranks_with(values, usual))}"
+        )
+    texts = [
+        f"{_value_text(values[others[0]])} on {_ranks(_ranks_with(values, values[others[0]]))}"
+    ]
+    texts.append(f"{_value_text(usual)} on {_ranks(_ranks_with(values, usual))}")
+    return f"{what} is {', '.join(texts)}"
 
 
 def _value_text(text: str | None) -> str:
     return "nothing" if text is None else text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _ranks_with(said: Mapping[int, str | None], text: str | None) -> list[int]:
-    return [rank for rank, own in said.items() if own == text]
+def _ranks_with(values: Mapping[int, str | None], text: str | None) -> list[int]:
+    return [rank for rank, own in values.items() if own == text]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -245,42 +245,42 @@ class Told:
     name: str = ""  # of the module, for messages
 
 
-def found_in(module: nn.Module, told: Told, given: Given) -> tuple[Any, list[Match]]:
+def found_in(module: nn.Module, request: Told, given: Given) -> tuple[Any, list[Match]]:
     """Return the data flow of a call and the matches of the pattern; refuse (S882) without a
     match."""
-    graph = flow(module, given, told.looked)
-    if told.pattern is None:
+    graph = flow(module, given, request.looked)
+    if request.pattern is None:
         return graph, [whole(graph, module)]
-    found, miss = matches(told.pattern, graph, module)
+    found, miss = matches(request.pattern, graph, module)
     if not found:
-        raise nowhere(told, told.pattern, miss)
+        raise nowhere(request, request.pattern, miss)
     return graph, found
 
 
-def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
+def nowhere(request: Told, pattern: Pattern, miss: Miss) -> Refusal:
     """Return the refusal S882, with the reason of the nearest attempt."""
     fitted = max(miss.fitted, 0)
     of = f"{fitted} of its {pattern.body.size} calls fit"
     helps = ("`schedlang explain fuse` lists what a pattern may contain",)
     if miss.bias:
-        row = f"{told.name}.{miss.bias}".lstrip(".")
+        row = f"{request.name}.{miss.bias}".lstrip(".")
         helps = (f"if you mean its bias, separate it in a row above: `{row}  decompose(bias)`",)
     return Refusal.of(
         "S882",
-        f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
+        f"`{request.name or 'the model'}` has no match for the pattern `{pattern.name}`",
         notes=(f"{of}: {miss.reason}", pattern.text),
         helps=helps,
     )
 
 
-def fuse_pattern(module: nn.Module, told: Told) -> None:
+def fuse_pattern(module: nn.Module, request: Told) -> None:
     """Let a built module compute each match as one region, in place."""
     device = device_of(module.parameters())
-    inductor = told.how.backend == "inductor" and not not_there(device)
+    inductor = request.how.backend == "inductor" and not not_there(device)
     missing = unavailable(device.type) if inductor else None
     if missing:
         raise Refusal.of("S831", "inductor cannot compile here", notes=(missing,))
-    wrap(module, "fuse", Regions(module, told))
+    wrap(module, "fuse", Regions(module, request))
     if owned(module):
         name = type(module).__name__
         raise Refusal.of(
@@ -291,8 +291,8 @@ def fuse_pattern(module: nn.Module, told: Told) -> None:
 class Regions:
     """The layer that runs the rewritten forward; one for each set of constants."""
 
-    def __init__(self, module: nn.Module, told: Told) -> None:
-        self.module, self.told = module, told
+    def __init__(self, module: nn.Module, request: Told) -> None:
+        self.module, self.told = module, request
         self.made: dict[Any, Rewritten] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -333,6 +333,6 @@ def _own_calls(module: nn.Module) -> Iterator[Call]:
         made = torch.randn(2, count, width, generator=generator, dtype=torch.float64, device="cpu")
         return made.requires_grad_()
 
-    given = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
+    tokens_and_none = [tokens(6, widths[0]), *[None] * (len(needed) - 1)]
     other = next((p.name for p in every if p.name in OTHERS), None)
-    yield given, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}
+    yield tokens_and_none, {other: tokens(5, widths[1])} if other and len(widths) > 1 else {}

@@ -57,22 +57,22 @@ def made() -> tuple[Path, int]:
     """
     sweep()
     first = Path(tempfile.mkdtemp(prefix="." + PREFIX))
-    kept = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    _try_lock(kept)
+    lock = os.open(first / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    _try_lock(lock)
     folder = first.with_name(PREFIX + secrets.token_hex(6))
     first.rename(folder)
-    return folder, kept
+    return folder, lock
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[str]:
     """Yield a folder that is removed afterwards, at the latest when the next one is made."""
-    folder, kept = made()
+    folder, lock = made()
     try:
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(kept)
+        os.close(lock)
 
 
 def sweep() -> None:
@@ -82,12 +82,12 @@ def sweep() -> None:
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            held = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if _try_lock(held):
+                if _try_lock(descriptor):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -69,7 +69,7 @@ class _Lowering:
         if any(n in self.sums or n in self.late for n in before):
             self.late.append(node)
             return
-        said = _operator_name(node)
+        op_name = _operator_name(node)
         if node.target is operator.getitem:
             of: Any = node.args[0]
             place: Any = node.args[1]
@@ -79,15 +79,15 @@ class _Lowering:
             number = _literal(chain.value_of(str(node.target), node.args))
             self._set_value(node, self._new_value("point", number, (), (), node), ())
         elif str(node.target) in chain.SAME:
-            self._view(node, said)
+            self._view(node, op_name)
         elif str(node.target) in chain.CASTS:
-            self._cast(node, said)
+            self._cast(node, op_name)
         elif str(node.target) in chain.VARIANCES:
-            self._variance(node, said)
+            self._variance(node, op_name)
         elif str(node.target) in chain.SUMS or str(node.target) in chain.EXTREMES:
-            self._reduction(node, said)
+            self._reduction(node, op_name)
         else:
-            self._pointwise(node, said)
+            self._pointwise(node, op_name)
 
     # values
 
@@ -125,24 +125,24 @@ class _Lowering:
 
     # operators
 
-    def _view(self, node: fx.Node, said: str) -> None:
+    def _view(self, node: fx.Node, op_name: str) -> None:
         """Lower a view: the same value in another shape; or a broadcast, which changes the
         value."""
         source: Any = node.args[0]
         value, shape = self._operand(source), tuple(node.meta["val"].shape)
         if node.target is torch.ops.aten.expand.default:
-            roles = self.grid.expanded(self.roles[source], shape, said)
-            if self.grid.parts(roles, said) != (value.rows, value.cols):
+            roles = self.grid.expanded(self.roles[source], shape, op_name)
+            if self.grid.parts(roles, op_name) != (value.rows, value.cols):
                 value = self._new_value("point", "{0}", (value,), roles, node)
         else:
-            roles = self.grid.viewed(self.roles[source], shape, said)
+            roles = self.grid.viewed(self.roles[source], shape, op_name)
         self._set_value(node, value, roles)
 
-    def _cast(self, node: fx.Node, said: str) -> None:
+    def _cast(self, node: fx.Node, op_name: str) -> None:
         source: Any = node.args[0]
         value, kind = self._operand(source), node.meta["val"].dtype
         if kind not in FLOATS:
-            raise NotRowwise(f"{said} to {str(kind).removeprefix('torch.')} is not row-wise")
+            raise NotRowwise(f"{op_name} to {str(kind).removeprefix('torch.')} is not row-wise")
         text = "({0}).to(tl.float32)" if value.dtype is torch.bool else "{0}"
         self._set_value(
             node,
@@ -150,10 +150,12 @@ class _Lowering:
             self.roles[source],
         )
 
-    def _pointwise(self, node: fx.Node, said: str) -> None:
-        text, given = _expression(node, said)
+    def _pointwise(self, node: fx.Node, op_name: str) -> None:
+        text, given = _expression(node, op_name)
         values = [self._operand(n) for n in given if isinstance(n, fx.Node)]
-        roles = self.grid.together([self.roles[n] for n in given if isinstance(n, fx.Node)], said)
+        roles = self.grid.together(
+            [self.roles[n] for n in given if isinstance(n, fx.Node)], op_name
+        )
         shape = tuple(node.meta["val"].shape)
         roles = ((),) * (len(shape) - len(roles)) + roles
         places = iter(range(len(values)))
@@ -162,7 +164,7 @@ class _Lowering:
             node, self._new_value("point", text.format(*words), values, roles, node), roles
         )
 
-    def _reduction(self, node: fx.Node, said: str) -> None:
+    def _reduction(self, node: fx.Node, op_name: str) -> None:
         source: Any = node.args[0]
         value = self._operand(source)
         dims = _dims(node, self.roles[source])
@@ -172,7 +174,7 @@ class _Lowering:
         mean = "mean" in str(node.target)
         rows = over - {-1}
         if rows and (rows != self.grid.leading or how != "sum"):
-            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
+            raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         within = torch.float32 if rows or mean else None  # rounded once, at the end
         if -1 in over:
             column = [place for place in dims if self.roles[source][place] == (-1,)]
@@ -199,14 +201,14 @@ class _Lowering:
             return
         self._set_value(node, value, left)
 
-    def _variance(self, node: fx.Node, said: str) -> None:
+    def _variance(self, node: fx.Node, op_name: str) -> None:
         """Lower a variance to two sums: of the numbers, and of squared differences from their
         mean."""
         source: Any = node.args[0]
         value, roles = self._operand(source), self.roles[source]
         dims = _dims(node, roles)
         if {dim for place in dims for dim in roles[place]} != {-1}:
-            raise NotRowwise(f"{said} over dim {sorted(dims)} reduces over rows")
+            raise NotRowwise(f"{op_name} over dim {sorted(dims)} reduces over rows")
         size = self.grid.size
         along, left = _remove_dims(roles, dims, True), _remove_dims(roles, dims, _keeps_dims(node))
         wide = torch.float32
@@ -321,13 +323,13 @@ def _remove_dims(roles: Roles, dims: Sequence[int], keep: bool) -> Roles:
     )
 
 
-def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
+def _expression(node: fx.Node, op_name: str) -> tuple[str, list[Any]]:
     """Return the text and the operands of a pointwise operator."""
     target, given = str(node.target), list[Any](node.args)
     if target == "aten.pow.Tensor_Scalar":
         power = float(given[1])
         if power not in chain.POWERS:
-            raise NotRowwise(f"{said} to {power:g} is not a row-wise operator")
+            raise NotRowwise(f"{op_name} to {power:g} is not a row-wise operator")
         return chain.POWERS[power], given[:1]
     if target == "aten.clamp.default":
         low, high = (*given[1:], *(node.kwargs.get(k) for k in ("min", "max")[len(given) - 1 :]))[
@@ -340,7 +342,7 @@ def _expression(node: fx.Node, said: str) -> tuple[str, list[Any]]:
                 text = pattern.replace("{0}", f"({text})").replace("{1}", _literal(bound))
         return text, given[:1]
     if target not in chain.POINTWISE:
-        raise NotRowwise(f"{said} is not a row-wise operator")
+        raise NotRowwise(f"{op_name} is not a row-wise operator")
     text = chain.POINTWISE[target]
     alpha = node.kwargs.get("alpha", 1)
     value = node.kwargs.get("value", 1)
