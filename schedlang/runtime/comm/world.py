@@ -127,7 +127,7 @@ class World:
     @property
     def control(self) -> ProcessGroup | None:
         """The group of all ranks for host data; all ranks must read this the first time."""
-        found = _thread_world.get()
+        found = _by_thread.get()
         return self.on_host([tuple(range(self.size))], found[1] if found is not None else "")
 
     def on_host(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
@@ -279,7 +279,7 @@ def within(ranks: Sequence[int]) -> Iterator[None]:
 
 
 # in a thread of its own: its world, and the purpose of its messages
-_thread_world: ContextVar[tuple[World, str] | None] = ContextVar("apart", default=None)
+_by_thread: ContextVar[tuple[World, str] | None] = ContextVar("apart", default=None)
 
 
 @contextmanager
@@ -289,21 +289,21 @@ def apart(world: World, purpose: str) -> Iterator[None]:
     So a background thread can communicate with its peers whatever the main threads send meanwhile.
     The groups are made when all ranks enter it first, in their main threads.
     """
-    token = _thread_world.set((world, purpose))
+    token = _by_thread.set((world, purpose))
     try:
         yield
     finally:
-        _thread_world.reset(token)
+        _by_thread.reset(token)
 
 
 def number(rank: int) -> int:
     """Return the number in the job of a rank of this world."""
-    return here().members[rank] if _entered or _thread_world.get() is not None else rank
+    return here().members[rank] if _entered or _by_thread.get() is not None else rank
 
 
 def here() -> World:
     """Return the world that this process is in: its job, or a part of it; without a job, itself."""
-    if (found := _thread_world.get()) is not None:
+    if (found := _by_thread.get()) is not None:
         return found[0]
     return _entered[-1] if _entered else job()
 
