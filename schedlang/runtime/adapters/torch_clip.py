@@ -1,4 +1,4 @@
-"""Clipping by torch's `clip_grad_norm_`, heard of."""
+"""A patch of torch's `clip_grad_norm_` that reports calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _plain = clip_grad._clip_grads_with_norm_
 def hear_of_clipping(check: Callable[[Iterable[Any]], None]) -> None:
     """Let `check` see the parameters before `clip_grad_norm_` scales gradients, from now on.
 
-    However it was imported: what it calls is looked up in its file.  `clip_grads_with_norm_`, by a
-    norm that the caller gives, is not heard of.
+    This works however the function was imported, because the function that it calls is looked up in
+    its module. `clip_grads_with_norm_`, with a norm given by the caller, is not reported.
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
