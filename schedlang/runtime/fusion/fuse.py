@@ -17,7 +17,15 @@ from schedlang.language.patterns import Pattern
 from schedlang.runtime.adapters.torch_compile import compiled, keeping, keeps_buffers
 from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layer_of, wrap
-from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
+from schedlang.runtime.fusion.dataflow import (
+    Given,
+    Looked,
+    any_outside,
+    flow,
+    given_of,
+    owned,
+    plain_torch,
+)
 from schedlang.runtime.fusion.rewrite import (
     How,
     Match,
@@ -128,7 +136,7 @@ class Fuse:
             self.compiled = _compile(inner, self.rounding)
             taken = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
             given = [(one, one._version) for one in taken]
-        alone = plain_torch() if under else nullcontext()
+        alone = plain_torch() if under or any_outside() else nullcontext()
         with alone, _counting(self), _refusing(self.name):
             out = self.compiled(*args, **kwargs)
         if any(one._version != version for one, version in given):
@@ -291,6 +299,7 @@ class Regions:
 
     def __init__(self, module: nn.Module, told: Told) -> None:
         self.module, self.told = module, told
+        self.eager = ""  # why it runs as it stands
         self.made: dict[Any, Rewritten] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -298,7 +307,10 @@ class Regions:
         return self.__dict__ | {"made": {}}
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The rewritten forward; `inner` is not called."""
+        """The rewritten forward; `inner` is called only where there is a reason to run that."""
+        if self.eager:
+            leave(self.module, "fuse", self.eager)
+            return inner(*args, **kwargs)
         given = given_of(self.module, args, kwargs)
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:

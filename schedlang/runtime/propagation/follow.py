@@ -239,7 +239,7 @@ class Follower(Lattice):
 
     def failed(self, call: Running, error: Exception) -> None:
         """Tell a call that does not run on parts as a mismatch."""
-        if not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        if not isinstance(error, (RuntimeError, ValueError, IndexError, AssertionError)):
             return
         if self.stack.muted or self.loose:
             raise self._unfit(error) from error

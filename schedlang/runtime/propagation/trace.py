@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
@@ -153,6 +155,7 @@ class Stack:
     overwrites  modules that write into a tensor that they are given
     lending  what is read, replaced and written beside the modules that hold it, if that is asked
     seen     told what each call is given, and what it gives
+    broke    the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])
@@ -163,6 +166,7 @@ class Stack:
     lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
+    broke: Frame = ("", 0)
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
@@ -195,6 +199,9 @@ class Stack:
         self.muted += opaque
         try:
             out = inner(*args, **kwargs)
+        except Exception:
+            self.broke = self.broke if self.broke[0] else self.frames[-1]
+            raise
         finally:
             self.muted -= opaque
             frame = self.frames.pop()
@@ -556,3 +563,16 @@ class Mismatch(Exception):
         # parameters of which whole tensors that met a split one are made, and how many it has
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
+
+
+def of_the_model(error: Exception) -> bool:
+    """Tell whether a check of shapes has raised that a module makes itself, in Python.
+
+    Without parts the same forward has run before.
+    """
+    if isinstance(error, Refusal) or not isinstance(
+        error, (RuntimeError, ValueError, IndexError, AssertionError)
+    ):
+        return False
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return not str(last[0].f_globals.get("__name__", "")).startswith("schedlang")
