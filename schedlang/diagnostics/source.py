@@ -119,7 +119,13 @@ def shown_path(filename: str) -> str:
 
 
 # they call what we gave them; who calls them is whom a message is for
-BETWEEN = {"contextlib", "functools", "schedlang", "torch"}  # ours: code that lies in no file
+BETWEEN = {
+    "contextlib",
+    "copy",
+    "functools",
+    "schedlang",
+    "torch",
+}  # ours: code that lies in no file
 # they run verbs, tests of schedules and ranks: beyond them stands no line of a user's
 RUNNERS = {
     "_pytest",

@@ -2,7 +2,9 @@
 
 * A backward outside of a step, of what a step sums after its last backward: parameters whose
   gradients are parts of a sum over ranks.
-* A norm of gradients, or an optimizer that looks at whole tensors, where a rank holds parts.
+* A norm of gradients, a scale of the loss that follows from them, or an optimizer that looks at
+  whole tensors, where a rank holds parts.
+* A copy of what torch slices.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
-from schedlang.runtime.adapters.torch_clip import hear_of_clipping
+from schedlang.runtime.adapters.fully_shard import not_copied
+from schedlang.runtime.adapters.torch_clip import hear_of_clipping, hear_of_unscaling
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum
 from schedlang.runtime.grad_reduction.zero import backward_of_ones_own
@@ -49,9 +52,23 @@ def module_of(a: Assembly, leaving: bool) -> nn.Module:
         raise Refusal.of("S617", title, helps=(_STEP,))
     if not a.held.guarded:
         a.held.guarded = True
+        not_copied(a.module, _refuse_copy)
         _guard_sums(a.held, a.sums)
         _guard_parts(a)
     return a.module
+
+
+def no_copy(title: str) -> Refusal:
+    """S617 of a copy whose ranks could not work together."""
+    helps = (
+        "`program.state_dict()` has whole values, for averages of weights or a copy of the model",
+        "a second program: `sch.build(...)` again, then `load_state_dict`",
+    )
+    return Refusal.of("S617", title, helps=helps).at(python_span())
+
+
+def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:
+    raise no_copy(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
 
 
 def _guard_sums(held: LocalParameters, sums: Iterable[Sum]) -> None:
@@ -87,6 +104,7 @@ def _guard_parts(a: Assembly) -> None:
 def _hear() -> None:
     """Look from now on at what `clip_grad_norm_` is given, and at optimizers that step."""
     hear_of_clipping(_check_norm)
+    hear_of_unscaling(_check_scaler)
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
@@ -104,6 +122,18 @@ def _check_norm(parameters: Iterable[Any]) -> None:
             "`clip_grad_norm_` would clip by the norm of what this rank holds",
             notes=(f"here is a part of `{name}`; other ranks have others, and other norms",),
             helps=("`build(clip=1.0)`: a step clips by the norm of all gradients",),
+        ).at(python_span())
+
+
+def _check_scaler(parameters: Iterable[Any]) -> None:
+    """Raise Refusal S622 where ranks would skip steps, and change scales, each by its parts."""
+    name = _part(parameters)
+    if name is not None:
+        raise Refusal.of(
+            "S622",
+            "`GradScaler` would skip a step by what this rank holds",
+            notes=(f"here is a part of `{name}`; where another rank's overflows, this one steps",),
+            helps=("a row `cast(fp16)` scales the loss, and all ranks skip a step alike",),
         ).at(python_span())
 
 

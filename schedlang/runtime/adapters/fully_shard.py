@@ -45,6 +45,13 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
+def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
+    """Let `refuse` answer where torch only says that it copies no such module."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            type(one).__deepcopy__ = refuse  # of a class that torch has made
+
+
 def end_gather(unit: FSDPModule) -> None:
     """End a gather that was begun for a unit that did not run.
 
