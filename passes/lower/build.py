@@ -10,7 +10,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -346,7 +346,8 @@ def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
             check_places(plan, a.stage_axis, a.holdings, given.optimizer)
         whole = whole_step(a, staged, given.optimizer)
-        optimizer = _optimizer(a, given.optimizer)
+        every = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
+        optimizer = _optimizer(a, given.optimizer, every)
     if given.compare != "nothing" and not given.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
         if given.optimizer is not None:  # alike on all ranks, those too that train nothing
@@ -402,10 +403,13 @@ def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
 
 
 def _optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer]
+    a: Assembly, make: Callable[..., torch.optim.Optimizer], every: Container[str]
 ) -> torch.optim.Optimizer | None:
-    """Make the optimizer of what this rank trains; None where there is nothing."""
-    from schedlang.runtime.optim.whole_step import check_closure
+    """Make the optimizer of what this rank trains; None where there is nothing.
+
+    `every` names what any rank trains.
+    """
+    from schedlang.runtime.optim.whole_step import check_closure, dims_of, fill_groups
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if not trained:
@@ -421,6 +425,9 @@ def _optimizer(
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
+    if a.stage_axis is not None:
+        dims = {name: count for name, count in dims_of(a.holdings).items() if name in every}
+        fill_groups(made, make, {id(p): name for name, p in trained}, dims)
     return made
 
 

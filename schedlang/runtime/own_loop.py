@@ -28,7 +28,7 @@ from schedlang.runtime.adapters.torch_clip import hear_of_clipping, hear_of_unsc
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum
 from schedlang.runtime.grad_reduction.zero import backward_of_ones_own
-from schedlang.runtime.optim.whole_step import is_elementwise
+from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise
 
 _STEP = "use `train_step` and `eval_step`"
 _PART = "_schedlang_part"  # of the parameters that hold a part of a tensor: its name
@@ -163,8 +163,9 @@ def _by_elements(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
         _known.add(made)
         return made
 
+    vector = any(one.dim() == 1 for one in group["params"])
     try:
-        return is_elementwise(twin)
+        return is_elementwise(twin, {**MADE_UP, "probe.1.bias": 1} if vector else MADE_UP)
     except Refusal:
         raise
     except Exception:  # one that steps on a device alone, say: nothing is known of it

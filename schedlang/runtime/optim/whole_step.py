@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,18 @@ def is_elementwise(optimizer: Make, dims: Dims = MADE_UP) -> bool:
 
     Steps with unequal gradients, in float64, equal to the last bit; torch's own need no trial.
     `dims`: how many dims each parameter has that the function may be given, by name.  It is called
-    with small ones under these names; one of each kind that it treats alike is tried.
+    with small ones under these names; one of each kind that it treats alike is tried, as a matrix,
+    and one that is a vector as a vector, too.
     """
     if _known(optimizer, dims):
         return True
+    kinds = _kinds(optimizer, dims)
+    vectors = (name for kind in kinds for name in [n for n in kind if dims[n] == 1][:1])
     return all(
-        _by_quarters(optimizer, dims, kind[0], *draws)
-        for kind in _kinds(optimizer, dims)
+        _by_quarters(optimizer, dims, kind[0], *draws) for kind in kinds for draws in _drawn(1)
+    ) and all(
+        _by_quarters(optimizer, dims, name, *draws.flatten(-2))
+        for name in vectors
         for draws in _drawn(1)
     )
 
@@ -130,7 +135,7 @@ def _drawn(count: int) -> Iterator[Tensor]:
 
 def _by_quarters(optimizer: Make, dims: Dims, name: str, values: Tensor, *grads: Tensor) -> bool:
     def quarters(whole: Tensor) -> list[Tensor]:
-        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, 1)]
+        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, -1)]
 
     def moved(value: Tensor, grads: Sequence[Tensor]) -> Tensor:
         more = (1,) * (dims[name] - 2)  # of convolutions
@@ -144,7 +149,7 @@ def _by_quarters(optimizer: Make, dims: Dims, name: str, values: Tensor, *grads:
     together = moved(values[0], [grad[0] for grad in grads])
     cut = [quarters(grad) for grad in grads]
     alone = [moved(one, own) for one, own in zip(quarters(values), zip(*cut))]
-    joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
+    joined = torch.cat([torch.cat(alone[:2], -1), torch.cat(alone[2:], -1)])
     return torch.equal(together, joined)
 
 
@@ -164,6 +169,37 @@ def _one_by_one(
                     step_on(each, {id(p): p for p in some.values()})
         moved.append(torch.stack([p.detach() for p in held.values()]))
     return torch.equal(*moved)
+
+
+def fill_groups(
+    optimizer: torch.optim.Optimizer, make: Make, names: Mapping[int, str], dims: Dims
+) -> None:
+    """Give a stage's optimizer the groups that one of the whole model has, in their order.
+
+    Those of which other stages hold all parameters are empty here: schedulers with a number for
+    each group, and what is set by a group's place, then say the same on every rank.  `names` are
+    those of the stage's parameters, by id, `dims` of all that are trained.  An optimizer that takes
+    no small tensors, or steps on no empty group, is left as it is.
+    """
+    with suppress(Exception):  # the user's own code, by sizes of the model say
+        named = _named(dims, {})
+        tried = make(named)
+        whole = list(tried.param_groups)
+        called = {id(p): name for name, p in named}
+        home = {called[id(p)]: k for k, group in enumerate(whole) for p in group["params"]}
+        held = [{home[names[id(p)]] for p in g["params"]} for g in optimizer.param_groups]
+        places = [one for some in held for one in some]
+        if len(places) != len(held) or places == list(range(len(whole))):
+            return
+        filled = {k: {**g, "params": []} for k, g in enumerate(whole)}
+        filled |= dict(zip(places, optimizer.param_groups, strict=True))
+        here = set(names.values())
+        for group in whole:
+            group["params"] = [p for p in group["params"] if called[id(p)] in here]
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        tried.step()
+        optimizer.param_groups = [filled[k] for k in range(len(whole))]
 
 
 def _each(held: Mapping[str, nn.Parameter], apart: bool) -> list[Mapping[str, nn.Parameter]]:
