@@ -99,13 +99,14 @@ def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
         for text in (found.first, found.second)
     ]
     name = plan.model.sites[found.module].class_name
+    what = f"it draws from {found.drawn}" if found.drawn else f"`{found.function}` differs"
+    seen = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {found.place}")
     return Diagnostic(
         "S843",
-        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
+        f"recomputing `{found.module}` gives another result: {what}",
         label,
         notes=(
-            f"`{name}` calls it {runs[0]}, then {runs[1]}",
-            f"at {found.place}",
+            *(() if found.drawn else seen),
             "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(

@@ -409,12 +409,16 @@ def _optimizer(
 
     `every` names what any rank trains.
     """
-    from schedlang.runtime.optim.whole_step import check_closure, dims_of, fill_groups
+    from schedlang.runtime.optim.whole_step import check_closure, dims_of, fill_groups, groups_of
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if not trained:
         return None
-    made = make(trained)
+    names = {id(p): name for name, p in trained}
+    dims = {name: count for name, count in dims_of(a.holdings).items() if name in every}
+    staged = a.stage_axis is not None
+    whole = groups_of(make, dims, set(names.values())) if staged else ()
+    made = make(trained)  # the last that is made: the function may keep it
     check_closure(made)
     groups = getattr(made, "param_groups", ())
     held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
@@ -425,9 +429,7 @@ def _optimizer(
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
-    if a.stage_axis is not None:
-        dims = {name: count for name, count in dims_of(a.holdings).items() if name in every}
-        fill_groups(made, make, {id(p): name for name, p in trained}, dims)
+    fill_groups(made, whole, names)
     return made
 
 

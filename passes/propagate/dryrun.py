@@ -441,9 +441,9 @@ class Run:
                 return Mismatch(("", 0), str(error), None, (), -1)
             if not of_the_model(error):
                 raise
-            failure = self.follower.refuse(str(error).split("\n")[0], None)
-            failure.frame, failure.raw = self.stack.broke, True
-            return failure
+            found = self.follower.refuse(str(error).split("\n")[0], None)
+            found.frame, found.raw = self.stack.broke, True
+            return found
         return None
 
     def _copy(self) -> nn.Module:

@@ -4,7 +4,7 @@
   gradients are parts of a sum over ranks.
 * A norm of gradients, a scale of the loss that follows from them, or an optimizer that looks at
   whole tensors, where a rank holds parts.
-* A copy of what torch slices.
+* A copy of what torch slices, and new parameters in the place of those that a step trains.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
@@ -33,6 +37,7 @@ from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise
 _STEP = "use `train_step` and `eval_step`"
 _PART = "_schedlang_part"  # of the parameters that hold a part of a tensor: its name
 _known: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been looked at
+_given_out: WeakSet[nn.Module] = WeakSet()  # modules of programs, given to loops of one's own
 
 
 def module_of(a: Assembly, leaving: bool) -> nn.Module:
@@ -53,9 +58,32 @@ def module_of(a: Assembly, leaving: bool) -> nn.Module:
     if not a.held.guarded:
         a.held.guarded = True
         not_copied(a.module, _refuse_copy)
+        _given_out.update(a.module.modules())
+        _hear_of_new()
         _guard_sums(a.held, a.sums)
         _guard_parts(a)
     return a.module
+
+
+@functools.cache
+def _hear_of_new() -> None:
+    """Look from now on at parameters and modules that are put into those of a program."""
+    register_module_parameter_registration_hook(_check_new)
+    register_module_module_registration_hook(_check_new)
+
+
+def _check_new(module: nn.Module, name: str, new: object) -> None:
+    """Raise Refusal S617 where a step would neither train nor save what is put there."""
+    if module in _given_out and new is not getattr(module, name, None):
+        raise Refusal.of(
+            "S617",
+            f"a new `{name}` in a module of a program would be neither trained nor saved",
+            notes=(f"a program trains what it was built with, in this `{type(module).__name__}`",),
+            helps=(
+                "set values in place: `with torch.no_grad(): parameter.copy_(value)`",
+                "or change the model, and build a program of it",
+            ),
+        ).at(python_span())
 
 
 def no_copy(title: str) -> Refusal:

@@ -119,6 +119,16 @@ def by_copying(program: Any) -> None:
     copy.deepcopy(program)  # here
 
 
+def by_new_parameters(program: Any) -> None:
+    """Another parameter in the place of one."""
+    program.module.up.weight = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))  # here
+
+
+def by_new_modules(program: Any) -> None:
+    """Another module in the place of one."""
+    program.module.down = nn.Linear(8, 6).double()  # here
+
+
 Way = Callable[[Any], None]
 RIGHT = ((TP, "tp=2", by_backward), (TP, "tp=2", by_steps), (SLICED, "dp=2", by_steps)) + (
     (SUMMED, "dp=2", by_clipping),
@@ -135,6 +145,9 @@ REFUSED: tuple[tuple[str, str, Way, str], ...] = (
     (SLICED, "dp=2", by_copying, "S617"),
     (SUMMED, "dp=2", by_copying, "S617"),
     (TP, "tp=2", by_copying, "S617"),
+    (SLICED, "dp=2", by_new_parameters, "S617"),
+    (TP, "tp=2", by_new_parameters, "S617"),
+    (SUMMED, "dp=2", by_new_modules, "S617"),
 )
 
 

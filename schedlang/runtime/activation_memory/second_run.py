@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ _NAMES = {"lift_fresh": "from_numpy"}  # what makes a tensor of data calls nothi
 class Difference:
     """The first call of torch that two runs of a module make in two ways.
 
-    `first` and `second` are what it was given, or "" where a run does not make the call.
+    `first` and `second` are what it was given, or "" where a run does not make the call.  Where
+    `drawn` says from where, it is no call of torch: the module draws, whatever comes of it.
     """
 
     module: str
@@ -52,6 +54,7 @@ class Difference:
     place: str
     first: str
     second: str
+    drawn: str = ""
 
 
 class Repeats:
@@ -77,7 +80,9 @@ class Repeats:
         name = self.names[unit]
         kind = self.kinds[name]
         if kind in self.seen:
-            return original(*args, **kwargs)
+            output, drawn = self._called(name, original, args, kwargs)
+            self.found += drawn
+            return output
         self.seen.add(kind)
         if torch._C._are_functorch_transforms_active():
             raise Refusal.of(
@@ -90,15 +95,48 @@ class Repeats:
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
         draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
-        output = original(*args, **kwargs)  # what a module makes at its first call is there now
+        # what a module makes at its first call is there after it
+        output, drawn = self._called(name, original, args, kwargs)
         before = Before(modules_in(module))
         with draws:
             first = _calls(original, put(template, tensors))
         before.settle(name)
         with draws, before.again():
             second = _calls(original, put(template, tensors))
-        self.found += list(_differ(name, first, second))[:1]
+        self.found += list(_differ(name, first, second))[:1] or drawn
         return output
+
+    def _called(
+        self, name: str, original: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Difference]]:
+        """A call; that it draws is seen by generators that have moved, not by what they gave.
+
+        A layer of a low rate may well draw alike twice, and one of rate 0 tells nothing of others.
+        """
+        module = self.model.get_submodule(name)
+        before = _others(module)
+        output = original(*args, **kwargs)
+        after = _others(module)
+        moved = [where for where, state in after.items() if before.get(where, state) != state]
+        return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
+
+
+def _others(module: nn.Module) -> dict[str, object]:
+    """Return the states of generators that no recomputation replays, by what they are."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        found["`numpy.random`"] = (keys.tobytes(), *rest)
+    for _, one in modules_in(module):
+        for name, value in vars(one).items():
+            if isinstance(value, random.Random):
+                found[f"its own generator `{name}`"] = value.getstate()
+            elif type(value).__module__.startswith("numpy.random") and hasattr(
+                value, "bit_generator"
+            ):
+                found[f"its own generator `{name}`"] = str(value.bit_generator.state)
+    return found
 
 
 @dataclass(frozen=True)

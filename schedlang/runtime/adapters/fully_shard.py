@@ -49,7 +49,8 @@ def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Modul
     """Let `refuse` answer where torch only says that it copies no such module."""
     for one in module.modules():
         if isinstance(one, FSDPModule):
-            type(one).__deepcopy__ = refuse  # of a class that torch has made
+            made: Any = type(one)  # a class that torch has made
+            made.__deepcopy__ = refuse
 
 
 def end_gather(unit: FSDPModule) -> None:

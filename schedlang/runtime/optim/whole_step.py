@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -171,35 +171,45 @@ def _one_by_one(
     return torch.equal(*moved)
 
 
-def fill_groups(
-    optimizer: torch.optim.Optimizer, make: Make, names: Mapping[int, str], dims: Dims
-) -> None:
-    """Give a stage's optimizer the groups that one of the whole model has, in their order.
+Groups = Sequence[tuple[Container[str], Mapping[str, Any]]]  # names of parameters, and settings
 
-    Those of which other stages hold all parameters are empty here: schedulers with a number for
-    each group, and what is set by a group's place, then say the same on every rank.  `names` are
-    those of the stage's parameters, by id, `dims` of all that are trained.  An optimizer that takes
-    no small tensors, or steps on no empty group, is left as it is.
+
+def groups_of(make: Make, dims: Dims, here: Container[str]) -> Groups:
+    """Return the groups that an optimizer of the whole model has, for one of those that are `here`.
+
+    `dims` are of all parameters that are trained.  There are none where it takes no small tensors,
+    or does not step on groups of which nothing is here.
     """
     with suppress(Exception):  # the user's own code, by sizes of the model say
         named = _named(dims, {})
-        tried = make(named)
-        whole = list(tried.param_groups)
         called = {id(p): name for name, p in named}
-        home = {called[id(p)]: k for k, group in enumerate(whole) for p in group["params"]}
-        held = [{home[names[id(p)]] for p in g["params"]} for g in optimizer.param_groups]
-        places = [one for some in held for one in some]
-        if len(places) != len(held) or places == list(range(len(whole))):
-            return
-        filled = {k: {**g, "params": []} for k, g in enumerate(whole)}
-        filled |= dict(zip(places, optimizer.param_groups, strict=True))
-        here = set(names.values())
-        for group in whole:
+        made = make(named)
+        groups = [({called[id(p)] for p in g["params"]}, dict(g)) for g in made.param_groups]
+        for group in made.param_groups:
             group["params"] = [p for p in group["params"] if called[id(p)] in here]
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
-        tried.step()
-        optimizer.param_groups = [filled[k] for k in range(len(whole))]
+        made.step()
+        return groups
+    return ()
+
+
+def fill_groups(optimizer: torch.optim.Optimizer, whole: Groups, names: Mapping[int, str]) -> None:
+    """Give a stage's optimizer the groups of the whole model, in their order.
+
+    Those of which other stages hold all parameters are empty here: schedulers with a number for
+    each group, and what is set by a group's place, then say the same on every rank.  `names` are
+    those of the stage's parameters, by id.
+    """
+    filled = [{**settings, "params": []} for _, settings in whole]
+    for group in optimizer.param_groups:
+        own = {names.get(id(p)) for p in group["params"]}
+        at = [k for k, (some, _) in enumerate(whole) if own and all(n in some for n in own)]
+        if len(at) != 1 or filled[at[0]]["params"]:
+            return
+        filled[at[0]] = group
+    if filled:
+        optimizer.param_groups = filled
 
 
 def _each(held: Mapping[str, nn.Parameter], apart: bool) -> list[Mapping[str, nn.Parameter]]:
