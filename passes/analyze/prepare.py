@@ -172,7 +172,10 @@ def prepare(
             _check_weight(weight, sample)
         if parts > 1:
             check_rows(plan, sample)
+        before = _versions(plan)
         traced = propagate(plan, sample, loss)
+        for name in (name for name, version in _versions(plan).items() if before[name] != version):
+            raise _written(name)
         if traced.apart and plan.mesh.world > 1:
             raise _apart(traced)
         if traced.lossless is not None:
@@ -225,6 +228,25 @@ def _hooked(name: str) -> Refusal:
         helps=(
             "let the forward do it: `weight * mask + (weight * (1 - mask)).detach()`",
             "or take the hook away before `build`: `handle.remove()`",
+        ),
+    )
+
+
+def _versions(plan: Plan) -> dict[str, int]:
+    """How often each buffer of the user's own model was written."""
+    buffers = plan.model.base.model.named_buffers()
+    return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
+
+
+def _written(name: str) -> Refusal:
+    """S867: a function that was made around the model writes there, whichever copy runs."""
+    return Refusal.of(
+        "S867",
+        f"a run of a copy of the model writes into `{name}` of the model itself",
+        notes=("a hook, or another function, was made with the model in it: no copy has its own",),
+        helps=(
+            "take the module that a hook is given: `lambda module, args, output: ...`",
+            "or register a method: `module.register_forward_hook(self.count)`",
         ),
     )
 
