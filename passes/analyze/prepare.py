@@ -172,10 +172,7 @@ def prepare(
             _check_weight(weight, sample)
         if parts > 1:
             check_rows(plan, sample)
-        before = _versions(plan)
-        traced = propagate(plan, sample, loss)
-        for name in (name for name, version in _versions(plan).items() if before[name] != version):
-            raise _written(name)
+        traced = _traced(plan, sample, loss)
         if traced.apart and plan.mesh.world > 1:
             raise _apart(traced)
         if traced.lossless is not None:
@@ -232,8 +229,18 @@ def _hooked(name: str) -> Refusal:
     )
 
 
+def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
+    """Trace a copy of the model; refuses (S867) what writes into the model itself meanwhile."""
+    before = _versions(plan)
+    traced = propagate(plan, sample, loss)
+    for name, version in _versions(plan).items():
+        if before[name] != version:
+            raise _written(name)
+    return traced
+
+
 def _versions(plan: Plan) -> dict[str, int]:
-    """How often each buffer of the user's own model was written."""
+    """Count the writes to each buffer of the user's own model."""
     buffers = plan.model.base.model.named_buffers()
     return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
 
