@@ -39,9 +39,30 @@ def main() -> None:
     Process.own = True
     try:
         # load only the named verb; for an unknown word all of them, to list them
-        made(words[:1] if words and words[0] in VERBS else VERBS)()
+        app = made(words[:1] if words and words[0] in VERBS else VERBS)
+        _with_json(app) if "--json" in words else app()
     finally:
         gc.freeze()  # else the interpreter's exit would visit all objects, for most of a second
+
+
+def _with_json(app: typer.Typer) -> None:
+    """Run a verb whose output a machine reads: what is wrong with its words is JSON as well."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # of typer's, wherever its class lies
+        if type(error).__name__ == "Abort":  # by the keyboard
+            sys.exit(1)
+        if said is None:
+            raise
+        from schedlang.diagnostics.diagnostic import Refusal
+        from schedlang.verbs.ending import REFUSED, show_refusal
+
+        verb = f" {sys.argv[1]}" if sys.argv[1] in VERBS else ""
+        helps = (f"`schedlang{verb} --help` lists what it takes",)
+        show_refusal(Refusal.of("S109", said(), helps=helps), as_json=True)
+        sys.exit(REFUSED)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def made(verbs: Sequence[str]) -> typer.Typer:

@@ -119,7 +119,13 @@ def shown_path(filename: str) -> str:
 
 
 # packages that call our functions: a message is for their callers
-BETWEEN = {"contextlib", "functools", "schedlang", "torch"}  # schedlang: code without a file
+BETWEEN = {
+    "contextlib",
+    "copy",
+    "functools",
+    "schedlang",  # code without a file
+    "torch",
+}
 # packages that run verbs, tests and ranks: no line of the user's is beyond them
 RUNNERS = {
     "_pytest",

@@ -2,7 +2,9 @@
 
 * A backward outside of a step that reaches parameters whose gradients a step all-reduces after its
   last backward.
-* The norm of gradients, or an optimizer that needs full tensors, where a rank has shards.
+* The norm of gradients, a loss scale that depends on gradients, or an optimizer that needs full
+  tensors, where a rank has shards.
+* A copy of a module with slices, and new parameters in place of those that a step trains.
 """
 
 from __future__ import annotations
@@ -17,19 +19,25 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.diagnostics.source import python_span
-from schedlang.runtime.adapters.torch_clip import hear_of_clipping
+from schedlang.runtime.adapters.fully_shard import not_copied
+from schedlang.runtime.adapters.torch_clip import hear_of_clipping, hear_of_unscaling
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.grad_reduction.gradient import LocalParameters, Sum
 from schedlang.runtime.grad_reduction.zero import backward_of_ones_own
-from schedlang.runtime.optim.whole_step import is_elementwise
+from schedlang.runtime.optim.whole_step import MADE_UP, is_elementwise
 
 _STEP = "use `train_step` and `eval_step`"
 _SHARD = "_schedlang_part"  # of parameters that are shards of a tensor: the name
 _checked: WeakSet[torch.optim.Optimizer] = WeakSet()  # optimizers that have been checked
+_given_out: WeakSet[nn.Module] = WeakSet()  # modules of programs that user loops have got
 
 
 def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
@@ -49,9 +57,46 @@ def module_of(a: Assembly, offloads_gradients: bool) -> nn.Module:
         raise Refusal.of("S617", title, helps=(_STEP,))
     if not a.held.guarded:
         a.held.guarded = True
+        not_copied(a.module, _refuse_copy)
+        _given_out.update(a.module.modules())
+        _hear_of_new()
         _guard_sums(a.held, a.sums)
         _guard_shards(a)
     return a.module
+
+
+@functools.cache
+def _hear_of_new() -> None:
+    """Look from now on at parameters and modules that are put into those of a program."""
+    register_module_parameter_registration_hook(_check_new)
+    register_module_module_registration_hook(_check_new)
+
+
+def _check_new(module: nn.Module, name: str, new: object) -> None:
+    """Raise Refusal S617 where a step would neither train nor save what is put there."""
+    if module in _given_out and new is not getattr(module, name, None):
+        raise Refusal.of(
+            "S617",
+            f"a new `{name}` in a module of a program would be neither trained nor saved",
+            notes=(f"a program trains what it was built with, in this `{type(module).__name__}`",),
+            helps=(
+                "set values in place: `with torch.no_grad(): parameter.copy_(value)`",
+                "or change the model, and build a program of it",
+            ),
+        ).at(python_span())
+
+
+def no_copy(title: str) -> Refusal:
+    """S617 of a copy whose ranks could not work together."""
+    helps = (
+        "`program.state_dict()` has whole values, for averages of weights or a copy of the model",
+        "a second program: `sch.build(...)` again, then `load_state_dict`",
+    )
+    return Refusal.of("S617", title, helps=helps).at(python_span())
+
+
+def _refuse_copy(module: nn.Module, unused: object) -> nn.Module:
+    raise no_copy(f"a `{type(module).__name__}` whose parameters are slices cannot be copied")
 
 
 def _guard_sums(held: LocalParameters, sums: Iterable[Sum]) -> None:
@@ -88,6 +133,7 @@ def _guard_shards(a: Assembly) -> None:
 def _register_checks() -> None:
     """Check from now on the arguments of `clip_grad_norm_`, and optimizers that step."""
     hear_of_clipping(_check_norm)
+    hear_of_unscaling(_check_scaler)
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
@@ -105,6 +151,18 @@ def _check_norm(parameters: Iterable[Any]) -> None:
             "`clip_grad_norm_` would clip by the norm of what this rank holds",
             notes=(f"here is a part of `{name}`; other ranks have others, and other norms",),
             helps=("`build(clip=1.0)`: a step clips by the norm of all gradients",),
+        ).at(python_span())
+
+
+def _check_scaler(parameters: Iterable[Any]) -> None:
+    """Raise Refusal S622 where ranks would skip steps, and change scales, each by its parts."""
+    name = _shard_name(parameters)
+    if name is not None:
+        raise Refusal.of(
+            "S622",
+            "`GradScaler` would skip a step by what this rank holds",
+            notes=(f"here is a part of `{name}`; where another rank's overflows, this one steps",),
+            helps=("a row `cast(fp16)` scales the loss, and all ranks skip a step alike",),
         ).at(python_span())
 
 
@@ -135,8 +193,9 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
         _checked.add(made)
         return made
 
+    vector = any(one.dim() == 1 for one in group["params"])
     try:
-        return is_elementwise(twin)
+        return is_elementwise(twin, {**MADE_UP, "probe.1.bias": 1} if vector else MADE_UP)
     except Refusal:
         raise
     except Exception:  # one that steps on a device only, say: treat it as elementwise

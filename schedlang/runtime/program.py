@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ from schedlang.runtime.no_labels import weighing
 from schedlang.runtime.offload.step import Offloaded, with_peer_state
 from schedlang.runtime.optim.loss_scale import LossScale
 from schedlang.runtime.optim.whole_step import WholeStep, step_by_kinds
-from schedlang.runtime.own_loop import module_of
+from schedlang.runtime.own_loop import module_of, no_copy
 from schedlang.runtime.pipeline.executor import BACKWARD, Event
 from schedlang.runtime.pipeline.measured import Watch
 from schedlang.runtime.pipeline.step import Result
@@ -111,6 +112,14 @@ class Program:
         drawn = f", dropout {facts['dropout']}" if "dropout" in facts else ""
         said = f"{facts['parameters here']} parameters here{micro}, {facts['optimizer']}"
         return f"<Program of {self._model}{where}: {said}, step {self.step}{drawn}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        if self.assembly.ranks.mesh.world > 1:
+            raise no_copy("a program of several ranks cannot be copied: its groups are this job's")
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def _repr_html_(self) -> str:
         """Return the text of `repr` as a table, for notebooks."""

@@ -45,6 +45,14 @@ def groups_of(unit: FSDPModule) -> list[Any]:
     return list(groups)
 
 
+def not_copied(module: nn.Module, refuse: Callable[[nn.Module, object], nn.Module]) -> None:
+    """Let `refuse` answer where torch only says that it copies no such module."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            made: Any = type(one)  # a class that torch has made
+            made.__deepcopy__ = refuse
+
+
 def end_gather(unit: FSDPModule) -> None:
     """End a prefetched gather for a unit that did not run.
 

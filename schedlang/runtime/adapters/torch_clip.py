@@ -1,13 +1,15 @@
-"""A patch of torch's `clip_grad_norm_` that reports calls."""
+"""Patches of torch's `clip_grad_norm_` and `GradScaler.unscale_` that report calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 _plain = clip_grad._clip_grads_with_norm_
+_unscale: Any = GradScaler._unscale_grads_
 
 
 def hear_of_clipping(check: Callable[[Iterable[Any]], None]) -> None:
@@ -22,3 +24,13 @@ def hear_of_clipping(check: Callable[[Iterable[Any]], None]) -> None:
         _plain(parameters, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = clip
+
+
+def hear_of_unscaling(check: Callable[[Iterable[Any]], None]) -> None:
+    """Let `check` see the parameters before `GradScaler` looks whether gradients are finite."""
+
+    def unscale(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        check(one for group in optimizer.param_groups for one in group["params"])
+        return _unscale(self, optimizer, *args, **kwargs)
+
+    GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]

@@ -584,6 +584,12 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+def any_outside() -> bool:
+    """Tell whether a function mode holds here that is not to be traced into a graph."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "outside", False) for mode in modes)
+
+
 def owned(module: nn.Module) -> bool:
     """Return whether the module's own forward was replaced."""
     layers = layers_of(module)

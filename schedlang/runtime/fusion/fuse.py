@@ -18,7 +18,15 @@ from schedlang.language.patterns import Pattern
 from schedlang.runtime.adapters.torch_compile import compiled, keeping, keeps_buffers
 from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layer_of, wrap
-from schedlang.runtime.fusion.dataflow import Given, Looked, flow, given_of, owned, plain_torch
+from schedlang.runtime.fusion.dataflow import (
+    Given,
+    Looked,
+    any_outside,
+    flow,
+    given_of,
+    owned,
+    plain_torch,
+)
 from schedlang.runtime.fusion.rewrite import (
     How,
     Match,
@@ -128,7 +136,7 @@ class Fuse:
             self.compiled = _compile(inner, self.rounding)
             tracked = (one for one in tensors_in((args, kwargs)) if not one.is_inference())
             versions = [(one, one._version) for one in tracked]
-        without_modes = plain_torch() if modes else nullcontext()
+        without_modes = plain_torch() if modes or any_outside() else nullcontext()
         with without_modes, _count_graphs(self), _refuse_breaks(self.name):
             out = self.compiled(*args, **kwargs)
         if any(one._version != version for one, version in versions):
@@ -293,6 +301,7 @@ class Regions:
 
     def __init__(self, module: nn.Module, request: Told) -> None:
         self.module, self.told = module, request
+        self.eager = ""  # the reason to run the module's own forward, if any
         self.made: dict[Any, Rewritten] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -300,7 +309,10 @@ class Regions:
         return self.__dict__ | {"made": {}}
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the rewritten forward; `inner` is not called."""
+        """Run the rewritten forward; call `inner` only if there is a reason to run it eagerly."""
+        if self.eager:
+            leave(self.module, "fuse", self.eager)
+            return inner(*args, **kwargs)
         given = given_of(self.module, args, kwargs)
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
