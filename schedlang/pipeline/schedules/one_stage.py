@@ -182,7 +182,7 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _parked_idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W), as in 1F1B: activations are sent beside the computation."""
+    """(p-1) (F + I + W), as in 1F1B: activations are sent during the computation."""
     return flushed(size)
 
 
