@@ -26,31 +26,31 @@ class adapt(Settled):  # noqa: N801
     """Train a product of two narrow matrices beside the weight of a projection, and not the weight.
 
     before   y = x W + b
-    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is drawn, B begins with zeros
+    lora     y = x W + b + (alpha / rank) dropout(x) A B     A is random, B begins with zeros
     dora     y = m / |W'| (x W + (alpha / rank) dropout(x) A B) + b     W' = W + (alpha / rank) A B;
-             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is taken
-             as it is, without a gradient
+             m begins as |W|, the norm of the weights of each output, and is trained; |W'| is a
+             constant in backward
 
-    The first such row freezes every parameter of the model; `keep` excepts some, as in `freeze`:
-    `keep="score.*"` trains a new head as well.  A row `shard` below splits the adapter with its
-    projection: where outputs are split so are B and m; where inputs are, so is A, and both results
-    are summed in one message.  What stays whole has its gradient summed.
+    The first such row freezes all parameters of the model; `keep` excepts some, as in `freeze`:
+    `keep="score.*"` trains a new head as well.  A `shard` row below splits the adapter with its
+    projection: B and m along split outputs, A along split inputs, and one all-reduce sums both
+    results.  The gradient of a replicated parameter of the adapter is summed over ranks.
 
-    The projection keeps its name and its parameters; `lora_A` [rank, in], `lora_B` [out, rank] and
-    `lora_magnitude` [out] are further ones, in the dtype of its weight, drawn by `seed` and their
-    names.  `program.export` merges them into the weights.
+    The projection keeps its name and its parameters, and gets `lora_A` [rank, in], `lora_B` [out,
+    rank] and `lora_magnitude` [out], in the dtype of its weight; their initial values depend on
+    `seed` and their names.  `program.export` merges them into the weights.
 
     Results are those of training the original with the same adapters: `relax(model)`.
 
-    `base` lets the frozen weight lie on each rank in codes, with a scale for each `block` elements
-    along its inputs (a whole row, if that is shorter): its largest value.  It is decoded in forward
-    and again in backward, and is nowhere else between them.  Every rank keeps those of its part,
-    also where `zero` slices what is trained.
+    `base` quantizes the frozen weight on each rank, with a scale for each `block` elements along
+    its inputs (a full row, if that is shorter): the largest absolute value.  The weight is decoded
+    in forward and again in backward, and is not stored in between.  Each rank holds the codes of
+    its shard, also where `zero` slices the trained parameters.
 
-    int8, int4   127 or 7 steps on each side of zero, evenly apart
+    int8, int4   127 or 7 equal steps on each side of zero
     nf4          16 levels, the quantiles of a normal distribution
 
-    The original trains with the values that these codes mean, and so does what is exported.
+    The original is trained with the decoded values, and exported weights are made of these.
 
     LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024), as PEFT computes them; LLM.int8 (Dettmers et
     al. 2022), QLoRA (Dettmers et al. 2023).
@@ -73,7 +73,7 @@ class adapt(Settled):  # noqa: N801
     gives_up = frozenset({"model"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse numbers that make no adapter."""
+        """Refuse values out of range."""
         if self.rank < 1:
             refuse("S304", f"`rank` must be 1 or more, not {self.rank}", helps=("`rank=8`",))
         if not self.alpha > 0:
@@ -101,7 +101,7 @@ class adapt(Settled):  # noqa: N801
             )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse what is no projection, what has an adapter, and what shares its weight."""
+        """Refuse modules that are no projections, have an adapter, or share their weight."""
         for site in sites:
             self._check_kind(site, plan)
             weight = site.parameters["weight"]
@@ -124,7 +124,7 @@ class adapt(Settled):  # noqa: N801
                     helps=(f"use {min(weight.shape)} or less; 4 to 64 are usual",),
                 )
         self._check_coded(sites, plan)
-        for pattern in self._kept:
+        for pattern in self._keep_patterns:
             if not any(matches(name, pattern) for name in plan.model.parameters):
                 some = ", ".join(f"`{name}`" for name in list(plan.model.parameters)[-3:])
                 refuse(
@@ -134,7 +134,7 @@ class adapt(Settled):  # noqa: N801
                 )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
-        """Go on with a copy of the model, on the same storage, that has the adapters."""
+        """Return the plan of a copy of the model, on the same storage, with the adapters."""
         from schedlang.runtime.adapted import Adapt
         from schedlang.runtime.storage.codebook import Codebook
 
@@ -143,7 +143,7 @@ class adapt(Settled):  # noqa: N801
         trained = {
             fact.name
             for name, fact in (facts if first else facts.base).parameters.items()
-            if fact.requires_grad and any(matches(name, pattern) for pattern in self._kept)
+            if fact.requires_grad and any(matches(name, pattern) for pattern in self._keep_patterns)
         }
         if not first:  # with those of the rows above
             trained |= {name for name, fact in facts.unique.items() if fact.requires_grad}
@@ -181,7 +181,10 @@ class adapt(Settled):  # noqa: N801
                 helps=("offload other modules", "or leave `base` out"),
             )
         layout, dim = plan.held(name), coding.inputs
-        block, place = min(self.block, layout.shape[dim]), _cut(layout, dim, self.block, plan.mesh)
+        block, place = (
+            min(self.block, layout.shape[dim]),
+            _split_block(layout, dim, self.block, plan.mesh),
+        )
         if place is None:
             return
         fits = math.gcd(layout.shape[dim], place)
@@ -196,11 +199,11 @@ class adapt(Settled):  # noqa: N801
         )
 
     def _check_coded(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse to train a weight that this row, or one above, lets lie in codes."""
+        """Refuse (S414) to train a weight that this row, or a row above, quantizes."""
         facts = plan.model
         own = [f"{site}.weight" for site in sites if self.base is not None]
         for name in (*own, *(name for name in facts.unique if facts.coded(name) is not None)):
-            for pattern in self._kept:
+            for pattern in self._keep_patterns:
                 if matches(name, pattern):
                     refuse(
                         "S414",
@@ -210,7 +213,7 @@ class adapt(Settled):  # noqa: N801
                     )
 
     def _check_kind(self, site: Site, plan: Plan) -> None:
-        """Refuse modules of which it is not known that they multiply by their weight."""
+        """Refuse modules that may not multiply by their weight, or that have an adapter."""
         kind = next((one for one in KINDS if site.is_a(one)), None)
         if "lora_A" in site.parameters:
             refuse(
@@ -250,13 +253,13 @@ class adapt(Settled):  # noqa: N801
             )
 
     @property
-    def _kept(self) -> tuple[str, ...]:
+    def _keep_patterns(self) -> tuple[str, ...]:
         return (self.keep,) if isinstance(self.keep, str) else self.keep
 
 
 @lru_cache(maxsize=1 << 8)
-def _cut(layout: Layout, dim: int, block: int, mesh: Mesh) -> int | None:
-    """The first place of a dim at which a rank's part begins or ends within a block; None: none."""
+def _split_block(layout: Layout, dim: int, block: int, mesh: Mesh) -> int | None:
+    """Return the first index of a dim where a rank's shard begins or ends inside a block."""
     size = layout.shape[dim]
     block = min(block, size)
     if all(split.dim != dim for split in layout.splits):

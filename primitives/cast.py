@@ -26,17 +26,18 @@ class cast(Uniform):  # noqa: N801
     after    y = bf16(w) bf16(x)           w, its gradient and its moments in float32
 
       bf16, fp16      torch.autocast: each operation in the dtype of torch's lists
-      params=true     the whole module: what comes in, and each parameter where it is used, is cast
-      fp32            an island inside of these: computed in float32
+      params=true     all operations: the inputs, and each parameter where it is used, are cast
+      fp32            a module inside such a module: computed in float32
 
-    What a module gives goes on in the dtype that came in.  Without a selector the row is for the
-    whole model and for the loss after it.  Gradients of parameters are added up in the dtype that
-    they are stored in, over microbatches and over ranks.
+    Outputs of a module have the dtype of its inputs.  Without a selector the row is for the full
+    model and the loss.  Gradients of parameters are accumulated in the dtype in which parameters
+    are stored, over microbatches and over ranks.
 
-    Any `fp16` row scales the loss, as torch.amp.GradScaler does: from `scale` on, halved where any
-    rank finds an infinite gradient (then no rank steps), doubled after `growth` steps without one.
+    An `fp16` row scales the loss, as torch.amp.GradScaler does: the scale starts at `scale`, is
+    halved if any rank finds an infinite gradient (then no rank steps), and doubled after `growth`
+    steps without one.
 
-    A float64 tensor is never cast: there the model is the original, to the last rule.
+    Float64 tensors are never cast: in float64 the program computes what the original computes.
 
     Micikevicius et al., Mixed precision training (2018); torch.amp; FSDP2's MixedPrecisionPolicy.
     """
@@ -52,7 +53,7 @@ class cast(Uniform):  # noqa: N801
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is never called, casts within casts, and weights stored in few bits."""
+        """Refuse uncalled modules, nested casts, and weights stored in 16 bits."""
         check_called(self, site, plan)
         self._check_others(site, plan)
         names = plan.model.names_below(site.fqn)
@@ -70,7 +71,7 @@ class cast(Uniform):  # noqa: N801
             )
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse arguments without meaning, for this dtype or for any."""
+        """Refuse arguments without meaning for this dtype, and loss scales out of range."""
         if self.dtype == "fp32" and self.params:
             refuse(
                 "S890",
@@ -93,7 +94,7 @@ class cast(Uniform):  # noqa: N801
             )
 
     def _check_others(self, site: Site, plan: Plan) -> None:
-        """One row for a module, one level of casts, one loss scale."""
+        """Refuse a second cast of a module (S892), and a second loss scale (S893)."""
         for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
                 refuse(
@@ -122,6 +123,6 @@ class cast(Uniform):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note it."""
+        """Add the cast to the plan."""
         made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth, row=plan.next_row)
         return replace(plan, casts=(*plan.casts, made))

@@ -1,6 +1,7 @@
 """checkpoint: trade memory for a second forward.
 
-* Plans: what each chooses for chains of modules, and how that is done.
+The classes at the end are the plans (`plan=rotor`, ...): each chooses what is recomputed in a chain
+of modules under a memory limit, and lowers the choice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from schedlang.remat.pofo import Mixed
     from schedlang.remat.rotor import Cost
 
-TFLOPS = 100.0  # trillion operations per second of a device that nobody said more about
+TFLOPS = 100.0  # trillion operations per second of a device; the default
 
 MIXED = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB copied in a second"
 
@@ -33,19 +34,20 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     before   y = f(x)                  backward finds every intermediate of f
     after    y = checkpoint(f)(x)      backward finds x and what `save` names, and runs f again
 
-    `save` keeps the results of whole classes of operators: `linear` (matrix products), `attention`
+    `save` saves the results of classes of operators: `linear` (matrix products), `attention`
     (fused attention of torch, flash_attn and other packages), `collective` (communication, which is
-    then not repeated).  Random numbers are replayed, so dropout gives the same masks.
+    then not repeated).  Random numbers are replayed, so that dropout draws the same masks.
 
-    `group=4` recomputes elements of a list that follow each other four at a time, so that one input
-    is kept for four of them; `group=sqrt` takes the square root of their number.  `every=2` leaves
-    every second module (or group) as it is.
+    `group=4` recomputes four consecutive elements of a list together, so that only the input of the
+    first is saved; `group=sqrt` uses the square root of their number.  `every=2` recomputes only
+    every second module (or group).
 
-    `plan=rotor, memory=2GiB` chooses regions, and regions within regions, that keep at most so many
-    bytes on a rank and compute least again; operations and bytes of each module are counted with
-    the first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
-    `plan=pofo, memory=2GiB, bandwidth=25GiB` also moves what modules save to the host: so many
-    bytes per second are copied, while `tflops` (100) trillion operations per second are done.
+    `plan=rotor, memory=2GiB` chooses nested regions that save at most this number of bytes on a
+    rank with the least recomputation; operations and bytes of each module are counted with the
+    first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
+    `plan=pofo, memory=2GiB, bandwidth=25GiB` may also offload saved tensors to the host, copied
+    at `bandwidth` bytes per second, while the device does `tflops` (100) trillion operations per
+    second.
 
     Chen et al., Training deep nets with sublinear memory cost (2016); selective recomputation:
     Korthikanti et al. (2022); chains: Beaumont et al., Rotor (2019); stages: AdaPipe (2024);
@@ -67,18 +69,18 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
     takes = "selection"
 
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """Each module alone, where they are recomputed alone."""
-        return [(site,) for site in sites] if self._alone else [sites]
+        """Return the sites that belong together: each alone, or all in groups and plans."""
+        return [(site,) for site in sites] if self._is_single else [sites]
 
     def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The regions, of which each is recomputed as one."""
-        if self._alone or self.plan is not None:  # a plan keeps within stages
+        """Return the regions, each of which is recomputed as one."""
+        if self._is_single or self.plan is not None:  # a plan's regions are inside stages
             return [(site,) for site in sites]
         found = ((run, places) for run in runs(sites) for places in regions(self._tree(run)))
         return [tuple(run[place] for place in places) for run, places in found]
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse half of a plan, what a plan chooses by itself, and sizes that mean nothing."""
+        """Refuse incomplete plans, arguments that a plan chooses itself, and sizes below 1."""
         self._check_plan()
         for word, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
@@ -90,7 +92,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
                 )
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse modules that are never called, or do not follow each other."""
+        """Refuse modules that are never called, or are not consecutive where they must be."""
         for site in sites:
             check_called(self, site, plan)
         names = tuple(site.fqn for site in sites)
@@ -120,7 +122,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         names = tuple(site.fqn for site in sites)
         if self.budget is not None:
             self.budget.lower(copy.chains[names], copy)
-        elif self._alone:
+        elif self._is_single:
             for name in names:
                 recompute.checkpoint(copy.at(name), self.save)
         else:
@@ -129,7 +131,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
 
     @property
     def budget(self) -> _Plan | None:
-        """The plan that fits its modules into memory."""
+        """Return the plan that fits its modules into memory; None without `plan`."""
         if self.plan is None or self.memory is None:
             return None
         if self.bandwidth is not None:
@@ -137,13 +139,15 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
         return _PLANS[self.plan](self.plan, self.memory)
 
     def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Again] | None:
-        """Regions, and what is kept for them; of a plan those that it chose."""
+        """Return the recomputed regions, and what is saved for them; `found`: a plan's choice."""
         if self.budget is None:
-            return [Again(names, self.save, once=not self._alone) for names in self.together(sites)]
+            return [
+                Again(names, self.save, once=not self._is_single) for names in self.together(sites)
+            ]
         return self.budget.reruns(found)
 
     def _check_plan(self) -> None:
-        """A plan needs its memory, and chooses groups by itself."""
+        """Refuse (S842) a plan without memory, and arguments that a plan chooses itself."""
         if (self.plan is None) != (self.memory is None):
             given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
             refuse(
@@ -169,8 +173,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             )
 
     def _check_copies(self) -> None:
-        """Refuse speeds of copies and operations without the plan that weighs them, or not above
-        0."""
+        """Refuse (S842) `bandwidth` and `tflops` without `plan=pofo`, or not above 0."""
         if (self.plan == "pofo") != (self.bandwidth is not None) or (
             self.plan != "pofo" and self.tflops != TFLOPS
         ):
@@ -190,7 +193,7 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
             )
 
     @property
-    def _alone(self) -> bool:
+    def _is_single(self) -> bool:
         return self.group == 1 and self.every == 1 and self.plan is None
 
     def _tree(self, run: tuple[str, ...]) -> Tree:
@@ -200,25 +203,25 @@ class checkpoint(Recomputing, Grouping, Uniform):  # noqa: N801
 
 @dataclass(frozen=True)
 class _Plan(Budgeted):
-    """A plan by its name, and the bytes that modules may keep."""
+    """A plan: its name, and the bytes that modules may save."""
 
     name: str
     memory: int
 
     def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> Sequence[Again] | None:
-        """Return the regions of chains that run again; None: only the run itself decides it."""
+        """Return the recomputed regions of chains; None: they are known only at run time."""
         return [again for run, chosen in found for again in self.chosen(run, chosen)]
 
     def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
-        """Return the regions of one chain that run again, as far as they are known before."""
+        """Return the recomputed regions of one chain, as far as they are known before the run."""
         return []
 
 
 class _Rotor(_Plan):
-    """Regions, and regions within regions."""
+    """Nested regions (Rotor)."""
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Tree:
-        """The tree that computes least again."""
+        """Return the tree with the least recomputation (S841 where memory is too small)."""
         from schedlang.remat.rotor import least, rotor
 
         found = rotor(chain, memory)
@@ -231,14 +234,14 @@ class _Rotor(_Plan):
         return [Again(tuple(run[k] for k in region), once=True) for region in regions(found)]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Tree]], copy: Copy) -> None:
-        """Recompute as the tree says."""
+        """Install the recomputation of the trees."""
         from schedlang.runtime.activation_memory.recompute import regions
 
         for run, found in chains:
             regions([copy.at(name) for name in run], found)
 
     def said(self, found: Tree) -> str:
-        """Describe the numbers of modules that are kept, and that are in regions."""
+        """Return a text with the numbers of modules outside and inside recomputed regions."""
         inside = [len(region) for region in regions(found)]
         return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
@@ -246,10 +249,10 @@ class _Rotor(_Plan):
 
 
 class _Pareto(_Plan):
-    """Operators whose results are kept."""
+    """Choices of operators whose results are saved, for each module."""
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
-        """The choices that compute least again."""
+        """Return the choices with the least recomputation (S841 where memory is too small)."""
         from schedlang.remat.operators import needed, pareto
 
         found = pareto(chain, memory)
@@ -258,7 +261,7 @@ class _Pareto(_Plan):
         return found
 
     def chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
-        """The modules that are not kept whole."""
+        """Return the modules that are recomputed."""
         return [
             Again((name,), chosen=frozenset(choice.kept))
             for name, choice in zip(run, found)
@@ -266,7 +269,7 @@ class _Pareto(_Plan):
         ]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Any]], copy: Copy) -> None:
-        """Recompute them, but for the results that were chosen."""
+        """Install recomputation, except for the results of the chosen operators."""
         from schedlang.runtime.activation_memory import recompute
 
         for run, found in chains:
@@ -274,27 +277,27 @@ class _Pareto(_Plan):
                 recompute.checkpoint(copy.at(one.modules[0]), chosen=one.chosen)
 
     def said(self, found: Any) -> str:
-        """Describe what is kept."""
+        """Return a description of what is saved."""
         from schedlang.remat.operators import words
 
         return words(found)
 
 
 class _AdaPipe(_Pareto):
-    """The same, in stages that are cut so that their times are in balance."""
+    """The choices of `_Pareto`, with stages of equal time (AdaPipe)."""
 
     cuts = True
 
 
 @dataclass(frozen=True)
 class _Pofo(_Plan):
-    """Modules that are kept, recomputed, or moved to the host."""
+    """Modules that are saved, recomputed, or offloaded to the host (POFO)."""
 
-    rate: float = 0.0  # operations in the time in which a byte is copied
+    rate: float = 0.0  # operations in the time of copying a byte
     moves = True
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Mixed:
-        """The ways that take least time, with copies as quick as the row says."""
+        """Return the choices that take the least time (S841 where memory is too small)."""
         from schedlang.remat.pofo import needed, pofo
 
         found = pofo(chain, memory, self.rate)
@@ -310,11 +313,11 @@ class _Pofo(_Plan):
         return found
 
     def chosen(self, run: tuple[str, ...], found: Mixed) -> list[Again]:
-        """The modules that are recomputed."""
+        """Return the modules that are recomputed."""
         return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], Mixed]], copy: Copy) -> None:
-        """Recompute some modules of a chain, and move to the host what others save."""
+        """Install recomputation of some modules, and offload of saved tensors of others."""
         from schedlang.runtime.activation_memory import recompute
         from schedlang.runtime.offload.saved_tensors import Store, offload
 
@@ -327,20 +330,19 @@ class _Pofo(_Plan):
                     offload(copy.at(name), store)
 
     def said(self, found: Mixed) -> str:
-        """Describe what is done with each module."""
+        """Return a description of the choice for each module."""
         from schedlang.remat.pofo import words
 
         return words(found)
 
 
 class _Dtr(_Plan):
-    """The plan that drops results while it runs, and makes them again; `found`: the bytes shared by
-    all."""
+    """The plan that evicts and recomputes results at run time (DTR); `found`: its bytes."""
 
     keeps = True
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> int:
-        """All of the memory, for all microbatches; tried with the share of one first."""
+        """Return the full memory, shared by all microbatches; refuse (S841) if one needs more."""
         from schedlang.runtime.activation_memory.dynamic import pools
 
         def peak(budget: int) -> int:
@@ -357,16 +359,16 @@ class _Dtr(_Plan):
         return self.memory
 
     def reruns(self, found: Sequence[tuple[tuple[str, ...], Any]]) -> None:
-        """Return None: what runs again is known only while it runs."""
+        """Return None: recomputed operators are known only at run time."""
 
     def lower(self, chains: Sequence[tuple[tuple[str, ...], int]], copy: Copy) -> None:
-        """Give the modules of all chains one pool."""
+        """Install one memory pool for the modules of all chains."""
         from schedlang.runtime.activation_memory.dynamic import dynamic
 
         dynamic([copy.at(name) for run, _ in chains for name in run], chains[0][1])
 
     def said(self, found: int) -> str:
-        """Describe the limit in bytes."""
+        """Return a description of the limit in bytes."""
         return f"at most {found} bytes, dropped and made again while it runs"
 
 

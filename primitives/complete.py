@@ -21,12 +21,12 @@ class complete(Primitive):  # noqa: N801
     after    {q,k,v}_proj  shard(col)              what is computed together with its outputs
              o_proj        shard(row)              what sums over them
 
-    The model's forward is followed once: from each projection that a row above splits to those
-    that read its outputs, and back to all others that these read. A weight that is split under one
-    name is split under its other names. What no row began stays whole. Every row that is added is
-    traced as if it had been written, and `schedlang plan` shows it with its collectives, at this
-    line. Where rows could be completed in two ways that are equally good it is refused, and both
-    are given.
+    The model's forward is traced once: from each projection that a row above splits, to the
+    projections that read its outputs, and back to all other inputs of these. A weight that is split
+    under one name is split under its other names. Modules without a connection to a row above stay
+    replicated. Added rows are traced like written rows, and `schedlang plan` shows them with their
+    collectives, at this line. If rows can be completed in two equally good ways, the row is
+    refused, and the message shows both.
 
     After GSPMD (Xu et al. 2021), whose annotations are completed through a whole graph.
     """
@@ -40,7 +40,7 @@ class complete(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a second row for one axis, and one inside of a module."""
+        """Refuse a second row for one axis, and a row inside a module."""
         refuse_inside("complete", site.fqn)
         if any(one.axis == self.over for one in plan.completing):
             refuse(
@@ -50,6 +50,6 @@ class complete(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the axis; rows are added when there is a batch to follow the model with."""
+        """Add the axis to the plan; rows are added later, when there is a batch for the trace."""
         made = Completion(str(self.over), row=plan.next_row)
         return replace(plan, completing=(*plan.completing, made))

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
-LEAST, MOST = 2.0, 8.0  # of a budget
+LEAST, MOST = 2.0, 8.0  # bounds of `bits`
 SUMS = ("powersgd", "int8", "onebit")
-# of activations
+# facets of `compress(activations)`
 READS = frozenset({Facet.STRUCTURE, Facet.PLACEMENT, Facet.RECOMPUTE})
 WRITES = frozenset({Facet.RESIDENCE})
 
@@ -28,37 +28,38 @@ WRITES = frozenset({Facet.RESIDENCE})
 class compress(Primitive):  # noqa: N801
     """Let sums of gradients run in fewer bytes, or keep what is saved for backward in fewer.
 
-    `compress(gradients, ..., over=dp)`, about the model: their sum over some data axes, once a step
+    `compress(gradients, ..., over=dp)`, for the full model: the all-reduce over these data axes
 
-    powersgd   a matrix of n x m as a product of rank `rank`: rank (n + m) numbers are summed
-               instead of n m; the power iteration starts where the last step's ended
-    int8       whole numbers with a scale for each `block` elements, stochastically rounded
-    onebit     a bit for each element, and for each `block` the means above and below zero
+    powersgd   an n x m matrix as a product of rank `rank`: rank (n + m) numbers are summed
+               instead of n m; the power iteration starts from the result of the last step
+    int8       integers with a scale for each `block` elements, stochastically rounded
+    onebit     one bit for each element, and for each `block` the means above and below zero
 
-    With `error_feedback` what a rank's code leaves out is added to its gradient of the next step,
-    so that the sum over all steps is followed. Vectors, and matrices that would not get smaller,
-    are summed as they are. The other data axes are summed over first, exactly.
+    `error_feedback` adds the compression error of a rank to its gradient of the next step, so that
+    the compressed sum over all steps follows the exact sum. Vectors, and matrices that would not
+    get smaller, are summed uncompressed. The other data axes are summed over first, exactly.
 
-    Errors, and the starts of iterations, are part of a checkpoint: the same layout goes on as if
-    nothing had been saved. Where another number of ranks sums, these share the errors of all alike,
-    and an iteration starts anew where a matrix is cut in other parts. A program without this row
-    leaves them out. Orders with stale weights, which sum several times a step, are refused.
+    Errors and starts of iterations are part of a checkpoint: the same layout continues exactly. On
+    another number of ranks, the errors of all are divided equally, and an iteration starts again
+    where a matrix is split otherwise. A program without this row ignores them. Orders with stale
+    weights, which sum several times a step, are refused.
 
-    `compress(activations, ...)`, of selected modules: what they save between forward and backward
+    `compress(activations, ...)`, for selected modules: tensors saved between forward and backward
 
-    int8, int4, int2   whole numbers of so many bits, with a least value and a step for each `block`
-                       elements, stochastically rounded: the gradient of a linear layer is right in
-                       the mean. Weights, masks, indices and what is tiny are kept as they are.
-                       Ranks that split a tensor each round their part. What is cast is rounded
-                       as it is cast, and of offloaded modules the whole numbers move. What
-                       `checkpoint` keeps of them, or in them, is rounded: inputs, and results.
-                       What experts save that ranks share out is kept as it is.
-    adaptive           of each tensor in 2, 4 or 8 bits, `bits=4` of an element in the mean: those
-                       to which the gradient is more sensitive get more. Before anything trains each
-                       is rounded by itself in two passes of the model, in this process.
+    int8, int4, int2   integers of 8, 4 or 2 bits, with a least value and a step for each `block`
+                       elements, stochastically rounded: the gradient of a linear layer is unbiased.
+                       Weights, masks, indices and tiny tensors are not compressed. Ranks that split
+                       a tensor round their shards. Cast tensors are rounded after the cast, and
+                       `offload` moves the integers. Inputs and results that `checkpoint` saves for
+                       these modules, or inside them, are rounded, too. Tensors saved by experts
+                       that are spread over ranks are not compressed.
+    adaptive           each tensor in 2, 4 or 8 bits, with a mean of `bits=4` per element: tensors
+                       to which the gradient is more sensitive get more bits. Before training, each
+                       tensor is rounded alone in two passes of the model, in this process.
 
-    Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
-    original's own where the rank is full, or where whole numbers can say what is kept.
+    Results are those of a single process that compresses the same shards in the same way:
+    `relax(lossy)`. They are the original's if the rank is full, or if integers represent the saved
+    values exactly.
 
     PowerSGD (Vogels et al. 2019), QSGD (Alistarh et al. 2017), 1-bit SGD (Seide et al. 2014); ActNN
     (Chen et al. 2021), Mesa (Pan et al. 2021), GACT (Liu et al. 2022).
@@ -78,13 +79,13 @@ class compress(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding", "lossy"})
 
     def __post_init__(self) -> None:
-        """Sums have a place in the order of a step; activations rely on other facets."""
+        """Set the facets of a row about activations; the class has those about gradients."""
         if self.what == "activations":
             object.__setattr__(self, "reads", READS)
             object.__setattr__(self, "writes", WRITES)
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse codes that there are not, and what belongs to the other kind of row."""
+        """Refuse unknown codes, and arguments of the other kind of row."""
         sums = self.what == "gradients"
         if self.how not in (SUMS if sums else (*BITS, "adaptive")):
             words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
@@ -116,7 +117,7 @@ class compress(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse sums of what is not whole, and modules that are not named."""
+        """Refuse reductions that do not exist, and activations without a selected module."""
         if self.what == "gradients":
             self._check_sums(site, plan)
         elif not site.fqn:
@@ -130,7 +131,7 @@ class compress(Primitive):  # noqa: N801
             check_called(self, site, plan)
 
     def _check_budget(self) -> None:
-        """A budget is about tensors that share it, and lies between what each may have."""
+        """Refuse `bits` for fixed codes (S856), and values out of range (S304)."""
         if self.bits != 4.0 and self.how != "adaptive":
             refuse(
                 "S856",
@@ -149,7 +150,7 @@ class compress(Primitive):  # noqa: N801
             )
 
     def _check_sums(self, site: Site, plan: Plan) -> None:
-        """Sums are the whole model's, over axes whose ranks hold whole gradients."""
+        """Refuse a row inside a module, a second row, a loss scale, and axes without all-reduce."""
         refuse_inside("compress(gradients)", site.fqn)
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
@@ -175,16 +176,18 @@ class compress(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note it."""
+        """Add the compression to the plan."""
         if self.what == "activations":
-            return replace(plan, kept=(*plan.kept, self._kept(site.fqn, plan.next_row)))
+            return replace(plan, kept=(*plan.kept, self._compression_of(site.fqn, plan.next_row)))
         axes = tuple(map(str, self.over or ()))
         codec = Codec(self.how, self.rank, self.block, self.error_feedback)
         return replace(plan, compression=Compression(axes, codec, row=plan.next_row))
 
-    def _kept(self, fqn: str, row: int) -> Kept:
-        """Return the coding of a module's saved activations; beside a table, one that fits the
-        budget."""
+    def _compression_of(self, fqn: str, row: int) -> Kept:
+        """Return the compression of a module's saved activations.
+
+        With a budget, its bits are the largest that fit; the table of bits replaces them.
+        """
         if self.how != "adaptive":
             return Kept(fqn, BITS[self.how], self.block, row=row)
         fits = max(bits for bits in BITS.values() if bits <= self.bits)

@@ -23,20 +23,20 @@ class context_parallel(Primitive):  # noqa: N801
     before   y = attention(q, k, v)            of the whole sequence
     after    y = attention(q, k of all, v of all)   for the queries of this rank's tokens
 
-      gather       keys and values of all ranks are gathered, gradients reduced and scattered
-      ring         blocks of keys and values go round, softmax is merged block by block
-      double_ring  rings of `over`'s last axis inside of a ring of its first
-      ulysses      all-to-all: whole sequences of some of the heads, and back
-      usp          ulysses over `over`'s last axis inside of a ring over its first
-      nbody        teams of `over`'s last axis share their queries, and the steps of a ring of teams
+      gather       all-gather of keys and values, reduce-scatter of their gradients
+      ring         blocks of keys and values go around a ring, softmax is merged block by block
+      double_ring  rings over the last axis of `over`, inside a ring over its first axis
+      ulysses      all-to-all: full sequences of some of the heads, and back
+      usp          ulysses over the last axis of `over`, inside a ring over its first axis
+      nbody        teams over the last axis of `over` share queries and the steps of a ring of teams
 
-    Two rows at one module, one `ulysses`, say `usp` as well.  `layout` says which tokens a rank
-    has: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
+    Two rows at one module, one of them `ulysses`, are `usp` as well.  `layout` sets the tokens of a
+    rank: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
 
-    The inputs of the batch that run along the sequence, labels among them, are split so; positions
-    are those of the whole sequence.  The model is tried on a small stand-in before it runs, and
-    refused where it mixes tokens by other means than its attention.  Parameters are whole on all
-    ranks and their gradients summed; `zero(..., over=(dp, cp))` may slice them over both.
+    Inputs of the batch that run along the sequence are split, also labels; positions are those of
+    the full sequence.  A small stand-in of the model is run before, and a model that mixes tokens
+    outside its attention is refused.  Parameters are replicated and their gradients summed;
+    `zero(..., over=(dp, cp))` may slice them over both axes.
 
     Llama 3 (2024) for gather; Liu et al., Ring Attention (2023), Brandon et al., Striped Attention
     (2023); Jacobs et al., DeepSpeed-Ulysses (2023); Fang and Zhao, USP (2024); Gu et al.,
@@ -54,7 +54,7 @@ class context_parallel(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse one axis for two levels."""
+        """Refuse a method of two levels without two axes."""
         if self.method in TWO and len(self.over) != 2:
             refuse(
                 "S303",
@@ -67,7 +67,7 @@ class context_parallel(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes with other work, and sequences that would be split in two ways."""
+        """Refuse axes with another use, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):
@@ -89,9 +89,9 @@ class context_parallel(Primitive):  # noqa: N801
                 f"`{axis}` cannot split sequences: it already {use}",
                 helps=("name another axis of the mesh",),
             )
-        self._check_again(site, plan)
+        self._check_other_rows(site, plan)
 
-    def _check_again(self, site: Site, plan: Plan) -> None:
+    def _check_other_rows(self, site: Site, plan: Plan) -> None:
         here = plan.contexts.get(site.fqn, ())
         mine = set(plan.mesh.fold(self.over))
         both = {self.method, *(one.method for one in here)}
@@ -117,7 +117,7 @@ class context_parallel(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note how this module attends."""
+        """Add the attention method of this module to the plan."""
         from dataclasses import replace
 
         own = Context(tuple(map(str, self.over)), self.method, self.layout, row=plan.next_row)

@@ -19,9 +19,9 @@ class decompose(Lowered):  # noqa: N801
     before   y = linear(x, w, b)
     after    y = linear(x, w) + b     the sum may be fused with what follows
 
-    The layer keeps its parameters and their names.  Alone it only rounds otherwise; with
-    `fuse(name)` of a module around it, and `pattern name(x, b) { gelu(x + b) }`, the sum is read
-    and written with what follows it.
+    The layer keeps its parameters and their names.  Alone the row only changes rounding; with
+    `fuse(name)` of a module around the layer, and `pattern name(x, b) { gelu(x + b) }`, the sum is
+    part of the fused kernel.
 
     Slapo (Chen et al. 2024): `.decompose`.
     """
@@ -34,7 +34,7 @@ class decompose(Lowered):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is no linear layer with a bias, and one whose result hooks look at."""
+        """Refuse (S886) modules that are no linear layer with a bias, or that have hooks."""
         if kind_of(site, plan) is None:
             refuse(
                 "S886",
@@ -61,6 +61,6 @@ class decompose(Lowered):  # noqa: N801
 
 
 def kind_of(site: Site, plan: Plan) -> str | None:
-    """The kind of linear layer that a module is, if it is one."""
+    """Return the kind of linear layer of a module, or None."""
     kinds = ("Linear", "Conv1D")
     return next((k for k in kinds if plan.model.computes_as(site.fqn, k)), None)

@@ -22,21 +22,22 @@ class expert_parallel(Primitive):  # noqa: N801
     before   y = experts(tokens, index, weights)         every rank holds all experts
     after    the same, with 1/n of the experts on each of n ranks
 
-    The module is called with tokens, the experts of each token, and their weights, as
-    transformers' modules of experts are; its own forward computes the experts of a rank.  Along an
-    axis that splits the batch tokens are sent by all-to-all; along any other axis all ranks see the
-    same tokens, each takes those of its experts, and the sum is reduced.  `over` may be a view of
-    both.
+    The module is called with tokens, the experts of each token, and their weights, as the experts
+    of transformers are; the module's own forward computes the experts of a rank.  Along an axis
+    that splits the batch, tokens are sent by all-to-all; along any other axis ranks have the same
+    tokens, each computes its experts' tokens, and the results are all-reduced.  `over` may be a
+    view of both kinds.
 
-    dispatch  `all_to_all`; `gather`: tokens of all ranks come to all; `fetch`: experts come to the
-              tokens, gradients go back to the experts.  Default: `all_to_all`, with a `capacity`
-              `gather`, which then never has to wait for the device to know how many rows go where
-    capacity  an expert takes so many times its even share of the batch's tokens, the first ones;
-              the rest is dropped, which the step has to allow: `relax(routing)`.  Default: all
-    chunks    tokens are sent in so many parts, each under way while the one before is computed
-    shadow    numbers of experts that come to all tokens, while the tokens of the others are sent
-    inner     an axis over which every expert is split along its own hidden dim, as Megatron splits
-              a pair of a column and a row; its ranks see the same tokens
+    dispatch  `all_to_all`; `gather`: all-gather of tokens; `fetch`: weights of experts are sent to
+              the tokens, and gradients back to the experts.  Default: `all_to_all`; with a
+              `capacity` it is `gather`, which never waits for the device to know sizes of messages
+    capacity  the tokens of an expert, as a multiple of its even share of the batch's tokens; the
+              first tokens stay, the others are dropped, which the step must allow:
+              `relax(routing)`.  Default: no limit
+    chunks    number of parts in which tokens are sent, each while the part before is computed
+    shadow    experts whose weights are sent to all ranks; tokens of the other experts are sent
+    inner     an axis that splits each expert along its hidden dim, like Megatron's column and row
+              pairs; its ranks have the same tokens
 
     GShard (Lepikhin et al. 2020), FastMoE (He et al. 2021), DeepSpeed-MoE (Rajbhandari et al.
     2022), FasterMoE (He et al. 2022), PipeMoE (Shi et al. 2023), Janus (Liu et al. 2023).
@@ -55,7 +56,7 @@ class expert_parallel(Primitive):  # noqa: N801
 
     @property
     def gives_up(self) -> frozenset[str]:
-        """Rounding; and which experts a token meets, where some are dropped."""
+        """Return what the row relaxes: rounding, and routing where a capacity drops tokens."""
         return frozenset({"rounding"} | ({"routing"} if self.capacity is not None else set()))
 
     def agree(self, axes: Collection[str]) -> None:
@@ -78,14 +79,14 @@ class expert_parallel(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is not a module of experts, and numbers of experts that do not divide."""
-        found = self._experts(site, plan)
+        """Refuse modules that are no experts, and numbers of experts that ranks do not divide."""
+        found = self._probe_experts(site, plan)
         if hasattr(found, "reason"):
-            said, helps = (found.said,), found.helps
+            notes, helps = (found.said,), found.helps
             refuse(
                 "S421",
                 f"`{site}` does not have the form of an experts module",
-                notes=said,
+                notes=notes,
                 helps=helps,
             )
         self._check_options(site, found.count)
@@ -110,7 +111,7 @@ class expert_parallel(Primitive):  # noqa: N801
                 )
 
     def _check_options(self, site: Site, count: int) -> None:
-        """Refuse experts that there are not."""
+        """Refuse (S422) numbers of experts that do not exist."""
         beyond = [number for number in self.shadow if not 0 <= number < count]
         if beyond:
             refuse(
@@ -120,7 +121,7 @@ class expert_parallel(Primitive):  # noqa: N801
             )
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
-        """Refuse experts that cannot be sharded inside, or not over this axis (S428)."""
+        """Refuse (S428) experts that cannot be sharded inside, or not over this axis."""
         if self.inner is None:
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
@@ -129,7 +130,7 @@ class expert_parallel(Primitive):  # noqa: N801
             free = [axis for axis in plan.mesh.names if axis not in plan.mesh.fold(self.over)]
             other = f"name another axis: `inner={free[0]}`" if free else "leave out `inner=`"
             refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
-        found = self._inner(site, plan)
+        found = self._inner_split(site, plan)
         if found is None:
             refuse(
                 "S428",
@@ -153,18 +154,18 @@ class expert_parallel(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Split the experts over every plain axis of `over`."""
+        """Split the experts over each mesh axis of `over`, and add the routing."""
         from schedlang.runtime.moe.experts import Routing
 
-        found = self._experts(site, plan)
+        found = self._probe_experts(site, plan)
         axes = plan.mesh.fold(self.over)
         for name, layout in self._layouts(site, plan):
             plan = plan.with_spread(name, layout)
         for axis in axes if self.inner is None else (*axes, str(self.inner)):
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
-        inner = self._inner(site, plan) if self.inner is not None else None
-        # sizes are known where tokens are not cut into parts that go different ways
+        inner = self._inner_split(site, plan) if self.inner is not None else None
+        # sizes of messages are known if tokens are not split into chunks or by shadowed experts
         known = self.capacity is not None and self.chunks == 1 and not hot
         dispatch = self.dispatch or ("gather" if known else "all_to_all")
         routing = Routing(
@@ -173,13 +174,13 @@ class expert_parallel(Primitive):  # noqa: N801
         return plan.with_kind(site.fqn, "experts", routing)
 
     def _layouts(self, site: Site, plan: Plan) -> Iterator[tuple[str, Layout]]:
-        """Each parameter that has a part for each expert, as this row lays it out.
+        """Yield the layout of each parameter that has a slice for each expert.
 
-        A tied one has been laid out by the row's first site: it is split once.
+        A tied parameter has its layout from the row's first site: it is split once.
         """
-        inner = self._inner(site, plan) if self.inner is not None else None
+        inner = self._inner_split(site, plan) if self.inner is not None else None
         cuts = {name: (dim, blocks) for name, dim, blocks in inner.cuts} if inner else {}
-        for name in self._experts(site, plan).split:
+        for name in self._probe_experts(site, plan).split:
             first = site.parameters[name].name
             layout = Layout.whole(plan.layout(first).shape)
             for axis in plan.mesh.fold(self.over):
@@ -190,9 +191,8 @@ class expert_parallel(Primitive):  # noqa: N801
                 layout = layout.split(str(self.inner), dim, sizes)
             yield first, layout
 
-    def _inner(self, site: Site, plan: Plan) -> Any:
-        """Return how every expert of the module is cut inside, or None; tried once for all equal
-        ones."""
+    def _inner_split(self, site: Site, plan: Plan) -> Any:
+        """Return how each expert is split inside, or None; cached for equal modules."""
         from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)
@@ -200,11 +200,11 @@ class expert_parallel(Primitive):  # noqa: N801
         if key not in plan.model.cache:
             from schedlang.runtime.moe.probe import probe_inner
 
-            plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
+            plan.model.cache[key] = probe_inner(module, self._probe_experts(site, plan))
         return plan.model.cache[key]
 
-    def _experts(self, site: Site, plan: Plan) -> Any:
-        """The experts of the module, or why it has none; tried once for all that are equal."""
+    def _probe_experts(self, site: Site, plan: Plan) -> Any:
+        """Return the experts of the module, or the reason why not; cached for equal modules."""
         from schedlang.kernels.probe import seen
 
         module = plan.model.model.get_submodule(site.fqn)

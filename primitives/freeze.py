@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class freeze(Primitive):  # noqa: N801
     """Leave parameters as they are: no gradient, no optimizer state, no reduction, no update.
 
-    before   w' = w - lr g      of every parameter that requires a gradient
-    after    w' = w             of those of the module; the gradients of all others stay the same
+    before   w' = w - lr g      for every parameter that requires a gradient
+    after    w' = w             for those of the module; the gradients of all others do not change
 
-    Names choose among a module's parameters, whole (`"attn.bias"`), by their end (`bias`) or with
-    `*`; `keep` excepts some: `freeze(keep="*lora*")` trains nothing but adapters.  A tied parameter
-    is frozen under all its names.  Backward ends where nothing before it is trained: a pipeline
-    sends no gradient to stages that are frozen from the start of the model.
+    Names select parameters of a module: by full name (`"attn.bias"`), last part (`bias`) or with
+    `*`; `keep` excepts some: `freeze(keep="*lora*")` trains only adapters.  A tied parameter is
+    frozen under all its names.  Backward ends where no earlier parameter is trained: a pipeline
+    sends no gradient to frozen stages at the start of the model.
 
     Results are those of training the original with the same parameters frozen: `relax(updates)`.
 
@@ -39,9 +39,9 @@ class freeze(Primitive):  # noqa: N801
     gives_up = frozenset({"updates"})
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse what freezes nothing, and what leaves nothing to be trained."""
+        """Refuse a row that freezes nothing, and a row that leaves nothing to train."""
         for site in sites:
-            for pattern in (*self.names, *self._kept):
+            for pattern in (*self.names, *self._keep_patterns):
                 if not any(matches(name, pattern) for name, _ in _below(site, plan)):
                     some = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
                     refuse(
@@ -66,29 +66,29 @@ class freeze(Primitive):  # noqa: N801
             )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
-        """Go on with a copy of the model, on the same storage, in which they take no gradient."""
+        """Return the plan of a copy of the model, on the same storage, with frozen parameters."""
         from schedlang.runtime.changed import Freeze
 
         return replace(plan, model=plan.model.changed(Freeze(self._chosen(sites, plan))))
 
     @property
-    def _kept(self) -> tuple[str, ...]:
+    def _keep_patterns(self) -> tuple[str, ...]:
         return (self.keep,) if isinstance(self.keep, str) else self.keep
 
     def _chosen(self, sites: tuple[Site, ...], plan: Plan) -> frozenset[str]:
-        """First names of the parameters that the row is about."""
+        """Return the first names of the parameters that the row freezes."""
         chosen, kept = set(), set()
         for site in sites:
             for name, fact in _below(site, plan):
                 if not self.names or any(matches(name, pattern) for pattern in self.names):
                     chosen.add(fact.name)
-                if any(matches(name, pattern) for pattern in self._kept):
+                if any(matches(name, pattern) for pattern in self._keep_patterns):
                     kept.add(fact.name)
         return frozenset(chosen - kept)
 
 
 def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
-    """The parameters of a module and of all in it, by their names there."""
+    """Return (name inside the module, parameter) of a module and all modules inside it."""
     prefix = f"{site.fqn}." if site.fqn else ""
     known = plan.model.parameters
     return [(n.removeprefix(prefix), known[n]) for n in plan.model.names_below(site.fqn)]

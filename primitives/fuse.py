@@ -36,28 +36,28 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
     before   y = f(x)               one kernel for each operator of f
     after    y = compiled(f)(x)     as few kernels as inductor finds
 
-    `fuse()` takes the whole module, forward and backward.  It must be one graph: a graph break, or
-    more shapes and numbers than the limit of recompilations, is an error and not a silent return to
-    eager.
+    `fuse()` compiles the full module, forward and backward.  It must be one graph: a graph break,
+    or more shapes and numbers than the limit of recompilations, is an error, and no silent fallback
+    to eager.
 
-    `fuse(name)` takes what a pattern says, `pattern bias_gelu(x, b) { gelu(x + b) }`, wherever it
-    stands in the data flow of the module's forward; the rest, and children, run as they are, also
-    sharded.  Children are looked into; a linear layer is one call unless `decompose(bias)` of it
-    stands above.  What a pattern leaves out (a rate, a dim) may be anything and stays what it is.
-    Masks of dropout are drawn as the model draws them.  A region is compiled once for all modules
-    where it is the same.
+    `fuse(name)` compiles the matches of a pattern, `pattern bias_gelu(x, b) { gelu(x + b) }`,
+    anywhere in the data flow of the module's forward; all else, and children, run unchanged, also
+    sharded.  Matches may extend into children; a linear layer is one call unless a row above
+    selects it with `decompose(bias)`.  Arguments that a pattern leaves out (a rate, a dim) match
+    any value.  Dropout masks are drawn as the model draws them.  Equal regions of several modules
+    are compiled once.
 
     `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
     rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern
-    or for a module that is nothing else.  What reduces over rows is refused by name (S887).  `auto`
-    is inductor.
+    or for a module that has no other operators.  Reductions over rows are refused by name (S887).
+    `auto` is inductor.
 
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
                  stay in float32 until they leave the region
 
-    Under `verify` in float64 regions run uncompiled, and the compiled ones are checked by
-    themselves in their working dtype, called with other values, masks and shapes one after the
-    other: generated kernels on a GPU, or in Triton's interpreter.
+    `verify` runs regions uncompiled in float64, and checks the compiled regions separately in
+    their working dtype, with several values, masks and shapes: generated kernels on a GPU, or in
+    Triton's interpreter.
 
     Slapo (Chen et al. 2024): `.find` and `.fuse`.
     """
@@ -73,7 +73,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
     apart = "compiled"
 
     def resolved(self, patterns: Mapping[str, Pattern]) -> fuse:
-        """The call with the text of the pattern's declaration in place of its name."""
+        """Return the row with the text of the pattern's declaration in place of its name (S885)."""
         if not self.pattern:
             return self
         if self.pattern in patterns:
@@ -98,7 +98,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         refuse("S885", title, helps=(help_,), facts=facts)
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse the whole model, what a pattern does not match, and what is one kernel already."""
+        """Refuse the root module, modules without a match, and modules that are one kernel."""
         if not site.fqn:
             refuse(
                 "S408",
@@ -106,10 +106,10 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
                 helps=("select a module: `layers.*  fuse()`",),
             )
         check_called(self, site, plan)
-        _outside(site, plan)
+        _check_not_inside(site, plan)
         if self.pattern or self.backend == "rowwise":
-            _matched(site, plan, self)
-        elif _kernels(site, plan) == 1:
+            _check_match(site, plan, self)
+        elif _count_kernels(site, plan) == 1:
             refuse(
                 "S884",
                 f"`{site}` is one kernel already",
@@ -125,7 +125,7 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         from schedlang.runtime.fusion import fuse
 
         if self.pattern or self.backend == "rowwise":
-            fuse.fuse_pattern(module, _told(site, plan, self))
+            fuse.fuse_pattern(module, _pattern_request(site, plan, self))
         else:
             fuse.fuse(module, rounding=self.rounding)
 
@@ -150,24 +150,24 @@ class fuse(Lowered, Tried, Gaining, Resolved):  # noqa: N801
         ]
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
-        """Return the gain of fusing the regions of a module, or all of it."""
+        """Return the gain of fusing the regions of a module, or the full module."""
         from schedlang.runtime.kernel_injection.gains import of_module, of_regions
         from schedlang.runtime.tracing.meta import meta_model
 
         module = meta_model(plan.model.model.get_submodule(site.fqn), {})
         if self.pattern or self.backend == "rowwise":
-            return of_regions(module, _told(site, plan, self), *call)
+            return of_regions(module, _pattern_request(site, plan, self), *call)
         return of_module(module, *call)
 
     def __str__(self) -> str:
-        said = [read(self.pattern).name] if self.pattern else []
-        said += [f"backend={self.backend}"] if self.backend != "auto" else []
-        said += [f"rounding={self.rounding}"] if self.rounding != "fp32" else []
-        return f"fuse({', '.join(said)})"
+        arguments = [read(self.pattern).name] if self.pattern else []
+        arguments += [f"backend={self.backend}"] if self.backend != "auto" else []
+        arguments += [f"rounding={self.rounding}"] if self.rounding != "fp32" else []
+        return f"fuse({', '.join(arguments)})"
 
 
-def _told(site: Site, plan: Plan, row: fuse) -> Told:
-    """The pattern, and what rows above have done to children."""
+def _pattern_request(site: Site, plan: Plan, row: fuse) -> Told:
+    """Return the pattern of a row, with the changes that rows above make to children."""
     from schedlang.runtime.fusion.dataflow import Looked
     from schedlang.runtime.fusion.fuse import Told
     from schedlang.runtime.fusion.rewrite import How
@@ -186,8 +186,8 @@ def _told(site: Site, plan: Plan, row: fuse) -> Told:
     return Told(found, looked, How(row.rounding, backend), site.fqn)
 
 
-def _outside(site: Site, plan: Plan) -> None:
-    """Refuse what lies inside a module whose flow was looked at by a row above."""
+def _check_not_inside(site: Site, plan: Plan) -> None:
+    """Refuse (S503) a module inside a module that a row above fuses by its data flow."""
     for action in plan.actions:
         row: Any = action.primitive
         looked = isinstance(row, fuse) and (row.pattern or row.backend == "rowwise")
@@ -200,24 +200,24 @@ def _outside(site: Site, plan: Plan) -> None:
             )
 
 
-def _matched(site: Site, plan: Plan, row: fuse) -> None:
-    """Refuse where the pattern is nowhere (S882) or one call (S884); asked once for a kind."""
+def _check_match(site: Site, plan: Plan, row: fuse) -> None:
+    """Refuse a pattern without a match (S882) or of one call (S884)."""
     from schedlang.runtime.fusion.dataflow import imagined
     from schedlang.runtime.fusion.fuse import found_in
 
-    told = _told(site, plan, row)
-    if told.pattern is not None and told.pattern.body.size == 1:
+    request = _pattern_request(site, plan, row)
+    if request.pattern is not None and request.pattern.body.size == 1:
         refuse(
             "S884",
-            f"`{told.pattern.name}` is one kernel already",
+            f"`{request.pattern.name}` is one kernel already",
             helps=("name the module before or after it",),
         )
     module = plan.model.model.get_submodule(site.fqn)
-    found_in(module, told, imagined(module))
+    found_in(module, request, imagined(module))
 
 
-def _kernels(site: Site, plan: Plan) -> int:
-    """Return the number of kernels of a module, if that can be seen; 0 if not."""
+def _count_kernels(site: Site, plan: Plan) -> int:
+    """Return the number of kernels of a module; 0 if unknown."""
     from schedlang.runtime.fusion.dataflow import Looked, flow, imagined, kernels
 
     module = plan.model.model.get_submodule(site.fqn)

@@ -25,20 +25,20 @@ MOST = 16  # ranks along one side of the grids that a refusal names
 class grid(Primitive):  # noqa: N801
     """Split a module's weight, and what goes through it, over several axes at once.
 
-    before   y = f(x)                 every rank holds f whole, and every activation
-    after    y_part = f_part(x_part)  weights and activations both lie in parts
+    before   y = f(x)                 each rank holds the full f, and full activations
+    after    y_part = f_part(x_part)  weights and activations are both sharded
 
-    Along the first axis ranks see different rows of the batch (`zero(stage=0, over=...)` names it
-    too), over the others the hidden dim of every activation is split:
-      summa  over=(r, c): each weight lies in r x c parts, inputs down the rows and outputs along
-             the columns; panels are broadcast, products summed (Optimus, 2-D)
-      cube   over=(x, y, z): inputs arrive with their hidden dim over (z, y) and leave with it over
-             (y, z), so that the next layer says `over=(x, z, y)` (3-D)
+    Along the first axis ranks have different rows of the batch (`zero(stage=0, over=...)` must name
+    it, too); the other axes split the hidden dim of all activations:
+      summa  over=(r, c): each weight has r x c shards, inputs down the rows and outputs along the
+             columns; panels are broadcast, products summed (Optimus, 2-D)
+      cube   over=(x, y, z): the hidden dim of inputs is split over (z, y), that of outputs over
+             (y, z), so that the next layer needs `over=(x, z, y)` (3-D)
     With one more data axis, `zero(stage=0, over=(d, r))`, the grid has replicas (Tesseract, 2.5-D).
 
-    It fits linear layers, embeddings, and modules whose parameters all run along the hidden dim:
-    norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer keeps
-    the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
+    It supports linear layers, embeddings, and modules whose parameters all run along the hidden
+    dim: norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer
+    leaves the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
 
     Xu et al. 2021 (Optimus), Wang et al. 2022 (Tesseract), Bian et al. 2021 (3-D).
     """
@@ -54,7 +54,7 @@ class grid(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse another number of axes than the grid has sides."""
+        """Refuse a number of axes that differs from the grid's number of sides."""
         wanted = AXES[self.style]
         if len(self.over) != wanted or len(set(self.over)) != wanted:
             example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
@@ -65,7 +65,7 @@ class grid(Primitive):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse other modules, and sizes that the grid does not divide."""
+        """Refuse modules that a grid cannot shard, and sizes that are not divisible."""
         self._check_axes(plan)
         kind = self._kind(site)
         if kind == "norm":
@@ -73,14 +73,14 @@ class grid(Primitive):  # noqa: N801
         else:
             _check_plain(site, kind, plan)
         self._check_output(site, kind, plan)
-        if sum(self._blocks(site, plan)) != self._outer(site, plan):
+        if sum(self._blocks(site, plan)) != self._outer_size(site, plan):
             refuse(
                 "S406",
-                f"blocks of {self.blocks} do not add up to {self._outer(site, plan)}",
+                f"blocks of {self.blocks} do not add up to {self._outer_size(site, plan)}",
                 f"of `{site}`",
             )
         sides = Sides(*(plan.mesh.size(axis) for axis in self.over))
-        for size, ways in self._needs(site, plan, sides):
+        for size, ways in self._required_divisions(site, plan, sides):
             if size % ways:
                 self._refuse_size(site, plan, size, ways)
         for name, layout in self._layouts(site, plan).items():
@@ -93,7 +93,7 @@ class grid(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Split the parameters, and note what comes and goes over which axes."""
+        """Add the layouts of parameters, and the boundaries of the module on each axis."""
         kind, axes = self._kind(site), tuple(map(str, self.over))
         for name, layout in self._layouts(site, plan).items():
             spread = axes[0] in layout.axes
@@ -111,14 +111,14 @@ class grid(Primitive):  # noqa: N801
 
     @property
     def _hidden(self) -> str:
-        """The axes over which the hidden dim of what comes is split, the slowest first."""
+        """Return the axes that split the hidden dim of the input, the slowest first."""
         return str(self.over[1]) if self.style == "summa" else f"{self.over[2]}.{self.over[1]}"
 
     def _kind(self, site: Site) -> str:
         return next((k for k in KINDS if site.is_a(k)), "norm")
 
     def _boundaries(self, kind: str, leave: S | Replicate) -> Iterator[Boundary]:
-        """The axes of a product in the order in which passes take them."""
+        """Yield the boundaries of a product, in the order that passes expect."""
         first, *others = map(str, self.over)
         yield Boundary(first, None, None)
         entry = None if kind == "Embedding" else S(-1)
@@ -132,44 +132,49 @@ class grid(Primitive):  # noqa: N801
             yield Boundary(self._hidden, S(-1), None)
             yield Boundary(f"{others[0]}.{others[1]}", None, leave)
 
-    def _weight(self, site: Site) -> tuple[ParameterFact, int, int]:
-        """The weight, its dim that meets the input (an embedding's: `hidden`), and the other."""
+    def _weight_dims(self, site: Site) -> tuple[ParameterFact, int, int]:
+        """Return the weight, its dim that is multiplied with the input, and its other dim.
+
+        For an embedding these are `hidden` and `vocab`.
+        """
         names = site.dims["weight"]
         pair = ("hidden", "vocab") if "vocab" in names else ("in", "out")
         return site.parameters["weight"], names.index(pair[0]), names.index(pair[1])
 
-    def _outer(self, site: Site, plan: Plan) -> int:
+    def _outer_size(self, site: Site, plan: Plan) -> int:
         if self._kind(site) == "norm":
             return 1
-        fact, _, outer = self._weight(site)
+        fact, _, outer = self._weight_dims(site)
         return fact.shape[outer]
 
     def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
-        """The sizes of what lies side by side in the outer dim."""
-        return sizes_of(self.blocks, self._outer(site, plan))
+        """Return the sizes of blocks side by side in the outer dim."""
+        return sizes_of(self.blocks, self._outer_size(site, plan))
 
     def _layouts(self, site: Site, plan: Plan) -> dict[str, Layout]:
-        """Each parameter of the site as this row lays it out."""
+        """Return the layout of each parameter of the site."""
         first, *others = map(str, self.over)
         hidden = self._hidden.split(".")
         if self._kind(site) == "norm":
-            facts = {f.name: _bare(plan.layout(f.name)) for f in site.parameters.values()}
-            return {name: _over(layout, hidden, 0) for name, layout in facts.items()}
-        fact, inner, outer = self._weight(site)
+            facts = {f.name: _unsplit(plan.layout(f.name)) for f in site.parameters.values()}
+            return {name: _split_over(layout, hidden, 0) for name, layout in facts.items()}
+        fact, inner, outer = self._weight_dims(site)
         blocks = self._blocks(site, plan)
-        weight = _over(_bare(plan.layout(fact.name)), [*others[1:], first], inner)
+        weight = _split_over(_unsplit(plan.layout(fact.name)), [*others[1:], first], inner)
         found = {fact.name: weight.split(others[0], outer, blocks)}
         if "bias" in site.parameters:
             name = site.parameters["bias"].name
-            found[name] = _over(_bare(plan.layout(name)), others, 0, blocks)
+            found[name] = _split_over(_unsplit(plan.layout(name)), others, 0, blocks)
         return found
 
-    def _needs(self, site: Site, plan: Plan, sides: Sides) -> Iterator[tuple[int, int]]:
-        """Sizes, and in how many equal parts each has to come."""
+    def _required_divisions(
+        self, site: Site, plan: Plan, sides: Sides
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (size, number of equal shards) that must be divisible."""
         if self._kind(site) == "norm":
             yield from ((f.shape[0], sides.hidden) for f in site.parameters.values())
             return
-        fact, inner, outer = self._weight(site)
+        fact, inner, outer = self._weight_dims(site)
         padded = plan.layout(fact.name).padded
         yield padded[inner], sides.inner
         sizes = self._blocks(site, plan) if padded == fact.shape else (padded[outer],)
@@ -189,7 +194,7 @@ class grid(Primitive):  # noqa: N801
             )
 
     def _check_norm(self, site: Site, plan: Plan) -> None:
-        """Only what runs along the hidden dim can be computed in parts of it."""
+        """Refuse modules whose parameters do not all run along the hidden dim (S401, S404)."""
         shapes = {fact.shape for fact in site.parameters.values()}
         if site.children or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
             refuse(
@@ -231,7 +236,10 @@ class grid(Primitive):  # noqa: N801
         fits = [
             side
             for side in range(2, MOST + 1)
-            if all(s % n == 0 for s, n in self._needs(site, plan, Sides(*(side,) * len(self.over))))
+            if all(
+                s % n == 0
+                for s, n in self._required_divisions(site, plan, Sides(*(side,) * len(self.over)))
+            )
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
         helps = (
@@ -240,7 +248,7 @@ class grid(Primitive):  # noqa: N801
             else ["no grid with equal sides divides it: keep it replicated"]
         )
         words = self._kind(site) == "Embedding"
-        if size == self._outer(site, plan) and (words or self.output == S("vocab")):
+        if size == self._outer_size(site, plan) and (words or self.output == S("vocab")):
             dim = "vocab" if words else "out"
             helps.append(f"or pad it first: `{site} pad({dim}, multiple=128)`")
         mesh = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in self.over)
@@ -254,7 +262,7 @@ class grid(Primitive):  # noqa: N801
 
 @dataclass(frozen=True)
 class Sides:
-    """The sizes of a grid's or a cube's axes, and the parts that they make of each dim."""
+    """The sizes of a grid's or a cube's axes, and the numbers of shards of each dim."""
 
     rows: int
     along: int
@@ -262,28 +270,28 @@ class Sides:
 
     @property
     def hidden(self) -> int:
-        """Parts of an activation's hidden dim."""
+        """Return the number of shards of an activation's hidden dim."""
         return self.along * self.deep
 
     @property
     def inner(self) -> int:
-        """Parts of a weight's dim that meets the input: its own, and those of the input."""
+        """Return the number that must divide the weight's dim that is multiplied with the input."""
         return math.lcm(self.rows * self.deep, self.hidden)
 
 
-def _bare(layout: Layout) -> Layout:
-    """The layout before anything splits it."""
+def _unsplit(layout: Layout) -> Layout:
+    """Return the layout without splits."""
     return Layout(layout.shape, layout.padded)
 
 
-def _over(layout: Layout, axes: list[str], dim: int, blocks: tuple[int, ...] = ()) -> Layout:
+def _split_over(layout: Layout, axes: list[str], dim: int, blocks: tuple[int, ...] = ()) -> Layout:
     for axis in axes:
         layout = layout.split(axis, dim, blocks)
     return layout
 
 
 def _check_plain(site: Site, kind: str, plan: Plan) -> None:
-    """Refuse subclasses that compute something else, and embeddings that change their rows."""
+    """Refuse (S404) subclasses that compute something else, and special embeddings."""
     more = sorted(site.parameters.keys() - {"weight", "bias"})
     if more:
         refuse(

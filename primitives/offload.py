@@ -19,9 +19,9 @@ from schedlang.language.kinds import Axis
 if TYPE_CHECKING:
     from schedlang.ir.model import Site
 
-MOVES = ("activations", "parameters")  # what comes back module by module
+MOVES = ("activations", "parameters")  # reloaded module by module
 SENT = "offload(activations, to=peer, over={})"
-# what no peer holds: why not, and who does it with ranks at the same place of the pipeline
+# tensors that cannot be sent to a peer: the reason, and a row that shards them over replicas
 STAY = {
     "parameters": (
         "each microbatch would fetch them twice, {}, from a rank that works on another microbatch",
@@ -37,27 +37,28 @@ STAY = {
 class offload(Uniform):  # noqa: N801
     """Keep what a module needs in host memory, on disk or on a peer while it does not need it.
 
-    activations  move after its forward, and come back before its backward
-    parameters   come for its forward and again for its backward; their gradients leave as they are
-                 made, and the optimizer steps on the host: the device holds a few modules at a time
-    gradients    leave as they are made, and wait for the step
-    optimizer    its state stays; the step is made there, some parameters at a time
+    activations  leave the device after the module's forward, and are reloaded before its backward
+    parameters   are loaded for the forward and again for the backward; their gradients leave when
+                 they are computed, and the optimizer steps on the host: the device holds the
+                 parameters of a few modules at a time
+    gradients    leave the device when they are computed, until the step
+    optimizer    state stays off the device; the step runs there, some parameters at a time
 
-    A row without a selector is about the model; of parameters then each element of the trunk comes
-    by itself.  `prefetch` modules come before it is their turn.  With a checkpoint on the same
-    module its inputs are what moves of activations.  On a GPU copies are pinned and run on a stream
-    of their own.  Files have no name and are gone with the process (folder: `TMPDIR`); if they do
-    not fit, the step is refused and undone.
+    A row without a selector is about the full model; parameters are then loaded for each element of
+    the trunk.  `prefetch` modules are loaded ahead.  With `checkpoint` on the same module only its
+    inputs are offloaded.  On a GPU copies are pinned and run on a separate stream.  Files have no
+    name and vanish with the process (folder: `TMPDIR`); if they do not fit, the step is refused and
+    undone.
 
-    `offload(optimizer, to=peer, over=pp)` keeps state in the memory of the next rank of the
-    pipeline (of the last one: of the first). It comes home for the step, some parameters at a time,
-    so a stage that is full can give to one that is not: select its layers. What is sent each step
-    is twice the state that lies there. An axis of size 1 has no peer, and the row does nothing.
+    `offload(optimizer, to=peer, over=pp)` stores state in the memory of the next rank of the
+    pipeline (for the last rank: of the first). It returns for the step, some parameters at a time,
+    so that a full stage can use the memory of another: select its layers. Each step sends twice the
+    bytes of this state. An axis of size 1 has no peer, and the row does nothing.
 
-    `offload(activations, to=peer, over=pp)` sends what these modules save to that rank after the
-    forward of a microbatch, and has it back `prefetch` operations of the pipeline before its
-    backward. What would be back at once stays. With 1F1B the first stages keep most: theirs is a
-    microbatch instead of as many as there are stages behind them.
+    `offload(activations, to=peer, over=pp)` sends saved activations of these modules to that rank
+    after the forward of a microbatch, and gets them back `prefetch` operations of the pipeline
+    before its backward. Activations that would return at once stay. With 1F1B the first stages save
+    most; they then hold one microbatch instead of one for each later stage.
 
     Rhu et al., vDNN (2016); Pudipeddi et al., L2L (2020); Ren et al., ZeRO-Offload (2021);
     Rajbhandari et al., ZeRO-Infinity (2021); Kim et al., BPipe (2023).
@@ -74,7 +75,7 @@ class offload(Uniform):  # noqa: N801
     writes = frozenset({"residence"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse a distance that means nothing, and half of a peer."""
+        """Refuse a `prefetch` without effect, and a peer without its axis or the reverse."""
         if self.prefetch < 0:
             refuse(
                 "S304",
@@ -88,10 +89,13 @@ class offload(Uniform):  # noqa: N801
                 helps=("leave out `prefetch`",),
             )
         if (self.to == "peer") != (self.over is not None):
-            self._refuse_half(axes)
+            self._refuse_incomplete_peer(axes)
 
-    def _refuse_half(self, axes: Collection[str]) -> None:
-        """A peer is named with its axis; where none can hold this, `check` says why not."""
+    def _refuse_incomplete_peer(self, axes: Collection[str]) -> None:
+        """Refuse (S851) `to=peer` without `over` or the reverse.
+
+        For tensors that no peer can hold, `check` refuses with the reason.
+        """
         row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in STAY or self.over is not None:
@@ -105,17 +109,19 @@ class offload(Uniform):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is never called, what no peer holds, and what another row decides."""
+        """Refuse uncalled modules, tensors that no peer can hold, and conflicts with plans."""
         if self.what == "activations":
             check_called(self, site, plan)
         self._check_peer(site, plan)
         self._check_plans(site, plan)
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
-        """No row beside a plan that says by itself what is kept, or moved."""
-        near = [(a, a.primitive) for a in plan.rows_near(site.fqn) if _meet(a.sites, site.fqn)]
-        met = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
-        row = next((a for a, one in met if one.keeps), None)
+        """Refuse (S844, S847) a row at modules whose plan of recomputation decides itself."""
+        near = [
+            (a, a.primitive) for a in plan.rows_near(site.fqn) if _are_nested(a.sites, site.fqn)
+        ]
+        plans = [(a, row.budget) for a, row in near if isinstance(row, Recomputing) and row.budget]
+        row = next((a for a, one in plans if one.keeps), None)
         if row is not None and self.what in MOVES:
             refuse(
                 "S844",
@@ -128,7 +134,7 @@ class offload(Uniform):  # noqa: N801
                 also=(Label(row.span, "drops and recomputes activations"),),
             )
 
-        row = next((a for a, one in met if one.moves), None)
+        row = next((a for a, one in plans if one.moves), None)
         if row is not None and self.what == "activations":
             refuse(
                 "S847",
@@ -142,7 +148,7 @@ class offload(Uniform):  # noqa: N801
             )
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
-        """Refuse what cannot lie on a peer."""
+        """Refuse (S851) tensors that cannot be sent to a peer."""
         if self.to == "peer" and self.what in STAY:
             why, slices = STAY[self.what]
             over = plan.mesh.names if self.over is None else (self.over,)
@@ -161,15 +167,15 @@ class offload(Uniform):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what lies where."""
+        """Add the offload to the plan; a peer along an axis of one rank changes nothing."""
         if self.over is not None and plan.mesh.size(self.over) == 1:
             return plan
         made = Stored(site.fqn, self.what, self.to, self.prefetch, self.over, row=plan.next_row)
         return replace(plan, stores=(*plan.stores, made))
 
 
-def _meet(sites: tuple[str, ...], fqn: str) -> bool:
-    """Return whether one of these modules is that one, lies in it or around it."""
+def _are_nested(sites: tuple[str, ...], fqn: str) -> bool:
+    """Return whether a module is equal to, inside or around one of `sites`."""
     return any(
         f"{one}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{one}.")
         for one in sites

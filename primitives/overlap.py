@@ -20,10 +20,10 @@ class overlap(Primitive):  # noqa: N801
     """Say which communication runs beside the computation.
 
     transfers   receives between stages are posted `ahead` operations before they are needed
-                (without a row: 1; 0 posts each when it is needed); a message more is held for each
-    gradients   sums over replicas begin in a stage's last backward, bucket by bucket as gradients
-                arrive, and run beside it and the backwards of other stages (DDP, Li et al. 2020);
-                without a row they follow the whole step
+                (without a row: 1; 0: when they are needed); each needs memory for one more message
+    gradients   all-reduces over replicas begin in a stage's last backward, bucket by bucket as
+                gradients are computed, and overlap with this backward and those of other stages
+                (DDP, Li et al. 2020); without a row they run after the last backward
     """
 
     what: Many[Literal["transfers", "gradients"]] = ()
@@ -35,7 +35,7 @@ class overlap(Primitive):  # noqa: N801
     takes = "model"
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse nothing to overlap, and a distance that means nothing."""
+        """Refuse a row without arguments, and a negative `ahead`."""
         if not self.what:
             refuse(
                 "S304",
@@ -46,7 +46,7 @@ class overlap(Primitive):  # noqa: N801
             refuse("S304", "`ahead` must be 0 or more", helps=("`ahead=0` or more",))
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what has no stages, and a second row about the same."""
+        """Refuse overlap of transfers without stages, and a second row of the same kind."""
         refuse_inside("overlap", site.fqn)
         if "transfers" in self.what and not plan.cuts:
             row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
@@ -64,7 +64,7 @@ class overlap(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note it."""
+        """Add the overlap to the plan."""
         ahead = self.ahead if "transfers" in self.what else plan.ahead
         made = (Overlap(what, row=plan.next_row) for what in self.what)
         return replace(plan, overlaps=(*plan.overlaps, *made), ahead=ahead)

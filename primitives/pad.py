@@ -21,8 +21,8 @@ class pad(Uniform):  # noqa: N801
     before   weight[50257, 768]
     after    weight[50304, 768]        the last 47 rows are zero and stay zero
 
-    The padding exists only where a later `shard` splits the dim; logits are cut back to the true
-    size, and the state dict never shows it.  A tied weight is padded under all its names.
+    The padding exists only if a later `shard` splits the dim; logits are cut to the true size, and
+    the state dict has no padding.  A tied weight is padded under all its names.
     """
 
     dim: Literal["vocab", "out"]
@@ -33,7 +33,7 @@ class pad(Uniform):  # noqa: N801
     writes = frozenset({"shape"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse a multiple that there is not."""
+        """Refuse a multiple below 1."""
         if self.multiple < 1:
             refuse(
                 "S304",
@@ -42,7 +42,7 @@ class pad(Uniform):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse modules without such a dim, and padding that would come too late."""
+        """Refuse modules whose weight has no such dim."""
         names = site.dims.get("weight", ())
         if self.dim not in names:
             known = ", ".join(f"`{name}`" for name in names) or "none with a name"
@@ -51,11 +51,11 @@ class pad(Uniform):  # noqa: N801
                 f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
                 helps=(f"its dims are {known}",),
             )
-        # rows below what they change the shape of were refused by what both read and write
+        # a `pad` below a `shard` of the same weight was refused by the facets of both
         assert not plan.layout(site.parameters["weight"].name).splits
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Layouts with the dim rounded up, also of a bias along the same dim."""
+        """Round up the dim in the layouts of the weight, and of a bias along the same dim."""
         for name, dims in site.dims.items():
             if self.dim in dims and name in site.parameters:
                 layout = plan.layout(site.parameters[name].name)

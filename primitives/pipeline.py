@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 TABLES = (".csv",)
 
-MOST = 2**16  # microbatches, chunks and slices of a step: what can be planned at once
+MOST = 2**16  # product of microbatches, chunks and slices of a step
 MOST_STAGES = 2**14
-MOST_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices, laid in two seconds
+MOST_OPERATIONS = 2**22  # forwards of all stages, microbatches and slices: two seconds to lay out
 
 
 class pipeline(Located, Resolved):  # noqa: N801
     """Split each rank's rows into microbatches and say in which order stages run them.
 
-    order    a name of the literature, case does not matter: "1F1B", "ZB-H1", "Chimera", .. (all of
-             them with their papers: docs/pipelines.md); a table "orders/mine.csv" beside the
-             schedule; or `search`
-    micro    microbatches a step; the last may be smaller
+    order    a name from the literature, in upper or lower case: "1F1B", "ZB-H1", "Chimera", .. (all
+             names with their papers: docs/pipelines.md); a table "orders/mine.csv" in the folder of
+             the schedule; or `search`
+    micro    microbatches per step; the last may be smaller
     chunks   stages on each rank, for orders that leave it open; otherwise it follows from the order
-    slices   runs of the sequence into which each microbatch is cut, for "Seq1F1B" and "TeraPipe"
-    memory   the most activations a rank may hold, in microbatches of one rank's share of the model
-             (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
-    every    microbatches of an update, for the orders with stale weights; default: the paper's
+    slices   slices of the sequence of each microbatch, for "Seq1F1B" and "TeraPipe"
+    memory   the most activations that a rank may hold, in microbatches of one rank's share of the
+             model (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
+    every    microbatches per update, for orders with stale weights; default: the paper's
 
     Without a cut it is plain gradient accumulation: `pipeline(order="GPipe", micro=4)`.  Orders
-    with stale weights (PipeDream and its kin) need `relax(staleness)` on their step.
+    with stale weights (such as PipeDream) need `relax(staleness)` on their step.
     """
 
     order: str = field(kw_only=True)
@@ -59,7 +59,7 @@ class pipeline(Located, Resolved):  # noqa: N801
 
     @property
     def gives_up(self) -> frozenset[str]:
-        """Sums over microbatches round in another order; stale weights give up more."""
+        """Return what the row relaxes: rounding, and what the order relaxes (stale weights)."""
         from schedlang.pipeline.schedules import OrderError, find
 
         try:
@@ -74,7 +74,7 @@ class pipeline(Located, Resolved):  # noqa: N801
         return self.order.lower().endswith(TABLES)
 
     def resolved(self, patterns: Mapping[str, Pattern]) -> pipeline:
-        """The same call; refuses an order that nobody knows, which needs no model to be seen."""
+        """Return the row; refuse (S303) an unknown order, also without a model."""
         if self.is_table or self.order.lower() in ORDER_NAMES:
             return self
         from schedlang.pipeline.schedules import OrderError, find
@@ -108,7 +108,7 @@ class pipeline(Located, Resolved):  # noqa: N801
         return made
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse numbers of parts that no step has."""
+        """Refuse numbers of parts below 1 or above the limit."""
         if min(self.micro, self.chunks or 1, self.slices) < 1:
             refuse(
                 "S304",
@@ -125,7 +125,7 @@ class pipeline(Located, Resolved):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a second order, and sizes that an order does not run."""
+        """Refuse a second order, and sizes that the order does not support."""
         refuse_inside("pipeline", site.fqn)
         if plan.order is not None:
             refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
@@ -137,8 +137,8 @@ class pipeline(Located, Resolved):  # noqa: N801
 
         ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
         if ranks == 1 and (self.chunks or 1) == 1 and not plan.cuts:
-            return  # nothing is cut: a loop over microbatches
-        order = self._order(plan)
+            return  # no stages: a loop over microbatches
+        order = self._order_of(plan)
         self._check_size(ranks * order.chunks)
         try:
             order.timeline(ranks)
@@ -146,7 +146,7 @@ class pipeline(Located, Resolved):  # noqa: N801
             refuse("S608", error.reason, helps=(error.legal,))
 
     def _check_size(self, stages: int) -> None:
-        """Refuse, before it is laid out, a step that takes long to lay out or fills the memory."""
+        """Refuse (S304) a step whose timeline would take too long or too much memory."""
         if stages > MOST_STAGES:
             refuse(
                 "S304",
@@ -163,10 +163,10 @@ class pipeline(Located, Resolved):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the order."""
-        return replace(plan, order=self._order(plan))
+        """Add the order to the plan."""
+        return replace(plan, order=self._order_of(plan))
 
-    def _order(self, plan: Plan) -> Order:
+    def _order_of(self, plan: Plan) -> Order:
         from schedlang.pipeline.schedules import chunks_of
 
         axis = plan.cuts[0].axis if plan.cuts else None

@@ -24,21 +24,22 @@ class pipeline_split(Primitive):  # noqa: N801
     before   every rank runs every module
     after    rank k of the axis runs the k-th run of modules (and, with chunks, others in turn)
 
-    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists, and
-    modules beside them (`encoder.block, decoder.block`), are one trunk, in the order in which the
-    model calls them.  Single modules (`transformer.h[4, 8]`) are where stages start.  What stands
-    before and after the trunk goes with the first and the last stage.
+    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists and
+    modules (`encoder.block, decoder.block`) are one trunk, in the order in which the model calls
+    them.  Stages start at single modules (`transformer.h[4, 8]`).  Modules before and after the
+    trunk belong to the first and the last stage.
 
-    `balance` makes the heaviest stage as light as can be:
+    `balance` minimizes the weight of the heaviest stage:
       even    elements of the trunk, in equal numbers
-      params  parameters; one that units share counts once in a stage
+      params  parameters; a parameter that units share counts once in a stage
       time    floating-point operations, counted on the meta device
-      memory  bytes of parameters, gradients, AdamW's state, and of activations for as many
-              microbatches as the order keeps alive on that stage
+      memory  bytes of parameters, gradients, AdamW's state, and of activations of the microbatches
+              that are in flight on the stage
 
-    A tied weight that several stages use lives on each and its gradients are summed; `tied=refuse`
-    makes that an error.  Each stage replays the model's own forward; nothing is rewritten or
-    traced.  A module that is called in a loop is cut between its calls once `unroll` stands above.
+    A tied weight that several stages use is replicated on these stages, and its gradients are
+    summed; `tied=refuse` makes this an error.  Each stage replays the model's own forward; nothing
+    is rewritten or traced.  To cut a module that is called in a loop between its calls, write an
+    `unroll` row above.
     """
 
     over: Axis = field(kw_only=True)
@@ -52,7 +53,7 @@ class pipeline_split(Primitive):  # noqa: N801
     takes = "selection"
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse a second axis, cuts at the model itself, and what `tied=refuse` forbids."""
+        """Refuse a second axis, cuts at the root module, and ties under `tied=refuse`."""
         other = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
         if other is not None:
             refuse(
@@ -86,7 +87,7 @@ class pipeline_split(Primitive):  # noqa: N801
             )
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("only one row may cut a list",))
-        self._check_enough(lists, plan)
+        self._check_count(lists, plan)
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]
             refuse(
@@ -96,8 +97,8 @@ class pipeline_split(Primitive):  # noqa: N801
                 helps=("keep a copy on each stage and sum their gradients: `tied=replicate`",),
             )
 
-    def _check_enough(self, lists: list[Site], plan: Plan) -> None:
-        """Refuse more stages than there are modules to cut between."""
+    def _check_count(self, lists: list[Site], plan: Plan) -> None:
+        """Refuse (S613) more stages than modules."""
         times, ranks = dict(plan.unrolled), plan.mesh.size(self.over)
         parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
         if lists and parts < ranks:
@@ -116,7 +117,7 @@ class pipeline_split(Primitive):  # noqa: N801
             )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
-        """Note the cuts; stages are numbered when the number of chunks is known."""
+        """Add the cut to the plan; stages are numbered when the number of chunks is known."""
         axis = str(self.over)
         names = tuple(site.fqn for site in sites)
         trunk = any(self._is_trunk(site, plan) for site in sites)

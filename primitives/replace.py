@@ -21,16 +21,16 @@ class replace(Renewing):  # noqa: N801
     before   y = f(x; w)
     after    y = g(x; w)        g is yours; w keeps its names, its values and its gradient
 
-    A schedule runs no code: `replacements` of the model file (or of the model's class) says what a
-    name stands for, `replacements = {"my_mlp": MyMLP}`.  That is a function of the module that is
-    replaced, which gives the new one; it may take over children, `self.up = old.up`, and rows below
-    act on what it holds.  In Python the function or a module itself is given.
+    A schedule runs no code: `replacements` of the model file (or of the model's class) maps a name
+    to a function, `replacements = {"my_mlp": MyMLP}`.  The function gets the old module and returns
+    the new one, which may use its children, `self.up = old.up`; rows below act on children of the
+    new module.  In Python the function or a module is given directly.
 
-    Parameters and buffers of the state dict have the same names and shapes in both, and `forward`
-    takes the same arguments.  Where names differ the function gives a pair: `return module,
-    {"qkv.weight": ["q.weight", "k.weight", "v.weight"]}`, several being joined along their first
-    dim.  The state keeps the model's names either way, and `verify` compares with the model as it
-    was.
+    Both modules must have the same names and shapes of parameters and buffers in the state dict,
+    and the same arguments of `forward`.  If names differ, the function returns a pair: `return
+    module, {"qkv.weight": ["q.weight", "k.weight", "v.weight"]}`; several tensors are concatenated
+    along their first dim.  The state dict has the model's names in both cases, and `verify`
+    compares with the unmodified model.
 
     Slapo (Chen et al. 2024): `.replace`.
     """
@@ -44,7 +44,7 @@ class replace(Renewing):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse a name that stands for nothing, the model itself, and rows above, inside."""
+        """Refuse an unknown name, the root module, and rows above at modules inside."""
         known = plan.model.replacements
         if self.module not in known:
             there = ", ".join(f"`{name}`" for name in known)
@@ -58,10 +58,10 @@ class replace(Renewing):  # noqa: N801
                     "the model itself cannot be replaced",
                     helps=("select a module: `layers.*.mlp  replace(my_mlp)`",),
                 )
-            self._above(one, plan)
+            self._check_rows_above(one, plan)
 
-    def _above(self, site: Site, plan: Plan) -> None:
-        """Rows inside a module that is replaced come after it: they act on what is there then."""
+    def _check_rows_above(self, site: Site, plan: Plan) -> None:
+        """Refuse (S503) rows above at modules inside: such rows must act on the new module."""
         for action in plan.actions:
             inside = any(s == site.fqn or s.startswith(f"{site.fqn}.") for s in action.sites)
             if inside and action.changes(*(FACETS - {Facet.TRAINED})):
@@ -72,7 +72,7 @@ class replace(Renewing):  # noqa: N801
                 )
 
     def transform(self, site: tuple[Site, ...], plan: Plan) -> Plan:
-        """Go on with a copy of the model in which the modules are replaced."""
+        """Return the plan of a copy of the model in which the modules are replaced."""
         from schedlang.runtime.kernel_injection.replaced_module import Replace
 
         known: Mapping[str, Any] = plan.model.replacements

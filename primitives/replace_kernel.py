@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.ir.plan import Plan
 
 
-# kernel -> its package, how to install it, what does without
+# kernel -> its package, how to install it, a row that needs no package
 PACKAGES = {
     "flash_attention": (
         "flash_attn",
@@ -30,7 +30,7 @@ PACKAGES = {
     "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
 }
 
-# kernels that replace a part of what their module computes, and which
+# kernels that replace a part of their module's computation -> the part
 PARTS = {"rope": "rotation"} | dict.fromkeys(
     ("sdpa", "flex_attention", "flash_attention"), "attention"
 )
@@ -43,12 +43,13 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
     after    y = rms_norm(x, w)            one kernel forward, one backward
 
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
-                             order are found by probing, and of an RMSNorm that is called with a
-                             gate (Mamba-2, Qwen3-Next) which it is and where it stands
+                             order are found by probing, and the function and place of the gate of a
+                             gated RMSNorm (Mamba-2, Qwen3-Next)
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
       add_norm               residual sums and the norms after them, in a module that has both
       rope                   rotary embeddings of an attention's queries and keys, in one launch
-      cross_entropy          a head and the loss after it: logits once, their gradient over them
+      cross_entropy          a head and the loss after it: logits are stored once, and overwritten
+                             by their gradient
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
@@ -57,10 +58,10 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
       flash_attention        by the package flash_attn, where it is installed: in transformers'
                              modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
-                             product for all of them, nothing padded and no token left out
+                             product for all experts, without padding or dropped tokens
       liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
-    An attention may have `rope` and one of the kernels that attend, in rows of either order.
+    An attention may have `rope` and one attention kernel, in rows of any order.
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
@@ -90,16 +91,16 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
 
     @property
     def waits(self) -> bool:
-        """Whether the module's parameters are needed after its forward."""
+        """Whether the kernel needs the module's parameters after the module's forward."""
         return self.kernel in ("cross_entropy", "linear_cross_entropy")
 
     @property
     def part(self) -> str:
-        """An attention turns by one kernel and attends by another."""
+        """Return the replaced part of an attention ("rotation", "attention"), or "" for all."""
         return PARTS.get(self.kernel, "")
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse a size of what only one kernel has."""
+        """Refuse `chunk` for kernels that have no chunks."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
@@ -108,9 +109,9 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a module that computes something else, with the measured mismatch."""
+        """Refuse a module that computes something else than the kernel, with the mismatch."""
         self._check_package()
-        found = self._found(site, plan)
+        found = self._probe(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
                 "S410",
@@ -132,7 +133,7 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
-        """Refuse a kernel that would not be run: another row computes in its place."""
+        """Refuse (S875, S878) a kernel that would not run, because another row replaces it."""
         if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
             refuse(
                 "S878",
@@ -164,14 +165,14 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel_injection.kernel import replace
 
-        replace(copy.at(site.fqn), self._found(site, copy.plan), int(self.chunk or 0))
+        replace(copy.at(site.fqn), self._probe(site, copy.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, calls: Mapping[str, Any]) -> list[Trial]:
-        """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
+        """Run the Triton kernel, on a GPU or in Triton's interpreter, and compare it."""
         from schedlang.kernels.check import run_kernel_check
         from schedlang.runtime.kernel_injection.kernel import cases_of
 
-        cases = cases_of(self._found(site, plan))
+        cases = cases_of(self._probe(site, plan))
         return [
             Trial(
                 f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
@@ -184,8 +185,8 @@ class replace_kernel(Injected, Tried, Settled):  # noqa: N801
             for c in k.comparisons
         ]
 
-    def _found(self, site: Site, plan: Plan) -> Any:
-        """Return what probing finds of a module, run once for all that are equal."""
+    def _probe(self, site: Site, plan: Plan) -> Any:
+        """Return the result of probing a module; cached for equal modules."""
         from schedlang.kernels.probe import judged
         from schedlang.runtime.kernel_injection.kernel import match
 

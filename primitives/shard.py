@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
-TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup is a product with one-hots
+TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup multiplies by one-hots
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 TABLED = ("Embedding", "EmbeddingBag")
 KINDS = ("Linear", "Conv1D", *TABLED, *CONVOLUTIONS)
@@ -44,24 +44,24 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     before   y = f(x)                          every rank holds f whole
     after    y = leave(f_part(enter(x)))       every rank holds one part of f's parameters
 
-    Styles state both ends:
+    A style sets the placements of parameters, input and output:
       col    splits the outputs (`weight=S(out), bias=S(out), input=R, output=S(-1)`)
       row    splits the inputs and sums the results (`weight=S(in), input=S(-1), output=R`)
       vocab  splits the rows of an embedding, or the classes of an output layer, whose loss is then
-             computed without ever gathering the logits
-    Of an embedding, or a bag of embeddings, `row` is `vocab`, and `col` splits what each row holds.
-    `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
-    `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
-    q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
-    instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can
-    be given `input` and `output` alone; `input=S(2)` where `S(1)` arrives is one all-to-all (Zhao
-    et al.: DSP, 2024).  Sizes that a module counts by (heads, widths) are found by tracing.
+             computed without gathering the logits
+    For an embedding or an embedding bag `row` means `vocab`, and `col` splits the embedding dim.
+    `output=S(seq)` with `row` reduce-scatters the sum along the sequence (sequence parallelism);
+    `output=R` with `col` all-gathers.  `blocks` describes a fused weight: 3 for q, k and v of one
+    size, `[4096, 1024, 1024]` for different sizes.  Placements of parameters may replace a style:
+    `shard(weight=S(out), bias=S(out), over=tp)`.  For a module of any class, `input` and `output`
+    may be given alone; `input=S(2)` for a tensor with `S(1)` is one all-to-all (Zhao et al.: DSP,
+    2024).  Sizes in attributes of modules (heads, widths) are found by tracing, and divided.
 
-    Every part is of one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros that no
-    result, gradient, norm or state dict ever sees.  `heads` says into how many pieces a dim may be
-    cut, where not between any two elements: `heads=6, uneven=pad` makes 6 heads 8 on 4 ranks (the
-    rows of an attention's four projections say the same).  `heads=2, uneven=replicate` lets 2 of 4
-    ranks hold each of 2 key-value heads; their gradients are summed.
+    All shards have one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros, which
+    change no result, gradient, norm or state dict.  `heads` is the number of pieces of a dim that
+    must not be split: `heads=6, uneven=pad` pads 6 heads to 8 on 4 ranks (all four projections of
+    an attention need the same arguments).  `heads=2, uneven=replicate` stores each of 2 key-value
+    heads on 2 of 4 ranks; the gradients of the copies are summed.
 
     Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
     """
@@ -82,7 +82,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     looks_at = ("max_norm", "groups")
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse two ways of saying what is split, and what is no count of blocks."""
+        """Refuse a style together with placements, a row without either, and wrong `blocks`."""
         if self.style is not None and self.tensors:
             refuse(
                 "S306",
@@ -113,10 +113,10 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what cannot be split so, with the sizes that can."""
+        """Refuse modules and sizes that cannot be split so; the help names legal sizes."""
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
-        named = self._named(site)
+        named = self._placements(site)
         if not named:
             check_called(self, site, plan)
         kind = next((k for k in KINDS if site.is_a(k)), None)
@@ -140,20 +140,27 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 f"`{site}` changes its weight during lookup (`max_norm`)",
                 helps=("keep it replicated", "or build it without `max_norm`"),
             )
+        stays_split = self.style == "vocab" and self.output is None and self._dim(site) == "out"
+        if stays_split and (module._backward_hooks or module._backward_pre_hooks):
+            refuse(
+                "S404",
+                f"`{site}` has a hook on gradients, and split logits never have any",
+                helps=("`shard(col, output=R)` gathers them", "or remove the hook"),
+            )
         if named and (kind is None or kind in TABLED):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
-            self._check_together(site)
+            self._check_consistent(site)
         if kind in CONVOLUTIONS:
             self._check_groups(site, plan)
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Split the parameters and note the boundary."""
+        """Add the layouts of split parameters, and the boundary of the module."""
         axis = str(self.over)
         one_head = self.heads == 1 and self.uneven == "replicate"
-        if one_head and plan.mesh.size(self.over) > 1:  # every rank holds all
+        if one_head and plan.mesh.size(self.over) > 1:  # each rank holds the full parameters
             return plan.with_boundary(site.fqn, Boundary(axis, self.input or R, R, differ=True))
         for _, fact, dim in self._splits(site):
             layout = plan.layout(fact.name)
@@ -169,7 +176,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
     # -- what the arguments mean at a site ---------------------------------------------------------
 
     def _dim(self, site: Site) -> str | None:
-        """The name of the weight's dim that the style splits; None if the class has none."""
+        """Return the name of the weight's dim that the style splits; None if there is none."""
         names = site.dims.get("weight", ())
         if self.style is None:
             return None
@@ -178,8 +185,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             return "out"
         return wanted if wanted in names else None
 
-    def _named(self, site: Site) -> dict[str, Placement]:
-        """Each parameter of the site that is given a placement."""
+    def _placements(self, site: Site) -> dict[str, Placement]:
+        """Return the placements of the site's parameters."""
         if self.style is None:
             return {name: value for name, value in self.tensors}
         dim = self._dim(site)
@@ -187,8 +194,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         return {name: S(dim or 0) if dim in names else R for name, names in own}
 
     def _splits(self, site: Site) -> Iterator[tuple[str, ParameterFact, int]]:
-        """Yield each parameter that is split, its name, and the number of the dim."""
-        for name, placement in self._named(site).items():
+        """Yield (name, parameter, dim) of each split parameter."""
+        for name, placement in self._placements(site).items():
             fact, names = site.parameters.get(name), site.dims.get(name, ())
             if fact is None:
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
@@ -206,12 +213,12 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             yield name, fact, names.index(dim) if isinstance(dim, str) else dim % len(fact.shape)
 
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
-        """The placements that the module wants and hands on."""
+        """Return the placements of the module's input and output."""
         splits = {site.dims.get(name, ())[dim] for name, _, dim in self._splits(site) if site.dims}
         entry: Placement | None = self.input
         leave: Placement | None = self.output
         if any(site.is_a(kind) for kind in CONVOLUTIONS):
-            return self._channels(site, splits)
+            return self._convolution_edges(site, splits)
         if "out" in splits:
             head = S("vocab") if self.style == "vocab" else S(-1)
             return entry or R, leave or head
@@ -221,9 +228,11 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             return entry, leave or R
         return entry, leave
 
-    def _channels(self, site: Site, splits: set[str]) -> tuple[Placement | None, Placement | None]:
-        """The same of a convolution, whose channels are dim 1."""
-        if "out" in splits:  # groups see their own channels: as they come
+    def _convolution_edges(
+        self, site: Site, splits: set[str]
+    ) -> tuple[Placement | None, Placement | None]:
+        """Return the placements of a convolution's input and output, whose channels are dim 1."""
+        if "out" in splits:  # groups read their own channels: any placement of the input
             return self.input, self.output or S(1)
         if "in" in splits:
             return self.input or S(1), self.output or R
@@ -250,7 +259,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
         )
 
     def _check_table(self, site: Site, module: Any) -> None:
-        """Refuse tables of which a part does not do what the whole does."""
+        """Refuse tables whose shard computes something else than the full table (S404)."""
         if getattr(module, "scale_grad_by_freq", False):
             refuse(
                 "S404",
@@ -266,8 +275,8 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
                 helps=(better,),
             )
 
-    def _check_together(self, site: Site) -> None:
-        """Refuse parameters that do not lie as the weight does, and classes in several blocks."""
+    def _check_consistent(self, site: Site) -> None:
+        """Refuse parameters with another layout than the weight, and classes in several blocks."""
         splits = {(name, site.dims[name][dim]) for name, _, dim in self._splits(site)}
         for name, names in site.dims.items():
             for dim in ("out", "in") if name in site.parameters and name != "weight" else ():
@@ -287,7 +296,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
             )
 
     def _check_groups(self, site: Site, plan: Plan) -> None:
-        """Refuse groups of channels that ranks would cut."""
+        """Refuse groups of channels that would be split over ranks (S402)."""
         groups, ranks = plan.model.model.get_submodule(site.fqn).groups, plan.mesh.size(self.over)
         splits = {site.dims[name][dim] for name, _, dim in self._splits(site)}
         assert isinstance(groups, int)
@@ -372,33 +381,33 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
 
     @property
     def settles_heads(self) -> bool:
-        """Whether `uneven` does."""
+        """Whether `uneven` settles how heads are split."""
         return self.uneven is not None
 
     def remedies(
         self, site: str, heads: int, ranks: int, blocks: bool
     ) -> tuple[Sequence[str], Facts]:
-        """This call with a rule for its heads; or with blocks, where it has none."""
+        """Return calls with arguments for heads, or with blocks, and the first one's facts."""
         found = remedies(f"{site} {self._call}", heads, ranks, self.style == "col")
-        asked = remedy(heads, ranks, self.style == "col")
+        facts = remedy(heads, ranks, self.style == "col")
         if blocks and self.blocks == 1:
             found.append(
                 f"if these are not heads, but {heads} blocks side by side (q, k and v):"
                 f" `{site} {self._call}, blocks={heads})`"
             )
-            asked = asked or (("blocks", str(heads)),)
-        return found, asked
+            facts = facts or (("blocks", str(heads)),)
+        return found, facts
 
     @property
     def _call(self) -> str:
-        """The call as it stands, without what follows the axis, and open."""
+        """Return the text of the call up to its axis and blocks, without `)`."""
         given = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
         blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)
         more = [] if blocks == 1 else [f"blocks={blocks}"]
         return f"shard({', '.join([*given, f'over={self.over}', *more])}"
 
     def _check_replicate(self, site: Site, plan: Plan, name: str, dim: int, cut: Cut) -> None:
-        """Refuse parts held by several ranks where they would be counted several times."""
+        """Refuse shards held by several ranks where they would be summed several times (S402)."""
         ranks, names = plan.mesh.size(self.over), site.dims.get(name, ())
         if cut.even(ranks):
             return
@@ -437,7 +446,7 @@ class shard(SplittingHeads, Uniform):  # noqa: N801
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
-    """Return whether the module computes what its class says; tried once for all that are equal."""
+    """Return whether a module computes what its class computes; cached for equal modules."""
     if plan.model.computes_as(site.fqn, kind) or site.is_a("Adapted"):
         return True
     from schedlang.kernels.probe import seen

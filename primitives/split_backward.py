@@ -19,16 +19,17 @@ class split_backward(Primitive):  # noqa: N801
     after    the gradient of the stage's input first, which the stage before waits for; then those
              of the modules' weights
 
-    Under an order that splits backwards itself (ZB-H1, ZB-V, ..) only the weights of these modules
-    wait; without such a row all do.  Under another (1F1B, ..) the weights follow at once, beside
-    the transfer (Oh et al., Out-of-order backprop, 2022; Qi et al., Zero Bubble, 2401.10241).
+    If the order splits backwards itself (ZB-H1, ZB-V, ..), only the weight gradients of these
+    modules are delayed; without such a row those of all modules.  With other orders (1F1B, ..) the
+    weight gradients follow at once, while the input gradient is sent (Oh et al., Out-of-order
+    backprop, 2022; Qi et al., Zero Bubble, 2401.10241).
     """
 
     example = "layers.*  split_backward()"
     writes = frozenset({"order"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse modules without weights."""
+        """Refuse modules without parameters, and a second row."""
         if not _has_parameters(site, plan):
             refuse(
                 "S411",
@@ -40,7 +41,7 @@ class split_backward(Primitive):  # noqa: N801
             refuse("S509", "its backward is split already", helps=("drop one of the two rows",))
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the module."""
+        """Add the module to the plan."""
         return replace(plan, late=(*(plan.late or ()), site.fqn))
 
 

@@ -19,9 +19,9 @@ class tie(Primitive):  # noqa: N801
     before   y = f(f(x; w1); w2)       two parameters, a gradient for each
     after    y = f(f(x; w1); w1)       one parameter; its gradient is the sum of both
 
-    The modules are alike: what is at one place in them has one shape and dtype.  Names choose some
-    of it: `embed, head  tie(weight)`.  State dicts keep all names, with one value under those that
-    are tied; on several stages the copies' gradients are summed, in the norm they count once.
+    The modules must have parameters of the same names, shapes and dtypes.  Names select some of
+    them: `embed, head  tie(weight)`.  State dicts have all names, with equal values for tied ones;
+    gradients of copies on several stages are summed, and count once in the norm.
 
     Results are those of training the original so tied: `relax(model)`.
 
@@ -38,7 +38,7 @@ class tie(Primitive):  # noqa: N801
     gives_up = frozenset({"model"})
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse modules that are not alike, and what is one parameter already."""
+        """Refuse modules with different parameters, and parameters that are tied already."""
         if len(sites) < 2:
             refuse(
                 "S416",
@@ -48,7 +48,7 @@ class tie(Primitive):  # noqa: N801
             )
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
-            _check_alike(sites[0], first, site, self._chosen(site, plan))
+            _check_same_parameters(sites[0], first, site, self._chosen(site, plan))
         groups = self._groups(sites, plan)
         if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
             refuse(
@@ -59,13 +59,13 @@ class tie(Primitive):  # noqa: N801
             )
 
     def transform(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
-        """Go on with a copy of the model, on the same storage, in which they are one."""
+        """Return the plan of a copy of the model, on the same storage, with tied parameters."""
         from schedlang.runtime.changed import Tie
 
         return replace(plan, model=plan.model.changed(Tie(self._groups(sites, plan))))
 
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
-        """The parameters of a module that are to be shared, by their names there."""
+        """Return the parameters of a module to be shared, by their names inside the module."""
         prefix = f"{site.fqn}." if site.fqn else ""
         own = {
             n.removeprefix(prefix): fact
@@ -79,16 +79,16 @@ class tie(Primitive):  # noqa: N801
         return {n: fact for n, fact in own.items() if not self.names or n in self.names}
 
     def _groups(self, sites: tuple[Site, ...], plan: Plan) -> tuple[tuple[str, ...], ...]:
-        """The names that become one, for each parameter of the first module."""
+        """Return groups of names to be tied, one group per parameter of the first module."""
         return tuple(
             tuple(f"{site.fqn}.{name}" for site in sites) for name in self._chosen(sites[0], plan)
         )
 
 
-def _check_alike(
+def _check_same_parameters(
     one: Site, first: dict[str, ParameterFact], site: Site, other: dict[str, ParameterFact]
 ) -> None:
-    """Refuse two modules of which a parameter is missing or of another shape in one."""
+    """Refuse (S416) two modules whose parameters differ in name, shape or dtype."""
     for name in (*first, *other):
         shapes = [_shape(found.get(name)) for found in (first, other)]
         if shapes[0] != shapes[1]:

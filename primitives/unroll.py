@@ -18,10 +18,10 @@ class unroll(Primitive):  # noqa: N801
     before   for k in range(times): x = f(x)      one module, called often: a cut is refused
     after    x = f(x); x = f(x); ...; x = f(x)    as many units, which share f's parameters
 
-    A `pipeline_split` of the module below this row cuts its calls in equal shares; of a list that
-    holds it, calls and modules together, in the order in which the model makes them.  Parameters
-    keep their names; each stage that calls the module holds them, and their gradients are summed,
-    as those of tied weights are.  The model must make exactly `times` calls in every forward.
+    A `pipeline_split` of the module, below this row, splits its calls into equal shares; one of a
+    list that contains the module splits calls and modules together, in the order of the model.
+    Parameters have the same names; each stage that calls the module holds them, and their gradients
+    are summed like those of tied weights.  The model must make exactly `times` calls in a forward.
 
     Alone it changes nothing.  ALBERT (Lan et al. 2020) and Universal Transformers (Dehghani et al.
     2019) call one block in a loop.
@@ -35,7 +35,7 @@ class unroll(Primitive):  # noqa: N801
     gives_up = frozenset()
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is no count, the model itself, a second row, and one below the cut."""
+        """Refuse a count below 1, the root module, a second row, and a row below the cut."""
         if self.times < 1:
             refuse("S304", "`unroll` needs 1 call or more", helps=("use 1 or more",))
         if not site.fqn:
@@ -67,5 +67,5 @@ class unroll(Primitive):  # noqa: N801
                 )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note the number of calls; they are counted when there is a batch."""
+        """Add the number of calls to the plan; a forward checks the number."""
         return replace(plan, unrolled=(*plan.unrolled, (site.fqn, self.times)))

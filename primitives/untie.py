@@ -19,9 +19,9 @@ class untie(Primitive):  # noqa: N801
     before   one parameter under two names; its gradient is the sum over both uses
     after    two parameters of the same values, each with the gradient of its own use
 
-    Without names all that the module shares becomes its own.  State dicts have the same names as
-    before, and from the first update on values of their own; a configuration that says that the two
-    are tied (`tie_word_embeddings`) has to be changed before such a state is loaded by it.
+    Without names, all shared parameters of the module are copied.  State dicts have the same names
+    as before, with different values from the first update on; a configuration that ties them
+    (`tie_word_embeddings`) must be changed before a model is loaded with this state.
 
     Results are those of training the original so untied: `relax(model)`.
     """
@@ -35,7 +35,7 @@ class untie(Primitive):  # noqa: N801
     gives_up = frozenset({"model"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is not shared, and what cannot be told apart."""
+        """Refuse parameters that are not shared, and a module that has two names itself."""
         for name in self.names:
             if name not in site.parameters:
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
@@ -63,12 +63,12 @@ class untie(Primitive):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Go on with a copy of the model in which the module has its own."""
+        """Return the plan of a copy of the model in which the module has its own parameters."""
         from schedlang.runtime.changed import Untie
 
         return replace(plan, model=plan.model.changed(Untie(self._shared(site, plan))))
 
     def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
-        """Full names of what becomes the module's own."""
+        """Return the full names of the parameters that become the module's own."""
         found = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
         return tuple(f"{site.fqn}.{name}".lstrip(".") for name in found)

@@ -21,16 +21,16 @@ What = Literal["forward", "backward", "train", "loss", "exact"]
 class verify(Checking):
     """Ask for more than every comparison checks; it changes nothing, and `verify` alone acts on it.
 
-    `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared,
-    and say what the other arguments are about; without any they are about all.
+    `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared;
+    these words select what the other arguments apply to, by default to all.
 
-    rtol    the bound of relative errors in the working dtype, in place of the rule of rounding;
-            the comparison in float64 has its own bound, which nothing widens
-    steps   compare so many optimizer steps, if more than three
-    within  with `loss`: over `steps` steps of AdamW in the working dtype the loss stays within this
-            share of the original's
+    rtol    the bound of relative errors in the working dtype, instead of the rule of rounding; the
+            comparison in float64 has its own bound, which does not change
+    steps   number of optimizer steps to compare, if more than three
+    within  with `loss`: over `steps` steps of AdamW in the working dtype the loss must stay within
+            this fraction of the original's loss
     exact   the rows of this step must be equal bit by bit; refused if they cannot be
-    mode    `eval`: also train in eval mode, without dropout, statistics as they stand
+    mode    `eval`: also train in eval mode, without dropout and with fixed statistics
     """
 
     what: Many[What] = ()
@@ -43,10 +43,10 @@ class verify(Checking):
     takes = "model"
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Any plan may be verified."""
+        """Refuse nothing: any plan may be verified."""
 
     def agree(self, axes: Collection[str]) -> None:
-        """Bounds and counts must be possible ones."""
+        """Refuse bounds and counts out of range, and arguments that conflict."""
         for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
             if value is not None and value <= 0:
                 refuse("S304", f"`{name}` of `verify` must be above 0", f"this is {value}")
@@ -60,7 +60,7 @@ class verify(Checking):
             refuse("S305", "`within` needs `loss`", helps=["write `verify(loss, within=0.01)`"])
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what is asked; a proof reads it."""
+        """Add the check to the plan; a proof reads it."""
         made = Check(
             self.what, self.rtol, self.steps, self.within, self.mode == "eval", row=plan.next_row
         )

@@ -25,24 +25,26 @@ class zero(Slicing):  # noqa: N801
     stage 2   gradients too: reduced after every microbatch
     stage 3   parameters too: gathered for each block's forward and backward, then freed
 
-    In a pipeline, stage 3 gathers a stage once for a run of its forwards or backwards, where a rank
-    has several stages and its order runs each of them in runs only (`BFS`). Its gradients are then
-    reduced once a run; one stage at a time is whole on a rank, and its gradients with it.
+    In a pipeline, stage 3 gathers a pipeline stage once for a run of its forwards or backwards, if
+    a rank has several stages and its order runs each of them in consecutive runs (`BFS`). Its
+    gradients are then reduced once a run; a rank holds one gathered stage at a time, and its full
+    gradients.
 
-    A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  Slice within and replicate
-    across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.  Parameters are then
-    gathered along `a` alone, and what `a` has reduced is summed over `b` once a step (MiCS, HSDP).
+    A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  To slice within a group and
+    replicate across groups, write two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.
+    Parameters are then gathered along `a` only, and gradients reduced over `a` are summed over `b`
+    once a step (MiCS, HSDP).
 
-    `prefetch` gathers as many units before they are called, in forward and in backward (0: as torch
-    does by itself: none in forward, one in backward).  `reshard=false` keeps parameters gathered
-    from a unit's forward to its backward: one gather less, and as much memory as stage 2.
+    `prefetch` gathers this number of units ahead, in forward and in backward (0: torch's default:
+    none in forward, one in backward).  `reshard=false` leaves parameters gathered from a unit's
+    forward to its backward: one gather less, and as much memory as stage 2.
 
-    `bucket=25MiB` sums whole gradients (stage 0) in buckets of up to so many bytes, the last layers
-    first where `overlap(gradients)` lets them begin in the backward (DDP, Li et al. 2020; the
-    fusion buffer of Horovod, Sergeev and Del Balso 2018).  Without it: 25 MiB.
+    `bucket=25MiB` all-reduces full gradients (stage 0) in buckets of at most this size, the last
+    layers first if `overlap(gradients)` starts them in the backward (DDP, Li et al. 2020; the
+    fusion buffer of Horovod, Sergeev and Del Balso 2018).  Default: 25 MiB.
 
-    `rows=[3, 1]` deals rows unevenly, as to ranks of unlike speed (Whale, Jia et al. 2022): of four
-    rows the first rank along `over` gets three.  The loss stays the mean over all rows.
+    `rows=[3, 1]` splits rows unevenly, for ranks of different speed (Whale, Jia et al. 2022): of
+    four rows the first rank along `over` gets three.  The loss stays the mean over all rows.
 
     ZeRO (Rajbhandari et al. 2020), MiCS (Zhang et al. 2022), by torch's fully_shard.
     """
@@ -61,7 +63,7 @@ class zero(Slicing):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def agree(self, axes: Collection[str]) -> None:
-        """Refuse unknown stages, and what a stage has no use for."""
+        """Refuse unknown stages, and arguments that a stage does not use."""
         if self.stage not in (0, 1, 2, 3):
             refuse(
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
@@ -98,7 +100,7 @@ class zero(Slicing):  # noqa: N801
             )
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes that already have other work, and `rows` that are not one for each rank."""
+        """Refuse axes with another use, and `rows` without exactly one number per rank."""
         refuse_inside("zero", site.fqn)
         mine = set(plan.mesh.fold(self.over))
         if self.rows and len(self.rows) != (size := plan.mesh.size(self.over)):
@@ -142,7 +144,7 @@ class zero(Slicing):  # noqa: N801
             )
 
     def transform(self, site: Site, plan: Plan) -> Plan:
-        """Note what the ranks along these axes keep whole or sliced."""
+        """Add the replicas along these axes, and the stage of slicing."""
         from dataclasses import replace
 
         bucket = None if self.bucket is None else int(self.bucket)
@@ -152,7 +154,7 @@ class zero(Slicing):  # noqa: N801
 
     @property
     def slices(self) -> bool:
-        """Whether optimizer state is split: from stage 1 on."""
+        """Whether optimizer state is sliced: from stage 1 on."""
         return self.stage > 0
 
     @property
@@ -161,5 +163,5 @@ class zero(Slicing):  # noqa: N801
         return self.stage > 1
 
     def unsliced(self) -> zero:
-        """The row at stage 0; what else it says is about slices."""
+        """Return the row at stage 0; its other arguments are about slices."""
         return zero(stage=0, over=self.over, rows=self.rows)

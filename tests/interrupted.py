@@ -100,9 +100,9 @@ def _killing(at: int) -> None:
     for name in CALLS:
         setattr(os, name, dying(getattr(os, name)))
     io.open = dying(io.open)  # as pathlib opens
-    for name in ("item", "_out"):  # each box of the data, each time that some are written
+    for name in ("item", "_write_out"):  # each box of the data, each time that some are written
         setattr(boxes._Writer, name, dying(getattr(boxes._Writer, name)))
-    exchange._at_once = dying(exchange._at_once)
+    exchange._exchange_atomically = dying(exchange._exchange_atomically)
 
 
 def _left(folder: Path) -> list[str]:
@@ -188,7 +188,7 @@ def _exported(place: Path) -> set[float]:
 
 def _in_three() -> None:
     """From now on as where two names cannot be exchanged in one move."""
-    exchange._at_once = lambda one, other: False
+    exchange._exchange_atomically = lambda one, other: False
 
 
 def _after_export(program: Program, place: Path, at_once: bool, seen: Counter[str]) -> None:

@@ -1,1 +1,1 @@
-"""All that is known of a plan with a batch before there are ranks: what lies where, and when."""
+"""Analyses of a plan with a batch, made before there are ranks: holdings, reductions, refusals."""

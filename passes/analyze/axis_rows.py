@@ -1,4 +1,4 @@
-"""The row of a schedule that is behind what ranks along an axis send each other."""
+"""The row of a schedule that causes a collective along an axis; used by messages and timelines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from schedlang.ir.primitive import Facet
 
 
 def facet_row(plan: Plan, facet: Facet) -> Action | None:
-    """The last row that writes a facet."""
+    """Return the last row that changes a facet, or None."""
     return next(reversed(plan.rows_changing(facet)), None)
 
 
 def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
-    """The row that brings an axis to a module: of those that use it, the one nearest by name.
+    """Return the row because of which ranks along an axis communicate at a module.
 
-    Data axes come with `zero`, the pipeline's with the cut, others with placements.
+    It is the `zero` row for data axes, the stage cut for the pipeline's axis, and otherwise the
+    placement row over this axis whose module has the longest common path with `fqn`.
     """
     if axis in plan.data_axes:
         return facet_row(plan, Facet.STATE)
@@ -25,14 +26,14 @@ def axis_row(plan: Plan, fqn: str, axis: str) -> Action | None:
         for site in action.sites:
             over = (b.axis for b in plan.boundaries.get(site, ()))
             if any(axis in plan.mesh.fold(name) for name in over):
-                near = (_shared(site, fqn), -abs(len(site) - len(fqn)))
+                near = (_common_segments(site, fqn), -abs(len(site) - len(fqn)))
                 if best is None or near > best[0]:
                     best = (near, action)
     return best[1] if best is not None else None
 
 
-def _shared(one: str, other: str) -> int:
-    """Return the number of leading names that two modules share."""
+def _common_segments(one: str, other: str) -> int:
+    """Return the number of leading segments that two module names have in common."""
     count = 0
     for a, b in zip(one.split("."), other.split(".")):
         if a != b:

@@ -1,4 +1,4 @@
-"""A forward under the casts of a plan, on the meta device: what torch does not run is refused."""
+"""Trial of a plan's casts: one forward on the meta device finds operators that torch rejects."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 Loss = Callable[..., Any]
-Run = Callable[[Sequence[Cast]], "Failure | None"]  # a forward under these casts
+Run = Callable[[Sequence[Cast]], "Failure | None"]  # runs a forward under these casts
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a forward, and the innermost module that ran; None: the loss, after all."""
+    """An error of a forward, and the innermost running module; None: the loss was running."""
 
     error: Exception
     site: str | None
 
 
 def check_casts(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> None:
-    """Refuse (S895) a model that torch does not run under the casts of its rows."""
+    """Refuse (S895) a model that torch does not run under the casts of a plan."""
     casts = tuple(plan.casts)
     key = ("casts", casts)
     if not casts or key in plan.model.cache:
@@ -39,25 +39,28 @@ def check_casts(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Non
 
 
 def refuse_failing(plan: Plan, run: Run) -> None:
-    """Refuse (S895) what a forward raises under the casts of a plan, with those it runs under."""
+    """Refuse (S895) a plan whose forward fails under its casts; name casts that run.
+
+    `run` runs a forward under given casts and returns its failure, or None.
+    """
     failure = run(tuple(plan.casts))
     if failure is not None:
-        raise _refusal(plan, failure, tuple(_ways(plan, failure, run))) from failure.error
+        raise _refusal(plan, failure, tuple(_find_remedies(plan, failure, run))) from failure.error
 
 
 def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
-    """The error of a forward under casts, at the row of the innermost cast around it."""
+    """Return the refusal of a failure, at the row of the innermost cast around the module."""
     from schedlang.runtime.tracing.calls import line_of
 
     error, site = failure.error, failure.site
-    cast = _around(tuple(plan.casts), site or "")
+    cast = _innermost_cast(tuple(plan.casts), site or "")
     row = plan.origin(cast)
     line, said = line_of(error), f"{type(error).__name__}: {error}".split("\n")[0]
     what = "the loss" if site is None else titled(site)
     label = Label(row.span) if row is not None else Label()
     return Refusal.of(
         "S895",
-        f"torch does not run {what} under `{_spelt(cast)}`",
+        f"torch does not run {what} under `{_cast_text(cast)}`",
         label,
         notes=(f"it raises `{said}`{line and f', at {line}'}",),
         helps=(*ways, "or " * bool(ways) + "select other modules for this row"),
@@ -67,7 +70,7 @@ def _refusal(plan: Plan, failure: Failure, ways: tuple[str, ...]) -> Refusal:
 def _failure(
     plan: Plan, casts: Sequence[Cast], sample: Mapping[str, Any], loss: Loss | None
 ) -> Failure | None:
-    """Try a forward of the whole model, and its loss, under some casts."""
+    """Run a forward of the full model, with the loss, under some casts; return its failure."""
     from schedlang.runtime.batch import forward
     from schedlang.runtime.tracing.meta import meta_model, without_values
 
@@ -82,15 +85,18 @@ def _failure(
 
 
 def tried(model: nn.Module, forward: Callable[[], None]) -> Failure | None:
-    """Try a forward of a copy of the model: its error and place; refusals are raised."""
+    """Run a forward of a copy of the model; return its error and module, or None.
+
+    Refusals are raised.
+    """
     running: list[str] = []  # the modules that run, outermost first
 
-    def left(*call: Any) -> None:
+    def leave(*call: Any) -> None:
         running.pop()
 
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda _, given, name=name: running.append(name))
-        module.register_forward_hook(left)
+        module.register_forward_hook(leave)
     try:
         forward()
     except Refusal:
@@ -100,44 +106,45 @@ def tried(model: nn.Module, forward: Callable[[], None]) -> Failure | None:
     return None
 
 
-def _ways(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
-    """A change of the rows under which the forward runs: it has been tried."""
+def _find_remedies(plan: Plan, failure: Failure, run: Run) -> Iterator[str]:
+    """Yield changes of rows, as text, under which the forward was run successfully."""
     casts, now = tuple(plan.casts), failure
     islands = list(casts)
-    while (island := _island(plan, islands, now.site)) is not None:
+    while (island := _float32_casts(plan, islands, now.site)) is not None:
         islands += island
         found = run(islands)
         if found is None:
-            rows = ", ".join(_islands(plan, islands[len(casts) :]))
+            rows = ", ".join(_rows_of(plan, islands[len(casts) :]))
             yield f"compute it in float32, below this row: {rows}"
             return
         now = found
-    cast = _around(casts, failure.site or "")
+    cast = _innermost_cast(casts, failure.site or "")
     other = replace(cast, params=not cast.params)
     row = plan.origin(cast)
     sites = row.sites if row is not None else (cast.fqn,)
     flipped = [replace(one, params=other.params) if one.fqn in sites else one for one in casts]
     if cast.dtype != "fp32" and run(flipped) is None:
         what = "parameters too" if other.params else "operations by torch's lists"
-        yield f"cast {what}: `{_spelt(other)}`"
+        yield f"cast {what}: `{_cast_text(other)}`"
 
 
-def _island(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[Cast] | None:
-    """A module that fails, and all that stand alike, as islands; None: it cannot be one."""
+def _float32_casts(plan: Plan, casts: Sequence[Cast], site: str | None) -> list[Cast] | None:
+    """Return casts to float32 for a failing module and the same module of other layers.
+
+    Returns None where such a cast exists, or where the module's own cast fails.
+    """
     if site is None:
         return None
-    cast, sites = _around(casts, site), plan.model.sites
+    cast, sites = _innermost_cast(casts, site), plan.model.sites
     if cast.dtype == "fp32" or cast.fqn == site:
         return None
-    alike = [
-        s for s in sites if shape_of(s) == shape_of(site) and sites[s].kind == sites[site].kind
-    ]
-    under = [s for s in alike if replace(_around(casts, s), fqn=cast.fqn) == cast]
+    same = [s for s in sites if shape_of(s) == shape_of(site) and sites[s].kind == sites[site].kind]
+    under = [s for s in same if replace(_innermost_cast(casts, s), fqn=cast.fqn) == cast]
     return [Cast(s, "fp32", False, cast.scale, cast.growth) for s in under]
 
 
-def _islands(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
-    """Rows for these, as few as there are places in the model."""
+def _rows_of(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
+    """Yield `cast(fp32)` rows: one for the same module of all layers."""
     groups: dict[str, list[str]] = {}
     for one in found:
         groups.setdefault(shape_of(one.fqn), []).append(one.fqn)
@@ -145,11 +152,11 @@ def _islands(plan: Plan, found: Sequence[Cast]) -> Iterator[str]:
         yield f"`{pattern(group, plan.model.sites)}  cast(fp32)`"
 
 
-def _around(casts: Sequence[Cast], site: str) -> Cast:
-    """The innermost cast around a module; the first where none is."""
+def _innermost_cast(casts: Sequence[Cast], site: str) -> Cast:
+    """Return the innermost cast around a module, or the first cast if there is none."""
     found = [one for one in casts if inside(site, one.fqn)]
     return max(found, key=lambda one: len(one.fqn), default=casts[0])
 
 
-def _spelt(cast: Cast) -> str:
+def _cast_text(cast: Cast) -> str:
     return f"cast({cast.dtype}{', params=true' * cast.params})"

@@ -1,13 +1,12 @@
-"""Saved activations in fewer bits: bits of each, their parts on ranks, what conflicts.
+"""Compressed activations (`compress(activations)`): bits per tensor, shards on ranks, conflicts.
 
-* Bits for saved tensors under a budget, so that the variance of the gradient is least. Before
-  anything trains, the untouched model runs in this process with the first microbatch: each tensor
-  that is to be coded is rounded by itself, and the gradient's change is its sensitivity. The
-  result is a table of the plan, the same for all ranks, for all steps, and for the original that
-  they are compared with. Only whole powers of sqrt(2) of a sensitivity count, so that digits do
-  not.
-* What coded modules save where ranks split it: a rank's tensors beside the whole ones.
-* What cannot stand beside activations in fewer bits: what else decides of what is saved.
+* Bits for saved tensors under a budget that keep the variance of the gradient small. Before
+  training, the unmodified model runs in this process with the first microbatch. Each tensor is
+  rounded alone; the change of the gradient is its sensitivity. The resulting table belongs to the
+  plan: it is the same for all ranks, all steps, and the original of a proof. Sensitivities are
+  rounded to powers of sqrt(2), so that small numerical differences do not change the table.
+* Saved tensors of compressed modules where ranks split them: a rank's shards of the full tensors.
+* Refusals of rows that also decide which tensors are saved.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ if TYPE_CHECKING:
 
 
 CHOICES = (2, 4, 8)
-_LOWEST = -2000  # of an exponent: what changes nothing
+_LOWEST = -2000  # exponent of a tensor whose rounding changes nothing
 
 
 @dataclass(frozen=True)
 class Allotted:
-    """One saved tensor of each call of a module: where, how large, how sensitive, in how many bits.
+    """One saved tensor of each call of a module: its place, size, sensitivity and bits.
 
-    `exponent` is that of sqrt(2) in the change of the gradient, None where there are no values.
+    The sensitivity is sqrt(2)**exponent; `exponent` is None for a model without values.
     """
 
     number: int
@@ -71,51 +70,53 @@ class Allotted:
     bits: int = 0
 
 
-Bits = Mapping[str, tuple[Allotted, ...]]  # by coded modules
+Bits = Mapping[str, tuple[Allotted, ...]]  # by compressed module
 
 
 def numbers(bits: Bits, fqn: str) -> dict[int, int]:
-    """The bits of each saved tensor of a module, by its number among the floats of a call."""
+    """Return the bits of a module's saved tensors, by their number among the floats of a call."""
     return {one.number: one.bits for one in bits.get(fqn, ())}
 
 
 def allotted(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, chains: Chains | None = None
 ) -> Bits:
-    """The table of a plan; empty where no row asks for one. Each row has a budget of its own.
+    """Return the table of bits of a plan; empty without budgets. Each row has its own budget.
 
-    `chains`: what rows with a limit of memory chose to run again.
+    `chains`: the modules that rows with a memory limit chose to recompute.
     """
     rows = [row for row in plan.kept if row.budget is not None]
     if not rows:
         return {}
-    seen = _seen(plan, rows, sample, loss, chains or {})
+    seen = _measure_places(plan, rows, sample, loss, chains or {})
     found: dict[str, tuple[Allotted, ...]] = {}
     for number in dict.fromkeys(one.row for one in rows):
         mine = [one for one in rows if one.row == number]
         if mine[0].budget is not None:
-            found |= _of_row([one.fqn for one in mine], seen, mine[0].budget)
+            found |= _allot_row([one.fqn for one in mine], seen, mine[0].budget)
     return found
 
 
-def _of_row(names: Sequence[str], seen: Mapping[Place, Seen], budget: float) -> dict[str, Any]:
+def _allot_row(names: Sequence[str], seen: Mapping[Place, Seen], budget: float) -> dict[str, Any]:
     places = [(place, one) for place, one in seen.items() if place.module in names]
-    if any(one.change is None for _, one in places):  # alike: no module has its fill before others
+    if any(
+        one.change is None for _, one in places
+    ):  # equal changes: interleave modules, so that none is filled first
         places.sort(key=lambda each: each[0].number)
-    known = [_described(place, one) for place, one in places]
-    given = allot([one.elements for one in known], _sizes(known), budget)
+    known = [_entry_of(place, one) for place, one in places]
+    given = allot([one.elements for one in known], _relative_changes(known), budget)
     out: dict[str, tuple[Allotted, ...]] = {}
     for (place, _), one, bits in zip(places, known, given):
         out[place.module] = (*out.get(place.module, ()), replace(one, bits=bits))
     return out
 
 
-def _described(place: Place, one: Seen) -> Allotted:
+def _entry_of(place: Place, one: Seen) -> Allotted:
     return Allotted(place.number, one.site, one.elements, _exponent(one.change))
 
 
 def _exponent(change: float | None) -> int | None:
-    """The nearest power of sqrt(2); what is not finite is most sensitive."""
+    """Return the exponent of the nearest power of sqrt(2); an infinite or NaN change is largest."""
     if change is None:
         return None
     if not math.isfinite(change):
@@ -123,8 +124,8 @@ def _exponent(change: float | None) -> int | None:
     return round(2 * math.log2(change)) if change > 0 else _LOWEST
 
 
-def _sizes(known: Sequence[Allotted]) -> list[float]:
-    """Sensitivities of tensors relative to the largest; without values those of their elements."""
+def _relative_changes(known: Sequence[Allotted]) -> list[float]:
+    """Return sensitivities relative to the largest; without values the numbers of elements."""
     most = max((one.exponent for one in known if one.exponent is not None), default=0)
     return [
         float(one.elements) if one.exponent is None else 2.0 ** max(-900, (one.exponent - most) / 2)
@@ -133,12 +134,12 @@ def _sizes(known: Sequence[Allotted]) -> list[float]:
 
 
 def allot(elements: Sequence[int], changes: Sequence[float], budget: float) -> list[int]:
-    """Bits of tensors, `budget` for each element in the mean, at most.
+    """Return the bits of each tensor; the mean over all elements is at most `budget`.
 
-    The sum of `change / (2**bits - 1)**2` is made small: all begin with the fewest bits, and what
-    lessens the sum most for a bit of memory gets more, as long as it fits (the greedy rule of ActNN
-    and GACT; the sum is convex in the bits, so no more than the last step is lost).  Never worse
-    than the same bits for all.
+    Makes the sum of `change / (2**bits - 1)**2` small by the greedy rule of ActNN and GACT: all
+    tensors begin with the fewest bits, and the tensor that reduces the sum most per bit of memory
+    gets more, while the budget allows. The sum is convex in the bits, so at most the last step is
+    lost. The result is never worse than equal bits for all tensors.
     """
     left = budget * sum(elements) - CHOICES[0] * sum(elements)
     bits = [CHOICES[0]] * len(elements)
@@ -153,30 +154,32 @@ def allot(elements: Sequence[int], changes: Sequence[float], budget: float) -> l
         bits[k] = CHOICES[level + 1]
         if level + 2 < len(CHOICES):
             heapq.heappush(heap, _step(k, level + 1, elements[k], changes[k]))
-    alike = [max(c for c in CHOICES if c <= budget)] * len(elements)
-    return min(bits, alike, key=lambda some: variance(changes, some))
+    equal = [max(c for c in CHOICES if c <= budget)] * len(elements)
+    return min(bits, equal, key=lambda some: variance(changes, some))
 
 
 def _step(k: int, level: int, elements: int, change: float) -> tuple[float, int, int]:
-    less = _left(CHOICES[level]) - _left(CHOICES[level + 1])
+    less = _rounding_variance(CHOICES[level]) - _rounding_variance(CHOICES[level + 1])
     more = (CHOICES[level + 1] - CHOICES[level]) * elements
     return -change * less / more, k, level
 
 
-def _left(bits: int) -> float:
+def _rounding_variance(bits: int) -> float:
     return 1.0 / float(2**bits - 1) ** 2
 
 
 def variance(changes: Sequence[float], bits: Sequence[int]) -> float:
-    """Return the variance that rounding adds to the gradient, in units of the sensitivities."""
-    return sum(change * _left(some) for change, some in zip(changes, bits))
+    """Return the variance that rounding adds to the gradient, in the unit of `changes`."""
+    return sum(change * _rounding_variance(some) for change, some in zip(changes, bits))
 
 
-def _seen(
+def _measure_places(
     plan: Plan, rows: Sequence[Kept], sample: Mapping[str, Any], loss: Loss | None, chains: Chains
 ) -> dict[Place, Seen]:
-    """Return what the model saves, and the sensitivity of its gradient; without values only the
-    first."""
+    """Return the model's saved tensors with the gradient's sensitivity to each.
+
+    Without values the sensitivities are missing.
+    """
 
     from schedlang.passes.propagate.context import lies_on_meta
     from schedlang.passes.propagate.propagate import backward_root
@@ -196,7 +199,7 @@ def _seen(
 
 
 def told(plan: Plan, bits: Bits) -> Iterator[str]:
-    """The table in words: modules whose tensors have the same bits in one line."""
+    """Yield the table of bits as text: one line for modules whose tensors have the same bits."""
     lines: dict[str, list[str]] = {}
     for fqn, some in bits.items():
         words = []
@@ -215,23 +218,23 @@ def told(plan: Plan, bits: Bits) -> Iterator[str]:
 
 
 def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
-    """Return how ranks split what coded modules save, with what runs again and from what inputs.
+    """Return how ranks split the tensors that compressed modules save; None: they do not.
 
-    Raises Refusal S857 for single operators that are kept on ranks which split weights: these may
-    call others than one process does.
+    Recomputation is taken into account. Raises Refusal S857 where results of single operators are
+    saved and ranks split weights: these ranks may call other operators than a single process.
     """
     plan, traced = counting.plan, counting.traced
     if not splitting(plan):
         return _by_tokens(counting, chains)
     if any(one.chosen for one in recomputed(plan, chains)):
-        raise _of_ranks(plan, splitting(plan)[0])
-    local = _saved(replace(counting, tokens=None), chains)
-    whole = _saved(alone(counting), chains, summed(traced))
+        raise _other_operators(plan, splitting(plan)[0])
+    local = _find_saved(replace(counting, tokens=None), chains)
+    whole = _find_saved(alone(counting), chains, summed(traced))
     traced = replace(traced, saved=saved_parts(plan, whole, local))
     return _by_tokens(replace(counting, traced=traced), chains)
 
 
-def _of_ranks(plan: Plan, axis: str) -> Refusal:
+def _other_operators(plan: Plan, axis: str) -> Refusal:
     row = next(action for action, one in meeting(plan) if one.budget is not None)
     return Refusal.of(
         "S857",
@@ -247,26 +250,26 @@ def _of_ranks(plan: Plan, axis: str) -> Refusal:
 
 
 def _by_tokens(counting: Counting, chains: Chains) -> Parts | None:
-    """Return how ranks that split sequences split what coded modules save.
+    """Return how ranks that split sequences split the tensors that compressed modules save.
 
-    Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
-    attention that runs on real devices, are compared.
-    Raises Refusal S935 where a rank saves other tensors than parts of those of the model.
+    Compares two forwards of a rank's model on the meta device: with all tokens and with the rank's
+    tokens, both with the attention that runs on real devices. Raises Refusal S935 where a rank
+    saves other tensors than shards of those of all tokens.
     """
     plan, tokens = counting.plan, counting.tokens
     if tokens is None or not plan.kept:
         return counting.traced.saved
-    whole = _saved(replace(counting, tokens=None), chains)
-    local = _saved(counting, chains)
+    whole = _find_saved(replace(counting, tokens=None), chains)
+    local = _find_saved(counting, chains)
     layout = tokens.layout(counting.sample)
     cut = Cut(layout.total, layout.counts[0], tokens.ranks)
     found: dict[tuple[str, str], tuple[Split, ...]] = {}
     for fqn, each in whole.items():
         for site in dict.fromkeys(one.site for one in (*each, *local[fqn])):
             ours, mine = ([o.shape for o in some if o.site == site] for some in (each, local[fqn]))
-            splits = _aligned(cut, ours, mine)
+            splits = _match_splits(cut, ours, mine)
             if splits is None:
-                raise refusal(plan, fqn, plan.context_axes[0], _words(site, ours, mine))
+                raise refusal(plan, fqn, plan.context_axes[0], _describe_shapes(site, ours, mine))
             found[fqn, site] = splits
     by_token, weights = TokenParts(tokens.ranks, tokens.kind, found), counting.traced.saved
     if weights is None:
@@ -278,30 +281,33 @@ def _by_tokens(counting: Counting, chains: Chains) -> Parts | None:
 Shapes = Sequence[tuple[int, ...]]
 
 
-def _aligned(cut: Cut, whole: Shapes, local: Shapes) -> tuple[Split, ...] | None:
-    """Return the split of each tensor that a rank saves; it saves no masks of queries and keys."""
+def _match_splits(cut: Cut, whole: Shapes, local: Shapes) -> tuple[Split, ...] | None:
+    """Return the split of each tensor that a rank saves, or None where the tensors do not match.
+
+    A rank saves no masks of queries and keys; such full tensors are skipped.
+    """
     if not whole:
         return None if local else ()
     if len(whole) > len(local) and whole[0][-2:] == (cut.total, cut.total):
-        found = _aligned(cut, whole[1:], local)
+        found = _match_splits(cut, whole[1:], local)
         if found is not None:
             return found
     split = cut.of(whole[0], local[0]) if local else None
-    rest = _aligned(cut, whole[1:], local[1:]) if split is not None else None
+    rest = _match_splits(cut, whole[1:], local[1:]) if split is not None else None
     return None if split is None or rest is None else (split, *rest)
 
 
-def _words(site: str, whole: Shapes, local: Shapes) -> str:
+def _describe_shapes(site: str, whole: Shapes, local: Shapes) -> str:
     sizes = [", ".join(str(list(shape)) for shape in some) or "nothing" for some in (local, whole)]
     return f"{sizes[0]} for {sizes[1]}, in `{site}`"
 
 
-def _saved(
+def _find_saved(
     counting: Counting, chains: Chains, parts: Sequence[str] = ()
 ) -> Mapping[str, Sequence[Saved]]:
-    """Return what coded modules of the local model save in a forward without values.
+    """Return the tensors that compressed modules of the local model save in a meta forward.
 
-    `parts`: modules whose results ranks have as parts of sums, and keep as they are.
+    `parts`: modules whose results are partial on ranks, and are saved as partial values.
     """
     from schedlang.runtime.propagation.saving import watch_saved
     from schedlang.runtime.propagation.trace import Stack
@@ -332,8 +338,10 @@ WHY = {
 
 
 def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | None) -> None:
-    """Refuse rows about the same modules (S857), split tensors (S858) and orders (S859) for which
-    nothing says what one process would keep."""
+    """Refuse conflicts with compressed activations: rows (S857), splits (S858), orders (S859).
+
+    In these cases it is unknown which tensors a single process would save and round.
+    """
     if not plan.kept:
         return
     numbers = {one.row for one in plan.kept}
@@ -345,8 +353,8 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
             own, what = other.primitive, stored.get(other.row)
             idle = facet is Facet.RESIDENCE and what is None and not isinstance(own, Lowered)
             if facet is None or idle or other.row in numbers or what in _STATE:
-                continue  # one that is idle keeps on a peer along an axis of one rank
-            _check_meeting(row, other, facet, moves=what == "activations")
+                continue  # an idle row offloads to a peer along an axis of one rank
+            _check_overlap(row, other, facet, moves=what == "activations")
     _check_choices(plan, traced)
     _check_results(plan)
     _check_split(plan, coded[0])
@@ -355,24 +363,24 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
     _check_order(staged, slicing, coded[0])
 
 
-_STATE = ("gradients", "optimizer")  # which no forward saves
+_STATE = ("gradients", "optimizer")  # tensors that no forward saves
 
 
-def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> None:
-    """Two rows about modules of which one holds the other, or is it."""
+def _check_overlap(row: Action, other: Action, facet: Facet, moves: bool) -> None:
+    """Refuse (S857) two rows at the same module, or at modules of which one contains the other."""
     reruns = other.primitive
     again = isinstance(reruns, Recomputing) and reruns.reruns(other.sites, ()) is not None
     pairs = ((a, b) for a in row.sites for b in other.sites)
-    pairs = ((a, b) for a, b in pairs if not (moves and inside(a, b)))  # whole numbers may move
+    pairs = ((a, b) for a, b in pairs if not (moves and inside(a, b)))  # integers may be offloaded
     pairs = ((a, b) for a, b in pairs if not (again and inside(b, a)))  # inputs may be rounded
-    met = next(((a, b) for a, b in pairs if inside(b, a) or inside(a, b)), None)
-    if met is None:
+    overlap = next(((a, b) for a, b in pairs if inside(b, a) or inside(a, b)), None)
+    if overlap is None:
         return
-    label = Label(row.span or NOWHERE, f"compresses the activations of `{met[0]}`")
-    also = Label(other.span or NOWHERE, f"`{other.name}` selects `{met[1]}`")
+    label = Label(row.span or NOWHERE, f"compresses the activations of `{overlap[0]}`")
+    also = Label(other.span or NOWHERE, f"`{other.name}` selects `{overlap[1]}`")
     raise Refusal.of(
         "S857",
-        f"`{other.name}` and `compress(activations)` both select `{met[0]}`",
+        f"`{other.name}` and `compress(activations)` both select `{overlap[0]}`",
         label,
         (also,),
         (WHY[facet],),
@@ -381,7 +389,10 @@ def _check_meeting(row: Action, other: Action, facet: Facet, moves: bool) -> Non
 
 
 def _check_choices(plan: Plan, traced: Traced) -> None:
-    """A second run from rounded inputs would choose otherwise than the first (S857)."""
+    """Refuse (S857) recomputation from rounded inputs of a module that chooses by values.
+
+    The second forward could choose differently from the first.
+    """
     for row, site in ((action, site) for action, _ in meeting(plan) for site in action.sites):
         found = next((fqn for fqn in traced.choices if inside(fqn, site)), None)
         if found is not None:
@@ -401,8 +412,7 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 
 
 def _check_results(plan: Plan) -> None:
-    """Refuse (S857) results kept beside inputs that one process does not have: those of
-    collectives."""
+    """Refuse (S857) saved results of collectives, which a single process does not have."""
     for row, one in meeting(plan):
         if not any("collective" in again.save for again in one.reruns(row.sites, ()) or ()):
             continue
@@ -418,7 +428,10 @@ def _check_results(plan: Plan) -> None:
 
 
 def _check_capacity(plan: Plan, row: Action) -> None:
-    """A limit of experts counts tokens of the whole batch, and one process takes it in parts."""
+    """Refuse (S858) a capacity of experts where the batch has several parts.
+
+    The capacity counts tokens of the full batch; a single process runs the batch in parts.
+    """
     limited = [fqn for fqn, _ in routings(plan)]
     if not limited or plan.shares * plan.micro == 1:
         return
@@ -436,9 +449,12 @@ def _check_capacity(plan: Plan, row: Action) -> None:
 
 
 def _check_chosen_rows(plan: Plan, traced: Traced, coded: Sequence[Action]) -> None:
-    """Tokens that values send to experts are other rows on each rank that has a part of them."""
+    """Refuse (S858) compressed experts, chosen by values, on ranks that split tokens.
+
+    The rows of such an expert on a rank are other rows than those of a single process.
+    """
     tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
-    shared = experts_of(plan)  # what these save is kept as it is
+    shared = experts_of(plan)  # their saved tensors are not compressed
     pairs = (
         (row, fqn)
         for row in coded
@@ -467,24 +483,27 @@ def _check_chosen_rows(plan: Plan, traced: Traced, coded: Sequence[Action]) -> N
 
 
 def _check_split(plan: Plan, row: Action) -> None:
-    """Blocks of a part are others than blocks of the whole; along one axis of weights one process
-    can tell them."""
+    """Refuse (S858) other splits of saved tensors than one axis of weights and one of tokens.
+
+    The blocks of a shard differ from the blocks of the full tensor; only for these splits can a
+    single process reproduce them.
+    """
     data = {a for r in plan.replicas for over in r.axes for a in plan.mesh.fold(over)}
     stage = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
     split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
     split = [a for a in split if a in plan.used_axes and a not in data | stage]
     weights = splitting(plan)
-    apart = experts_of(plan)
+    expert_modules = experts_of(plan)
     experts = {
         a
-        for n, lies in plan.layouts.items()
-        if any(inside(n, one) for one in apart)
-        for a in lies.axes
+        for n, layout in plan.layouts.items()
+        if any(inside(n, one) for one in expert_modules)
+        for a in layout.axes
     }
     routed = [
         axis
         for name, layout in plan.layouts.items()
-        if not any(inside(name, one) for one in apart)
+        if not any(inside(name, one) for one in expert_modules)
         for axis in layout.axes
         if axis in data and plan.mesh.size(axis) > 1
     ]
@@ -510,7 +529,7 @@ def _check_split(plan: Plan, row: Action) -> None:
 
 
 def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
-    """Refuse (S859) an order that saves a tensor in several pieces or versions."""
+    """Refuse (S859) an order that saves a tensor in several slices or versions."""
     stale = staged.timeline.stale
     if not stale and slicing is None:
         return

@@ -1,9 +1,9 @@
-"""Holdings: places of parts of parameters, how often they are gathered, sums of gradients.
+"""Holdings: the ranks that hold each parameter's shards; gathers and gradient reductions of a step.
 
-* Where the parts of every parameter lie: on which stages, in which slices.
-* How often sliced parameters are gathered: rows of the timeline may hold a stage for a run.
-* Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by unit.
-* The sums of gradients that a step does, at each place of the pipeline.
+* Which stages hold a parameter, and over which axes it is split or sliced (by ZeRO).
+* How often sliced parameters are gathered.
+* Which gradients must be reduced after the last backward, over which axes or stages.
+* Which modules ZeRO slices and gathers as units.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
-    """The row that slices state, and the data axes that keep whole copies."""
+    """Return the row that slices state, and the data axes whose ranks keep full copies."""
     real = [r for r in plan.copies if plan.mesh.size(r.axes) > 1]
     sliced = next((r for r in real if r.stage > 0), None)
     whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
@@ -30,7 +30,7 @@ def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
 
 
 def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
-    """Return the place of every parameter's parts, by its first name."""
+    """Return the holding of each parameter, by its first name."""
     from schedlang.runtime.checkpointing.holding import Holding
 
     sliced = slicing(plan)[0] if plan.replicas else None
@@ -41,25 +41,25 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     for name, fact in plan.model.unique.items():
         stages = None
         if staged.axis is not None:
-            stages = owners.get(name) or _home(staged, fact.names)
+            stages = owners.get(name) or _places_of_unread(staged, fact.names)
         whole = not axes or name in unsliced or not fact.shape
-        cut = () if whole else _left(plan, name, axes)
+        cut = () if whole else _sliced_axes(plan, name, axes)
         holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
 
 
-def _left(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the axes that slice state whose ranks hold the same part of a parameter.
+def _sliced_axes(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the slicing axes along which ranks hold the same shard of a parameter.
 
-    Experts that are spread over some of them have their gradients whole there.
+    Experts that are spread over an axis have full gradients there: the axis does not slice them.
     """
     split = plan.split_axes(name) if name in plan.spread else frozenset()
-    left = tuple(axis for axis in axes if axis not in split)
-    return left if plan.mesh.size(left) > 1 else ()
+    equal = tuple(axis for axis in axes if axis not in split)
+    return equal if plan.mesh.size(equal) > 1 else ()
 
 
-def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
-    """Return the places of a parameter that nothing reads: with its unit, else the first."""
+def _places_of_unread(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
+    """Return the places of a parameter that no stage reads: those of its unit, else the first."""
     for unit, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
         if any(name.startswith(f"{unit}.") for name in names):
             return staged.places(stage)
@@ -67,7 +67,7 @@ def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
 
 
 def _owners(staged: Staged) -> dict[str, frozenset[int]]:
-    """The places along the pipeline axis that hold each parameter."""
+    """Return the places along the pipeline axis that hold each parameter."""
     owners: dict[str, set[int]] = {}
     for stage in range(staged.cut.stages):
         for name in staged.cut.parameters(stage):
@@ -76,28 +76,29 @@ def _owners(staged: Staged) -> dict[str, frozenset[int]]:
 
 
 def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
-    """Parameters that stay whole on data-parallel ranks although the rest is sliced.
+    """Return the parameters that stay replicated on data-parallel ranks where state is sliced.
 
-    Those that several units use: each gathers and frees its own. In a pipeline also what no unit
-    holds, or what is read while its unit does not run; without one the model itself takes that.
-    And what the forward writes into: of what was gathered that would be lost. Codes of a frozen
-    weight, which nobody gathers.
+    * Parameters that several units use: each unit gathers and frees its own.
+    * In a pipeline: parameters that no unit holds. Without a pipeline the root module gathers them.
+    * Parameters that are read while their unit does not run, or that the forward writes into: a
+      write into a gathered copy would be lost.
+    * Quantized frozen weights, which no unit gathers.
     """
     lent = {f.name for n in staged.lent if (f := plan.model.parameters.get(n)) is not None}
     lent |= {name for name in plan.model.unique if plan.model.coded(name) is not None}
     if staged.axis is None:
-        return frozenset(_across(plan, staged)) | lent
+        return frozenset(_shared_with_trunk(plan, staged)) | lent
     units = [f"{name}." for name in staged.cut.graph.units]
     held = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
         for name, fact in plan.model.unique.items()
     }
-    apart = {name for name, count in held.items() if count != 1}
-    return frozenset(staged.cut.shared) | apart | lent
+    not_one_unit = {name for name, count in held.items() if count != 1}
+    return frozenset(staged.cut.shared) | not_one_unit | lent
 
 
-def _across(plan: Plan, staged: Staged) -> Iterator[str]:
-    """Parameters of an element of the trunk that have a name outside of it too."""
+def _shared_with_trunk(plan: Plan, staged: Staged) -> Iterator[str]:
+    """Yield parameters of an element of the trunk that also have a name outside the element."""
     for name, fact in plan.model.unique.items():
         homes = {next((u for u in staged.trunk if n.startswith(f"{u}.")), "") for n in fact.names}
         if len(homes) > 1:
@@ -108,15 +109,16 @@ Places = frozenset[int] | None
 
 
 def gathers_by_rows(plan: Plan, staged: Staged) -> bool:
-    """Return whether rows of the timeline gather parameters: in a pipeline that slices them (stage
-    3)."""
+    """Return whether rows of the timeline gather parameters: a pipeline with ZeRO stage 3."""
     sliced, _ = slicing(plan)
     return staged.axis is not None and sliced is not None and sliced.stage == 3
 
 
 def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int, int] | None:
-    """Return the runs of forwards, and of backwards, that hold a stage gathered at a place; None:
-    none."""
+    """Return the numbers of runs of forwards and backwards during which a stage stays gathered.
+
+    Returns None where rows of the timeline do not gather the stage at this place.
+    """
     from schedlang.pipeline.timeline.sharded_weights import runs
 
     if not gathers_by_rows(plan, staged):
@@ -131,27 +133,29 @@ def gathers_of(plan: Plan, staged: Staged, stage: int, place: int) -> tuple[int,
 def gathers(
     plan: Plan, staged: Staged, stage: int, places: Places, microbatches: int
 ) -> Iterator[tuple[Places, int, int]]:
-    """Yield the places of a stage, and how often stage 3 gathers it there in forwards and
-    backwards."""
+    """Yield places of a stage, each with the numbers of gathers in forwards and in backwards.
+
+    The gathers are those of ZeRO stage 3.
+    """
     often = (microbatches * staged.timeline.slices,) * 2
     if places is None:
         yield None, *often
         return
-    alike: dict[tuple[int, int], set[int]] = {}
+    by_times: dict[tuple[int, int], set[int]] = {}
     for place in places:
-        alike.setdefault(gathers_of(plan, staged, stage, place) or often, set()).add(place)
-    for times, here in alike.items():
+        by_times.setdefault(gathers_of(plan, staged, stage, place) or often, set()).add(place)
+    for times, here in by_times.items():
         yield frozenset(here), *times
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradients of `names` are parts over `axes`, or over the places `stages` of one axis.
+    """A reduction of gradients of `names` over `axes`, or over the places `stages` of one axis.
 
-    kind   "partial": each rank computed with a part of the activations; "tied": several stages use
-           the parameter; "replicas": ranks saw different rows of the batch; "compressed": as
+    kind   "partial": each rank computed with a shard of the activations; "tied": several stages
+           use the parameter; "replicas": ranks had different rows of the batch; "compressed": as
            "replicas", in fewer bytes
-    bucket  bytes that are summed at once; None: the runtime's own
+    bucket  bytes that are reduced at once; None: the runtime's default
     """
 
     kind: str
@@ -162,7 +166,7 @@ class Reduction:
 
 
 def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
-    """All sums of a step in the order in which every rank takes part, over trained parameters.
+    """Return the gradient reductions of a step, in the order of all ranks, for trained parameters.
 
     A rank leaves out the names that it does not hold.
     """
@@ -200,43 +204,44 @@ def _replicas(
     plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
 ) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
-    few = compressed_over(plan)
-    less: dict[tuple[str, ...], list[str]] = {}
+    compressed_axes = compressed_over(plan)
+    compressed: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
-        cut = plan.mesh.fold(holdings[name].sliced)  # there unit by unit, by fully_shard
+        cut = plan.mesh.fold(holdings[name].sliced)  # reduced unit by unit, by fully_shard
         axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
-        if set(few) <= set(axes) and few:
-            less.setdefault(few, []).append(name)
-            axes = tuple(axis for axis in axes if axis not in few)
+        if set(compressed_axes) <= set(axes) and compressed_axes:
+            compressed.setdefault(compressed_axes, []).append(name)
+            axes = tuple(axis for axis in axes if axis not in compressed_axes)
         if axes and plan.mesh.size(axes) > 1:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
         yield Reduction("replicas", axes, tuple(names), bucket=_bucket(plan, axes))
-    for axes, names in less.items():
+    for axes, names in compressed.items():
         yield Reduction("compressed", axes, tuple(names))
 
 
 def _bucket(plan: Plan, axes: tuple[str, ...]) -> int | None:
-    """The least that a row over some of these axes asks for."""
+    """Return the smallest bucket size of the rows over any of these axes, or None."""
     rows = (row for row in plan.replicas if set(plan.mesh.fold(row.axes)) & set(axes))
     return min((row.bucket for row in rows if row.bucket is not None), default=None)
 
 
 def is_lossy(plan: Plan) -> bool:
-    """Return whether anything is sent, or kept, in fewer bits than it has."""
+    """Return whether gradients are sent, or activations saved, in fewer bits."""
     return bool(plan.kept or compressed_over(plan))
 
 
 def compressed_over(plan: Plan) -> tuple[str, ...]:
-    """The plain axes over which sums are compressed, in mesh order; none for one rank."""
+    """Return the axes over which reductions are compressed, in mesh order; none for one rank."""
     axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
     return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
 
 
 def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
-    """The modules of a stage that are gathered one by one, in the order in which they are sliced.
+    """Return the units of a stage, which are gathered one by one, in the order of slicing.
 
-    Each takes what no module before it took; without a pipeline the model takes the rest.
+    A unit has the parameters that no unit before it has; without a pipeline the root module ("")
+    has the rest.
     """
     if staged.axis is None:
         return (*(fqn for fqn in plan.model.sites if fqn in staged.trunk), "")
@@ -246,14 +251,15 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
 def sliced_names(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> dict[str, tuple[str, ...]]:
-    """The sliced parameters (first names) of each unit of a stage, and of the model.
+    """Return the sliced parameters (first names) of each unit of a stage, and of the root module.
 
-    Experts that are sliced over other axes than the unit that they stand in come before it; and so
-    do modules of it that are called while it does not run: nobody would have gathered them.
+    Some modules inside a unit are units themselves, and come before it: experts that are sliced
+    over other axes than the unit, and modules that are called while the unit does not run, when
+    their parameters would not be gathered.
     """
     left = {name for name, holding in holdings.items() if holding.sliced}
     found = {}
-    for fqn in _with_parts(plan, staged, holdings, stage):
+    for fqn in _with_inner_units(plan, staged, holdings, stage):
         mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
         left -= set(mine)
         if mine or not fqn:
@@ -261,24 +267,24 @@ def sliced_names(
     return found
 
 
-def _with_parts(
+def _with_inner_units(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> Iterator[str]:
-    """Units of a stage, each after the modules in it that are gathered by themselves."""
+    """Yield the units of a stage, each after the modules inside it that are units themselves."""
     row = next((one.axes for one in plan.copies if one.stage > 0), ())
     axes, seen = plan.mesh.fold(row), set()
-    apart = [
+    experts = [
         fqn
         for fqn in plan.computes
         if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
     ]
     for unit in units_of_stage(plan, staged, stage):
-        inside = [f for f in apart if f not in seen and (not unit or f.startswith(f"{unit}."))]
+        inside = [f for f in experts if f not in seen and (not unit or f.startswith(f"{unit}."))]
         lent = sorted(fqn for fqn, around in staged.outside if around == unit and fqn not in inside)
         seen.update(inside)
         yield from (*inside, *lent, unit)
 
 
 def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes over which parameters that are gathered together lie in slices."""
+    """Return the axes over which parameters of one unit are sliced."""
     return holdings[names[0]].sliced if names else ()

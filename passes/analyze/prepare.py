@@ -1,6 +1,7 @@
-"""All that can be known of a plan with a batch before there are ranks: traced, cut and laid out.
+"""Prepare a plan with a batch before there are ranks: trace, stages, holdings, checks.
 
-* Modules that would not compute the same when they are recomputed: refused before training.
+`prepare` is the door; its result is the same on all ranks. It refuses plans that cannot run, and
+modules whose recomputation would compute something else.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ if TYPE_CHECKING:
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
 
-_SHOWN = 60
+_SHOWN = 60  # characters
 
 
 def check_repeats(
     plan: Plan, rows: Sequence[Action], sample: Mapping[str, Any], loss: Loss | None
 ) -> None:
-    """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
+    """Refuse (S843) a row that recomputes a module whose second forward differs from the first.
 
-    One module of each kind is run on the meta device, once for each row and plan.  A module that
-    is called with other weights is refused, too: a recomputation would take its own.
+    This is so for random draws from other generators than torch's, and for a module that is called
+    with other tensors in place of its weights, since a recomputation would use its own weights. One
+    module of each kind is run twice on the meta device; the result is cached in the model.
     """
     from schedlang.passes.propagate.propagate import backward_root
     from schedlang.runtime.activation_memory.second_run import Repeats
@@ -59,13 +61,13 @@ def check_repeats(
     model.train()
     given: list[str] = []
     for site in kinds:
-        model.get_submodule(site).register_forward_pre_hook(partial(_note_given, given, site))
+        model.get_submodule(site).register_forward_pre_hook(partial(_note_replaced, given, site))
     with without_values(sample) as (inputs, _):
         found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
     if given:
-        raise Refusal(_with_others(given[0], _label(rows, given[0])))
+        raise Refusal(_other_weights(given[0], _label(rows, given[0])))
     if found:
-        raise Refusal(_told(plan, found[0], _label(rows, found[0].module)))
+        raise Refusal(_not_repeatable(plan, found[0], _label(rows, found[0].module)))
     plan.model.cache[key] = True
 
 
@@ -74,8 +76,8 @@ def _label(rows: Sequence[Action], site: str) -> Label:
     return Label(row.span) if row.span else Label()
 
 
-def _note_given(found: list[str], site: str, module: Any, *_: object) -> None:
-    """Note a module that is called with other tensors in the place of its parameters."""
+def _note_replaced(found: list[str], site: str, module: Any, *_: object) -> None:
+    """Note a module that is called with other tensors in place of its parameters."""
     from torch.nn import Parameter
 
     held = (value for one in module.modules() for value in one._parameters.values())
@@ -83,7 +85,7 @@ def _note_given(found: list[str], site: str, module: Any, *_: object) -> None:
         found.append(site)
 
 
-def _with_others(name: str, label: Label) -> Diagnostic:
+def _other_weights(name: str, label: Label) -> Diagnostic:
     return Diagnostic(
         "S843",
         f"recomputing `{name}` would take its own weights, not those that it is called with",
@@ -93,19 +95,20 @@ def _with_others(name: str, label: Label) -> Diagnostic:
     )
 
 
-def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
+def _not_repeatable(plan: Plan, found: Difference, label: Label) -> Diagnostic:
     runs = [
         f"with {text[:_SHOWN]}" if text else "not at all, or as a different call"
         for text in (found.first, found.second)
     ]
     name = plan.model.sites[found.module].class_name
+    what = f"it draws from {found.drawn}" if found.drawn else f"`{found.function}` differs"
+    seen = (f"`{name}` calls it {runs[0]}, then {runs[1]}", f"at {found.place}")
     return Diagnostic(
         "S843",
-        f"recomputing `{found.module}` gives another result: `{found.function}` differs",
+        f"recomputing `{found.module}` gives another result: {what}",
         label,
         notes=(
-            f"`{name}` calls it {runs[0]}, then {runs[1]}",
-            f"at {found.place}",
+            *(() if found.drawn else seen),
             "recomputation repeats the random numbers of torch's generators, and no others",
         ),
         helps=(
@@ -116,7 +119,7 @@ def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
 
 
 def check_settled(plan: Plan, traced: Traced) -> None:
-    """Ask every row about its sites; a refusal is placed at its row."""
+    """Call `settled` of each row that has it, for each of its sites; place refusals at the row."""
     for action, row in plan.rows_with(Settled):
         for target in plan.targets(action):
             try:
@@ -130,18 +133,18 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The same on every rank, and for every dtype of the model; it can be made once and sent."""
+    """The results of `prepare`: equal on all ranks and for all dtypes, and can be sent to ranks."""
 
     traced: Traced
     staged: Staged
     holdings: Mapping[str, Holding]
-    slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
-    tokens: Tokens | None = None  # where ranks split them
-    chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
+    slicing: Slicing | None = None  # where the pipeline splits sequences into slices
+    tokens: Tokens | None = None  # where ranks split sequences
+    chains: Chains = field(default_factory=dict)  # of rows with a memory limit
     bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
-    # of units of earlier stages: their outputs, where they were found before there are ranks
+    # outputs of units of earlier stages, where these are known before there are ranks
     outputs: Mapping[Any, Any] = field(default_factory=dict, repr=False)
-    # by which parts have become whole: the programs of a proof, one an optimizer, hold alike
+    # cached ways to gather full tensors: the programs of a proof, one per optimizer, share them
     ways: Ways = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -154,10 +157,11 @@ def prepare(
     *,
     trains: bool = True,
 ) -> Prepared:
-    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run.
+    """Trace a plan with one microbatch, split it into stages, and analyse both.
 
-    `trains`: there has to be a loss; a program that is only evaluated needs none.
-    `bits`: a table that is known, of this plan or of another one of the model; else it is measured.
+    `trains`: a loss is needed; a program that only evaluates needs no loss.
+    `bits`: a known table, of this plan or of another plan of the model; else it is measured.
+    Raises Refusal where the plan cannot run.
     """
     from schedlang.runtime.kept_outside import kept_outside
 
@@ -171,11 +175,11 @@ def prepare(
             _check_weight(weight, sample)
         if parts > 1:
             check_rows(plan, sample)
-        traced = propagate(plan, sample, loss)
+        traced = _traced(plan, sample, loss)
         if traced.apart and plan.mesh.world > 1:
-            raise _apart(traced)
+            raise _unequal_draws(traced)
         if traced.lossless is not None:
-            if trains:  # without a loss any key may be what one would read
+            if trains:  # without a loss, any key may be a key that a loss would read
                 raise Refusal(traced.lossless)
         elif any(getattr(one, "sparse", False) is True for one in plan.model.model.modules()):
             _check_dense(plan)
@@ -216,7 +220,7 @@ def prepare(
 
 
 def _hooked(name: str) -> Refusal:
-    """S867: what stands on a gradient of the model's own is not there on that of its copies."""
+    """Return S867: hooks on the gradient of a model's parameter do not exist on its copies."""
     return Refusal.of(
         "S867",
         f"`{name}` has a hook, which no copy of it has",
@@ -228,9 +232,37 @@ def _hooked(name: str) -> Refusal:
     )
 
 
+def _traced(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Traced:
+    """Trace a copy of the model; refuses (S867) what writes into the model itself meanwhile."""
+    before = _versions(plan)
+    traced = propagate(plan, sample, loss)
+    for name, version in _versions(plan).items():
+        if before[name] != version:
+            raise _written(name)
+    return traced
+
+
+def _versions(plan: Plan) -> dict[str, int]:
+    """Count the writes to each buffer of the user's own model."""
+    buffers = plan.model.base.model.named_buffers()
+    return {name: buffer._version for name, buffer in buffers if not buffer.is_inference()}
+
+
+def _written(name: str) -> Refusal:
+    """S867: a function that was made around the model writes there, whichever copy runs."""
+    return Refusal.of(
+        "S867",
+        f"a run of a copy of the model writes into `{name}` of the model itself",
+        notes=("a hook, or another function, was made with the model in it: no copy has its own",),
+        helps=(
+            "take the module that a hook is given: `lambda module, args, output: ...`",
+            "or register a method: `module.register_forward_hook(self.count)`",
+        ),
+    )
+
+
 def _check_dense(plan: Plan) -> None:
-    """Refuse (S868) tables whose gradients are sparse: sums over ranks and norms are of dense
-    ones."""
+    """Refuse (S868) tables with sparse gradients: reductions and norms need dense gradients."""
     for fqn, module in plan.model.model.named_modules():
         weight = getattr(module, "weight", None)
         if getattr(module, "sparse", False) is True and getattr(weight, "requires_grad", False):
@@ -246,7 +278,7 @@ def _check_dense(plan: Plan) -> None:
 
 
 def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
-    """Refuse (S608) an order that halves backwards where the model has reentrant checkpoints."""
+    """Refuse (S608) an order that splits backwards if the model has reentrant checkpoints."""
     from schedlang.pipeline.timeline.table import Kind
 
     if traced.reenters and (staged.timeline.kind == Kind.W).any():
@@ -261,8 +293,8 @@ def _check_reentrant(plan: Plan, traced: Traced, staged: Staged) -> None:
         raise at_its_row(refusal, plan.origin(plan.order))
 
 
-def _apart(traced: Traced) -> Refusal:
-    """S812: several ranks must draw alike, and cannot draw this as the model does."""
+def _unequal_draws(traced: Traced) -> Refusal:
+    """Return S812: ranks must make equal random draws, and cannot make the draws of the model."""
     from schedlang.runtime.rng.logical_dropout import without_form
 
     name, (site, line) = next(iter(traced.apart.items()))
@@ -270,8 +302,7 @@ def _apart(traced: Traced) -> Refusal:
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
-    """Check that a part's weight is a number; refuse (S865) at the line of a function that
-    raises."""
+    """Refuse a weight function that raises (S865), or returns no finite number >= 0 (S621)."""
     try:
         value = float(weight(sample))
     except Exception as error:
@@ -286,7 +317,7 @@ def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
 
 
 def check_axes(plan: Plan) -> None:
-    """Every axis must have work to do: ranks along an idle one would all do the same."""
+    """Refuse (S205) an axis that no row uses: its ranks would all do the same work."""
     used = plan.used_axes
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:

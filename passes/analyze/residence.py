@@ -1,7 +1,7 @@
-"""Residence of parameters, gradients and states: device, host, disk, or the next pipeline rank.
+"""Residence of parameters, gradients and optimizer state: device, host, disk, or a peer rank.
 
-* What lies on the next rank of a pipeline: what is refused, and in which rounds state goes.
-* Which tier each parameter lies on, and its gradients and state; and putting them there.
+* The tier of each parameter, of its gradients and of its state; which modules stream parameters.
+* Offload to a peer (the next rank of the pipeline): refusals (S851), and rounds of transfers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST = "keep them in host memory: `offload({}, to=cpu)`"
 
 
 def check_peers(plan: Plan, staged: Staged) -> None:
-    """Refuse rows to a peer that would gain nothing, or that could not be run (S851)."""
+    """Refuse (S851) offload to a peer where it saves no memory or cannot be executed."""
     for one in on_peers(plan):
         _check_axis(plan, one, staged)
     states, parked = on_peers(plan, "optimizer"), on_peers(plan, "activations")
@@ -52,30 +52,30 @@ def check_peers(plan: Plan, staged: Staged) -> None:
 
 
 def _check_axis(plan: Plan, one: Stored, staged: Staged) -> None:
-    """A peer is the next rank of the pipeline: along other axes ranks hold as much."""
+    """Refuse (S851) a peer along another axis than the pipeline's: its ranks hold as much."""
     over, what = one.over, one.what
     if over == staged.axis:
         return
-    said = "state" if what == "optimizer" else f"of {what}"
-    near = NEAR if what == "optimizer" else HOST.format(what)
-    less = {
+    held = "state" if what == "optimizer" else f"of {what}"
+    host_help = NEAR if what == "optimizer" else HOST.format(what)
+    other_help = {
         "optimizer": f"or keep a shard on each rank: `zero(stage=1, over={over})`",
         "activations": "or save fewer of them: `layers.*  checkpoint()`",
     }
     refuse_peer(
         plan,
         one,
-        f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
+        f"`to=peer` over `{over}` saves no memory: each rank keeps as much {held}",
         "ranks would only exchange it: none would hold less",
         (
-            f"use the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
-            less[what],
+            f"use the axis of the pipeline: `over={staged.axis}`" if staged.axis else host_help,
+            other_help[what],
         ),
     )
 
 
 def _check_homes(plan: Plan, one: Stored) -> None:
-    """State goes to a peer from parameters that lie on the device."""
+    """Refuse (S851) state on a peer whose parameter is not on the device."""
 
     lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
     name = next(lost, None)
@@ -89,15 +89,15 @@ def _check_homes(plan: Plan, one: Stored) -> None:
         )
 
 
-def refuse_peer(plan: Plan, one: Stored, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
-    """Refuse (S851) what a row sends to a peer, at that row."""
+def refuse_peer(plan: Plan, one: Stored, title: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    """Raise S851 at the row that offloads to a peer."""
     row = plan.origin(one)
-    refusal = Refusal.of("S851", said, notes=(note,), helps=helps)
+    refusal = Refusal.of("S851", title, notes=(note,), helps=helps)
     raise at_its_row(refusal, row)
 
 
 def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
-    """Yield the bytes of each round of parameters whose state goes from a rank to its peer."""
+    """Yield the bytes of each round in which a rank sends optimizer state to its peer."""
 
     out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
     held = [n for n in out if holdings[n].held(plan.mesh, rank)]
@@ -108,27 +108,27 @@ def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iter
 
 
 def rounds(sizes: Sequence[int]) -> list[list[int]]:
-    """Group parameters of these bytes into rounds that travel together."""
+    """Group tensors of these sizes in bytes into rounds of one transfer each."""
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     return buckets([(size, None) for size in sizes])
 
 
 def tiers_of(plan: Plan) -> dict[str, Tiers]:
-    """The tiers of every parameter (first names) of which a row keeps something off the device.
+    """Return the tiers of each parameter (first names) with something off the device.
 
-    State lies no nearer than its parameter, and gradients leave where the parameter has left.
+    By default state and gradients of a parameter in host memory or on disk are in host memory.
     """
     from schedlang.runtime.offload.step import Tiers
     from schedlang.runtime.storage.tiers import CPU, DEVICE
 
-    said: dict[str, dict[str, str]] = {}
+    by_name: dict[str, dict[str, str]] = {}
     for row in plan.stores:
         if row.what != "activations":
             for fact in plan.model.below(row.fqn):
-                said.setdefault(fact.name, {})[row.what] = row.tier
+                by_name.setdefault(fact.name, {})[row.what] = row.tier
     found = {}
-    for name, tiers in said.items():
+    for name, tiers in by_name.items():
         parameter = tiers.get("parameters", DEVICE)
         least = DEVICE if parameter == DEVICE else CPU
         found[name] = Tiers(parameter, tiers.get("gradients", least), tiers.get("optimizer", least))
@@ -136,15 +136,16 @@ def tiers_of(plan: Plan) -> dict[str, Tiers]:
 
 
 def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored, tuple[str, ...]]]:
-    """The modules that are given parameters for a forward, each with its row and their first names.
+    """Return the modules to which parameters are streamed for a forward.
 
-    A row about the model, or about a list, is about each element of the trunk, and what is beside.
-    Another module that shares such a parameter is given it too.
+    Each has its row, and the first names of its parameters. A row at the root module or at a list
+    is applied to each element of the trunk, and to the modules outside the trunk. Another module
+    that shares a streamed parameter is a streamed module, too.
     """
     found: dict[str, tuple[Stored, tuple[str, ...]]] = {}
     for row in plan.stores:
         if row.what == "parameters":
-            for fqn, names in _units(plan, row.fqn, trunk):
+            for fqn, names in _units_below(plan, row.fqn, trunk):
                 found[fqn] = (row, names)
     streamed = {name: row for row, names in found.values() for name in names}
     for name, row in streamed.items():
@@ -158,7 +159,7 @@ def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored,
 
 
 def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
-    """Bytes of streamed parameters that a place has on the device at once, at most."""
+    """Return the largest number of bytes of streamed parameters on the device at one time."""
     from math import prod
 
     found = []
@@ -173,7 +174,9 @@ def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], pl
     return sum(sorted(size for size, _ in found)[-1 - ahead :])
 
 
-def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _units_below(
+    plan: Plan, fqn: str, trunk: frozenset[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     site = plan.model.sites[fqn]
     holds = any(one != fqn and inside(one, fqn) for one in trunk)
     if fqn in trunk or not holds and not any(site.is_a(kind) for kind in UNCALLED):
@@ -182,15 +185,17 @@ def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, t
             yield fqn, names
         return
     for child in site.children:
-        yield from _units(plan, f"{fqn}.{child}" if fqn else child, trunk)
+        yield from _units_below(plan, f"{fqn}.{child}" if fqn else child, trunk)
     own = tuple(dict.fromkeys(fact.name for fact in site.parameters.values()))
     if own:
         yield fqn, own
 
 
 def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
-    """Return the tier of the slices that `zero` gathers together for a module; refuse several
-    (S854)."""
+    """Return the tier of the slices that `zero` gathers together for a module.
+
+    Refuses (S854) a unit whose parameters are on several tiers.
+    """
     from schedlang.runtime.storage.tiers import DEVICE
 
     tiers = tiers_of(plan)

@@ -1,8 +1,8 @@
-"""The rule of `relax(routing)` by which experts drop tokens, for the original too.
+"""Capacity of experts under `relax(routing)`: which tokens are dropped, also by the original.
 
-The rule counts tokens of the whole batch in the order of its rows, on however many ranks they are;
-so the original under the same rule, in one process, is what the program has to equal, and without
-a limit both are the model as it is.
+The capacity counts the tokens of the full batch, in the order of its rows, on any number of ranks.
+A proof compares the program with the original under the same capacity, in one process. Without a
+capacity both compute the unmodified model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def routings(plan: Plan) -> Iterator[tuple[str, Routing]]:
-    """The modules whose experts take a limited number of tokens."""
+    """Yield the modules whose experts have a capacity, with their routing."""
     for fqn, told in plan.told.items():
         if getattr(told, "capacity", None) is not None:
             yield fqn, told
 
 
 def limited(plan: Plan, model: nn.Module) -> nn.Module:
-    """The model of one process, in place, under the rules of a plan."""
+    """Limit the experts of a full model to the capacities of a plan, in place; return the model."""
     from schedlang.runtime.moe.experts import limit_experts
 
     limit_experts(
@@ -38,20 +38,20 @@ def limited(plan: Plan, model: nn.Module) -> nn.Module:
 
 
 def unlimited(plan: Plan) -> Plan:
-    """The plan in which experts take all tokens."""
+    """Return the plan without capacities: experts take all tokens."""
     free = {fqn: replace(told, capacity=None) for fqn, told in routings(plan)}
     return replace(plan, told={**plan.told, **free})
 
 
 def check_routing(plan: Plan) -> None:
-    """Refuse a limit that would be counted over a part of the batch only (S422)."""
+    """Refuse (S422) a capacity that would count only a part of the batch's tokens."""
     for fqn, _ in routings(plan):
         over = {b.axis for b in plan.boundaries[fqn]}
-        apart = [a for a in plan.data_axes if plan.mesh.size(a) > 1 and a not in over]
-        axes = ", ".join(a for a in plan.mesh.sizes if a in over or a in apart)
+        unshared = [a for a in plan.data_axes if plan.mesh.size(a) > 1 and a not in over]
+        axes = ", ".join(a for a in plan.mesh.sizes if a in over or a in unshared)
         title = f"the capacity of `{fqn}` would be counted over only a part of the batch"
-        if apart:
-            notes = (f"the batch is split over `{apart[0]}`, but its experts are not",)
+        if unshared:
+            notes = (f"the batch is split over `{unshared[0]}`, but its experts are not",)
             helps = (f"shard the experts over all of these axes: `view ep of ({axes})`",)
             raise Refusal.of("S422", title, notes=notes, helps=helps)
         if plan.micro > 1:

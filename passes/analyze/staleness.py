@@ -1,9 +1,9 @@
-"""Refusals of what cannot go with updates inside the step, or with optimizers of whole
-parameters.
+"""Stale weights: orders that update inside the step (PipeDream), and optimizers of full tensors.
 
-* Which version of the weights every microbatch meets, where updates come inside the step.
-* What cannot go with updates inside the step: shared weights, sliced state, clipping.
-* Which optimizers step on parts, and which on parameters that are put together for them.
+* The version of the weights that each microbatch uses.
+* Refusals (S625) of features that conflict with updates inside the step: tied weights, sliced
+  state, clipping.
+* Optimizers that update shards, and optimizers for which full parameters are gathered (S622).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Versions = Mapping[int, int]  # stage -> version
 
 @dataclass(frozen=True)
 class Table:
-    """The versions of weights that every microbatch meets, and the update that it goes into.
+    """The versions of weights that each microbatch uses, and the update to which it contributes.
 
-    forward, backward  of each microbatch, the version that each stage reads
-    made               of each microbatch, the version that its gradients make (from 1)
+    forward, backward  for each microbatch, the version that each stage reads
+    made               for each microbatch, the version that its gradients produce (from 1)
     stage              parameter (first name) -> its stage
     """
 
@@ -45,7 +45,7 @@ class Table:
 
 
 def table_of(staged: Staged) -> Table | None:
-    """The table of a plan that updates inside the step; None where every version is 0."""
+    """Return the version table of a plan; None without updates inside the step."""
     from schedlang.pipeline.timeline.versions import updates
 
     timeline = staged.timeline
@@ -54,10 +54,10 @@ def table_of(staged: Staged) -> Table | None:
     made = tuple(updates(timeline).tolist())
     if max(made) == 1:
         return None  # one update a step, of all microbatches: the plain loop
-    return Table(*_reads(timeline), made, _stages(staged))
+    return Table(*_versions_read(timeline), made, _stage_of_parameters(staged))
 
 
-def _reads(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ...]]:
+def _versions_read(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ...]]:
     from schedlang.pipeline.timeline.table import Kind
 
     forward: list[dict[int, int]] = [{} for _ in range(timeline.microbatches)]
@@ -71,7 +71,7 @@ def _reads(timeline: Timeline) -> tuple[tuple[Versions, ...], tuple[Versions, ..
     return tuple(forward), tuple(backward)
 
 
-def _stages(staged: Staged) -> dict[str, int]:
+def _stage_of_parameters(staged: Staged) -> dict[str, int]:
     if staged.axis is None:
         return {}
     cut = staged.cut
@@ -82,7 +82,7 @@ SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 
 
 def check_stale(plan: Plan, staged: Staged) -> None:
-    """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
+    """Refuse (S625) stale weights that conflict with other rows or whose versions are wrong."""
     from schedlang.pipeline.timeline.table import TimelineError
     from schedlang.pipeline.timeline.versions import check_versions
 
@@ -93,13 +93,13 @@ def check_stale(plan: Plan, staged: Staged) -> None:
         check_versions(staged.timeline)
     except TimelineError as error:
         _refuse(f"the order uses wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
-    clashes = chain(_of_stages(plan, staged, row), _of_rows(plan, staged))
+    clashes = chain(_stage_conflicts(plan, staged, row), _row_conflicts(plan, staged))
     for title, at, note, *helps in clashes:
         _refuse(title, at, notes=(note,), helps=tuple(helps))
 
 
 def check_build(staged: Staged, optimizer: Any, clip: float | None, on_meta: bool) -> None:
-    """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
+    """Refuse (S625) `clip` and a missing optimizer for an order that updates inside the step."""
     if not staged.timeline.stale:
         return
     if clip is not None:
@@ -117,13 +117,13 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, on_meta: boo
         )
 
 
-# what does not go, at which row, why, and two ways out
+# title, row, note and two helps
 Clash = tuple[str, Action | None, str, str, str]
 _WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 
-def _of_stages(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash]:
-    """Yield clashes of what stages share: each is updated at its own time."""
+def _stage_conflicts(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash]:
+    """Yield conflicts over things that stages share: each stage is updated at its own time."""
     places = [place for replica in staged.homes for place in replica]
     if len(set(places)) != len(places):
         yield (
@@ -153,8 +153,8 @@ def _of_stages(plan: Plan, staged: Staged, row: Action | None) -> Iterator[Clash
         )
 
 
-def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
-    """Yield clashes with rows that act once a step, or at weights that are no longer there."""
+def _row_conflicts(plan: Plan, staged: Staged) -> Iterator[Clash]:
+    """Yield conflicts with rows that act once a step, or that use old versions of weights."""
     early = plan.overlapping("gradients")
     if early is not None:
         yield (
@@ -164,7 +164,7 @@ def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
             "use `overlap(transfers)` only",
             SYNCHRONOUS,
         )
-    if plan.compression is not None:  # what one update leaves out would be added at other weights
+    if plan.compression is not None:  # the error of one update would be added at other weights
         yield (
             "`compress` sums gradients once a step, but stages are updated several times in it",
             plan.origin(plan.compression),
@@ -180,7 +180,7 @@ def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
             "use `cast(bf16)`, which needs no loss scale",
             SYNCHRONOUS,
         )
-    # versions are kept where the weights are, and no update waits for other ranks' files
+    # versions are stored with the weights, and no update waits for other ranks' files
     bad = [s for s in plan.stores if s.what != "activations"]
     bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
     if bad:
@@ -192,7 +192,7 @@ def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
             SYNCHRONOUS,
         )
     again = _row(plan, Facet.RECOMPUTE)
-    if again is not None and _moves(staged):
+    if again is not None and _is_backward_stale(staged):
         yield (
             "recomputation would use other weights than the forward",
             again,
@@ -202,8 +202,8 @@ def _of_rows(plan: Plan, staged: Staged) -> Iterator[Clash]:
         )
 
 
-def _moves(staged: Staged) -> bool:
-    """Return whether some backward reads other weights than its forward."""
+def _is_backward_stale(staged: Staged) -> bool:
+    """Return whether a backward reads another version of weights than its forward."""
 
     table = table_of(staged)
     return table is not None and table.forward != table.backward
@@ -223,11 +223,10 @@ def _refuse(
 def whole_step(
     a: Assembly, staged: Staged, optimizer: Callable[..., torch.optim.Optimizer] | None
 ) -> WholeStep | None:
-    """Return the step for an optimizer that needs whole parameters where they lie in parts; else
-    None.
+    """Return the step that gathers full parameters for an optimizer, or None for shards.
 
-    Refuses, alike on all ranks, an optimizer that looks at all parameters together, and one that
-    would have to wait for other stages where each updates by itself (S622).
+    Refuses (S622), on all ranks, an optimizer that uses all parameters together, and an optimizer
+    of full tensors where each stage updates by itself.
     """
     from schedlang.runtime.optim.whole_step import WholeStep, dims_of, is_elementwise, is_tensorwise
 
@@ -236,8 +235,8 @@ def whole_step(
     split = next((h for h in holdings if h.layout.splits or h.sliced), None)
     if optimizer is None:
         return None
-    if a.stage_axis is not None and not _each_alone(optimizer, dims):
-        _of_whole(
+    if a.stage_axis is not None and not _is_separate(optimizer, dims):
+        _refuse_optimizer(
             "this optimizer looks at all parameters together",
             "each stage of the pipeline steps on its own: a norm would be that of the stage",
             "give the bound of the global norm to `clip=`, or use an optimizer that updates one"
@@ -246,14 +245,14 @@ def whole_step(
     if split is None or is_elementwise(optimizer, dims):
         return None
     if staged.timeline.stale:
-        _of_whole(
+        _refuse_optimizer(
             "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer, dims):
         return WholeStep(a.parameters, a.holdings, a.ranks)
-    _of_whole(
+    _refuse_optimizer(
         "this optimizer does not update each parameter separately",
         f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
         " and the others would be updated differently",
@@ -262,18 +261,20 @@ def whole_step(
     )
 
 
-def _each_alone(optimizer: Callable[..., torch.optim.Optimizer], dims: Mapping[str, int]) -> bool:
-    """Return whether a tensor moves alike whichever are beside it; so does what takes no small
-    ones, as far as is known."""
+def _is_separate(optimizer: Callable[..., torch.optim.Optimizer], dims: Mapping[str, int]) -> bool:
+    """Return whether the update of a tensor does not depend on other tensors.
+
+    Returns True for an optimizer that fails on the small tensors of this trial.
+    """
     from schedlang.runtime.optim.whole_step import is_tensorwise
 
     try:
         return is_tensorwise(optimizer, dims, in_turns=False)
     except Refusal:
         raise
-    except Exception:  # the user's own code, by sizes of the model say
+    except Exception:  # the user's code, for example one that needs the model's sizes
         return True
 
 
-def _of_whole(title: str, note: str, help_: str) -> NoReturn:
+def _refuse_optimizer(title: str, note: str, help_: str) -> NoReturn:
     raise Refusal.of("S622", title, notes=(note,), helps=(help_,))

@@ -1,8 +1,4 @@
-"""Checks of what users give to `build` and `verify`: options, and a batch whose keys are all
-taken.
-
-* Options of `build` and `verify`, checked before anything is built (S618).
-"""
+"""Checks of users' arguments to `build` and `verify` (S618) and of the batch (S670, S910)."""
 
 from __future__ import annotations
 
@@ -46,19 +42,24 @@ NAMES = (
 )
 VERIFIED = ("batch", "loss", "weight", "seed", "dtype", "shrink", "timeout")
 DRAWN = ("native", "logical")
-COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trust each other
+COMPARE = ("nothing", "build", "batches")  # what ranks compare with each other
 
 
 def check_options(
     args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
 ) -> None:
-    """Refuse positions, names that `build` does not have, and values of the wrong kind."""
-    _named("build", args, others, NAMES, "write `sch.build(batch=batch, loss=loss, optimizer=...)`")
-    _batch(given["batch"])
-    _functions(given)
-    _optimizer(given["optimizer"])
-    _numbers(given)
-    _meeting(given)
+    """Refuse positional arguments, unknown names, and values of a wrong kind in a call of `build`.
+
+    `args` are positional arguments, `others` unknown ones, `given` those that `build` has.
+    """
+    _check_names(
+        "build", args, others, NAMES, "write `sch.build(batch=batch, loss=loss, optimizer=...)`"
+    )
+    _check_batch(given["batch"])
+    _check_functions(given)
+    _check_optimizer(given["optimizer"])
+    _check_numbers(given)
+    _check_rendezvous(given)
     if given["weights"] is not None and not isinstance(given["weights"], str | os.PathLike):
         _refuse(f"`weights` is {kind_of(given['weights'])}", "give the path of a folder or a file")
 
@@ -66,10 +67,13 @@ def check_options(
 def check_verified(
     args: Sequence[object], others: Mapping[str, object], given: Mapping[str, Any]
 ) -> None:
-    """The same of what `verify` is given; words are those of a row, which Python adds otherwise."""
+    """Refuse wrong arguments of `verify`.
+
+    Positional strings mean a `verify` row; Python adds such a row by `sch.row`.
+    """
     words = args if all(isinstance(word, str) for word in args) else ()
     rest = () if words else args
-    _named("verify", rest, others, VERIFIED, "write `sch.verify(batch=batch, loss=loss)`")
+    _check_names("verify", rest, others, VERIFIED, "write `sch.verify(batch=batch, loss=loss)`")
     if words or given["batch"] is None:
         row = ", ".join(f'"{word}"' for word in ("verify", *words))
         _refuse(
@@ -77,10 +81,10 @@ def check_verified(
             "give one: `sch.verify(batch=batch)`, and `loss=loss` if the model returns none",
             f"or add the row: `sch.row({row})`",
         )
-    _functions(given)
+    _check_functions(given)
 
 
-def _named(
+def _check_names(
     verb: str,
     args: Sequence[object],
     others: Mapping[str, object],
@@ -97,7 +101,7 @@ def _named(
         _refuse(f"`{verb}` has no argument `{name}`", help_, facts=unknown(name, names))
 
 
-def _batch(batch: object) -> None:
+def _check_batch(batch: object) -> None:
     if batch is not None and not isinstance(batch, Mapping):
         _refuse(
             f"`batch` is {kind_of(batch)}, not a dict",
@@ -107,7 +111,7 @@ def _batch(batch: object) -> None:
         )
 
 
-def _functions(given: Mapping[str, Any]) -> None:
+def _check_functions(given: Mapping[str, Any]) -> None:
     signatures = {"loss": "loss(output, batch)", "weight": "weight(batch)"}
     for name, signature in signatures.items():
         value = given[name]
@@ -115,7 +119,7 @@ def _functions(given: Mapping[str, Any]) -> None:
             _refuse(f"`{name}` is {kind_of(value)}", f"give a function `{signature}`")
 
 
-def _optimizer(optimizer: object) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and (isinstance(optimizer, type) or not callable(optimizer)):
         word = "a class" if isinstance(optimizer, type) else kind_of(optimizer)
         _refuse(
@@ -124,7 +128,7 @@ def _optimizer(optimizer: object) -> None:
         )
 
 
-def _numbers(given: Mapping[str, Any]) -> None:
+def _check_numbers(given: Mapping[str, Any]) -> None:
     clip, seed = given["clip"], given["seed"]
     if clip is not None and (
         isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
@@ -137,7 +141,7 @@ def _numbers(given: Mapping[str, Any]) -> None:
         _refuse(f"`seed` is {seed!r}", "give an integer")
 
 
-def _meeting(given: Mapping[str, Any]) -> None:
+def _check_rendezvous(given: Mapping[str, Any]) -> None:
     compare, wait = given["compare"], given["wait"]
     if compare not in COMPARE:
         _refuse(f"`compare` is {compare!r}", f"give {', '.join(map(repr, COMPARE))}")
@@ -159,29 +163,31 @@ def check_keys(
     loss: Function | None,
     weight: Function | None,
 ) -> None:
-    """Every key of a batch is for the forward, the loss or the weight; else refuse (S910).
+    """Refuse (S910) a key of the batch that neither forward, loss nor weight function reads.
 
-    A forward takes the keys that it names, or all if it has `**kwargs`; what the loss reads was
-    seen when it was traced, what the weight reads is seen by calling it.
+    A forward takes the keys that it names, or all if it has `**kwargs`. The keys that the loss
+    reads are known from the trace; the weight function is called here.
     """
     read = set[str]()
     if weight is not None and traced.unread:
         try:
             weight(Reading(sample, read))
-        except Exception:  # whatever it raises is told where it is called in earnest
+        except Exception:  # its errors are reported where its value is used
             return
-    lost = [key for key in traced.unread if key not in read]
-    if lost:
-        raise Refusal(_nobody(plan, lost[0], sample, (loss, weight)))
+    unread = [key for key in traced.unread if key not in read]
+    if unread:
+        raise Refusal(_unread_key(plan, unread[0], sample, (loss, weight)))
 
 
-def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]) -> Diagnostic:
+def _unread_key(
+    plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]
+) -> Diagnostic:
     from schedlang.runtime.batch import named_arguments
 
     names = sorted(named_arguments(plan.model.model) or ())
-    said = ", ".join(f"`{name}`" for name in names) or "no arguments by name"
+    accepted = ", ".join(f"`{name}`" for name in names) or "no arguments by name"
     functions = [f"`{n}`" for n, one in zip(("loss", "weight"), others) if one is not None]
-    told = (
+    other_keys = (
         f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} other keys"
     )
     free = [name for name in names if name not in batch]
@@ -189,8 +195,8 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
         "S910",
         f"neither the forward nor the loss takes `{key}` of the batch",
         notes=(
-            f"the forward of `{plan.model.class_name}` takes {said}",
-            told if functions else "the model file has no `loss` to read it",
+            f"the forward of `{plan.model.class_name}` takes {accepted}",
+            other_keys if functions else "the model file has no `loss` to read it",
         ),
         helps=(
             f"leave `{key}` out of what `batch(seed)` returns",
@@ -201,7 +207,10 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
 
 
 def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
-    """Refuse (S670) a batch whose parts name rows of each other: edges of a graph, pairs."""
+    """Refuse (S670) a batch that holds indices of its rows, such as edges of a graph or pairs.
+
+    A part of the batch would have indices of rows of other parts.
+    """
     from schedlang.runtime.batch import named_tensors, rows_of
     from schedlang.runtime.propagation.feeds import names_rows
 
@@ -241,13 +250,15 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
 
 @contextmanager
 def at_the_forward(model: Any) -> Iterator[None]:
-    """A batch without rows (S605) is told with the line of the forward that is given it."""
+    """Add the line of the model's forward to S605 (a batch without rows) raised in the context."""
     try:
         yield
     except Refusal as refusal:
         first = refusal.diagnostic
         code = getattr(unwrap(type(model).forward), "__code__", None)
-        theirs = type(model).__module__.startswith("torch.")  # whose line says nothing
+        theirs = type(model).__module__.startswith(
+            "torch."
+        )  # torch's own forward: its line does not help
         if first.code != "S605" or code is None or theirs:
             raise
         line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"

@@ -1,4 +1,4 @@
-"""The rows that put adapters beside the projections of a model's blocks."""
+"""Rows that add adapters to the projections of a model's blocks, for `schedlang init --adapt`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Adapters:
     rank: int
 
     def rows(self, blocks: Blocks, notes: list[str]) -> list[Row]:
-        """Propose rows for all projections within lists of blocks that take an adapter.
+        """Propose rows for all projections within lists of blocks that can have an adapter.
 
-        What does not is noted with the reason.  Raises Refusal S212 where none does.
+        Appends to `notes` each projection that cannot, with the reason.  Raises Refusal S212 where
+        none can.
         """
         legal: dict[str, list[str]] = {}  # by the module that holds them
         said: list[str] = []
@@ -41,7 +42,7 @@ class Adapters:
         return Row(names, call("adapt", self.kind, rank=self.rank))
 
     def _refused(self, blocks: Blocks, name: str) -> Refusal | None:
-        """The refusal of the row at these modules alone."""
+        """Return the refusal of the row at these modules alone, or None."""
         try:
             planned([self._row(name)], blocks, {}, "adapters", "model")
         except Refusal as refused:

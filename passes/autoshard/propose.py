@@ -1,8 +1,8 @@
-"""A schedule for any model and a mesh: what can be split is found by asking what is legal.
+"""Proposal of a schedule for any model and mesh: what can be split is found by trying rows.
 
-* The rows that spread experts, and that split sequences between attention modules.
-* The rows that split a model's tables of tokens and its output layers over one axis.
-* What a proposed schedule says of itself: what stays replicated, where transformers differs.
+`schedlang init` writes these schedules, and the planner uses their rows.  The file has rows for
+experts, sequences, vocabularies and bags, the rows of pipeline and data parallelism, and notes on
+what stays replicated and where transformers' own plan differs.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 
 RELAX = "batch_stats"
-PARTING = ("data", "sliced", "stages", "experts")  # axes whose ranks see other rows
-METHODS = ("ring", "gather")  # the first that is legal
+PARTING = ("data", "sliced", "stages", "experts")  # roles of axes that split the batch
+METHODS = ("ring", "gather")  # the first legal one is used
 
 
 def expert_rows(finder: Finder, *beside: Row) -> None:
-    """Add a row for each kind of module with experts; note those that stay whole.
+    """Add a row for each kind of module with experts; note the modules that stay replicated.
 
-    `beside` are rows that must stand with it, such as the one that splits the batch.
+    `beside` are rows that must accompany it, such as the row that splits the batch.
     """
     spread = call("expert_parallel", over=finder.axis)
     for name in experts_of(finder.trial.blocks):
@@ -74,25 +74,21 @@ def expert_rows(finder: Finder, *beside: Row) -> None:
 
 
 def experts_of(blocks: Blocks) -> dict[str, int]:
-    """Common names of modules with two or more weights per expert: how many experts each has."""
+    """Map common names of modules with two or more weights per expert to their numbers of
+    experts."""
     found = {}
     for name, group in blocks.named.items():
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
         deep = [shape for shape in shapes if len(shape) == 3]
-        counts = {shape[:1] for shape in shapes}  # () of one number, a temperature
-        if (
-            "*" in name
-            and len(deep) > 1
-            and len(counts) == 1
-            and (1,) not in counts
-            and counts != {()}
-        ):
+        counts = {shape[:1] for shape in shapes}  # () for a scalar, such as a temperature
+        if "*" in name and len(deep) > 1 and len(counts) == 1 and not counts & {(1,), ()}:
             found[name] = deep[0][0]
     return found
 
 
 def context_rows(finder: Finder) -> None:
-    """Add a row for each kind of attention, in the first way of exchanging keys that is legal."""
+    """Add a row for each kind of attention, with the first method of exchanging keys that is
+    legal."""
     fed, blocks = finder.trial.fed, finder.trial.blocks
     names = [
         parent
@@ -110,7 +106,7 @@ def context_rows(finder: Finder) -> None:
             refused = finder.trial.by_tokens(made, finder.axis, finder.ranks)
             if refused is None:
                 finder.rows += made
-            else:  # another way to exchange keys would not help: the model counts by itself
+            else:  # another method would not help: the model computes positions by itself
                 told = refused.diagnostic
                 finder.notes += [f"not sharded along the sequence: {told.title}", *told.notes]
             return
@@ -119,16 +115,16 @@ def context_rows(finder: Finder) -> None:
 
 
 def _parent(names: Sequence[str]) -> str:
-    """The module that holds all of these."""
+    """Return the module that contains all of these."""
     return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in names]))
 
 
-PADDED, LARGE = 128, 4096  # rows are padded to what kernels like where there are many
+PADDED, LARGE = 128, 4096  # pad to a multiple of 128, which kernels prefer, above 4096 rows
 
 
 def vocabulary_rows(finder: Finder) -> None:
-    """Add rows for tables and output layers; note those that stay whole."""
-    tables, heads = _found(finder)
+    """Add rows for embedding tables and output layers; note those that stay replicated."""
+    tables, heads = _tables_and_heads(finder)
     if not tables:
         return
     facts = finder.trial.blocks.facts
@@ -136,7 +132,7 @@ def vocabulary_rows(finder: Finder) -> None:
     rows = call("shard", "vocab", over=finder.axis)
     columns = call("shard", "col", output=R, over=finder.axis)
     table = [Row((n,), rows, "split by rows") for n in tables]
-    split = [Row((n,), rows, _loss(f"{n}.weight" in tied)) for n in heads]
+    split = [Row((n,), rows, _head_remark(f"{n}.weight" in tied)) for n in heads]
     gathered = [Row((n,), columns, "logits are gathered") for n in heads]
     pads, why = pads_of(finder, (*tables, *heads)), ""
     for tried, left in (
@@ -158,7 +154,7 @@ def vocabulary_rows(finder: Finder) -> None:
 
 
 def bag_rows(finder: Finder) -> None:
-    """Add rows for bags of embeddings, each by its rows, else by its columns; note the others."""
+    """Add rows for bags of embeddings, each split by rows, else by columns; note the others."""
     sites = finder.trial.blocks.facts.sites
     bags = [fqn for fqn in finder.trial.fed.uses if leaf_kind(sites[fqn]) == "EmbeddingBag"]
     order, known = list(sites), len(finder.rows)
@@ -180,12 +176,13 @@ def bag_rows(finder: Finder) -> None:
     finder.rows[known:] = sorted(added, key=lambda row: not row.changes(Facet.SHAPE))
 
 
-def _loss(tied: bool) -> str:
+def _head_remark(tied: bool) -> str:
     return "the same weight; logits stay split" if tied else "logits stay split"
 
 
-def _found(finder: Finder) -> tuple[list[str], list[str]]:
-    """The embeddings with the most rows outside of blocks, and layers of as many outputs."""
+def _tables_and_heads(finder: Finder) -> tuple[list[str], list[str]]:
+    """Return the embeddings with the most rows outside of blocks, and layers with as many
+    outputs."""
     blocks = finder.trial.blocks
     sites = blocks.facts.sites
     outside = [fqn for fqn in finder.trial.fed.uses if not blocks.inside(fqn)]
@@ -204,7 +201,7 @@ def _found(finder: Finder) -> tuple[list[str], list[str]]:
 
 
 def pads_of(finder: Finder, names: Sequence[str]) -> list[Row]:
-    """A row for each weight whose rows do not divide; tied ones once."""
+    """Return a padding row for each weight whose rows do not divide; tied weights once."""
     facts, ranks = finder.trial.blocks.facts, finder.ranks
     out: list[Row] = []
     seen: set[str] = set()
@@ -222,7 +219,7 @@ def pads_of(finder: Finder, names: Sequence[str]) -> list[Row]:
 
 
 def _needed(pads: Sequence[Row], rows: Sequence[Row], finder: Finder) -> list[Row]:
-    """The padding of weights that some of these rows split."""
+    """Return the padding rows of weights that some of these rows split."""
     facts = finder.trial.blocks.facts
 
     def weights(of: Sequence[Row]) -> set[str]:
@@ -232,7 +229,7 @@ def _needed(pads: Sequence[Row], rows: Sequence[Row], finder: Finder) -> list[Ro
 
 
 STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
-SMALL = 500  # a weight with less than the 500th part of all parameters is not worth a line
+SMALL = 500  # a weight with less than 1/500 of all parameters gets no note
 
 
 def headline(blocks: Blocks) -> str:
@@ -246,7 +243,7 @@ def headline(blocks: Blocks) -> str:
 
 
 def left_whole(plan: Plan, finder: Finder) -> Iterator[str]:
-    """Notes on large weights that no row splits or names, and of which nothing was noted yet."""
+    """Yield notes on large weights that no row splits or names, and that have no note yet."""
     blocks, axis = finder.trial.blocks, finder.axis
     total, known = blocks.facts.numel(""), {name for row in finder.rows for name in row.names}
     known |= finder.left
@@ -280,7 +277,7 @@ def _why(blocks: Blocks, owner: str, shape: tuple[int, ...], read: Mapping[str, 
 
 
 def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
-    """Note where transformers' own plan for the model splits otherwise."""
+    """Yield notes where transformers' own plan for the model splits otherwise."""
     theirs = getattr(blocks.facts.model, "tp_plan", None)
     found: dict[str, dict[str, None]] = {}
     for pattern, style in (theirs or {}).items() if isinstance(theirs, Mapping) else ():
@@ -298,7 +295,7 @@ def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
 
 
 def _ours(plan: Plan, blocks: Blocks, fqn: str, axis: str) -> str | None:
-    """The dim of the weight that is split, "" for none; None where it has no named dims."""
+    """Return the dim of the weight that is split, "" for none; None where it has no named dims."""
     site = blocks.facts.sites[fqn]
     dims = site.dims.get("weight", ())
     if not dims or "weight" not in site.parameters:
@@ -320,7 +317,7 @@ ROLES = {
     "cp": "tokens",
 }
 NONE = {"experts": "no experts were found", "tokens": "no attention over a sequence was found"}
-MORE = 2  # microbatches for each stage, where the batch has the rows
+MORE = 2  # microbatches for each stage, where the batch has enough rows
 
 
 @dataclass(frozen=True)
@@ -338,17 +335,18 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, mesh and batch to propose for; and the model with as few blocks as show all."""
+    """A model, mesh and batch to propose for; `trial` has the model with as few blocks as show all
+    kinds."""
 
     trial: Trial
     blocks: Blocks
     mesh: Mapping[str, int]
     batch: Mapping[str, Any]
-    relax: str = ""  # what the last step gives up
+    relax: str = ""  # word of `relax` for the last step
     adapters: Sequence[Row] = ()
 
     def axis(self, role: str) -> str | None:
-        """The axis of a role, if the mesh has one."""
+        """Return the axis of a role, if the mesh has one."""
         return next((name for name in self.mesh if ROLES[name] == role), None)
 
 
@@ -360,12 +358,13 @@ def propose(
     weight: Loss | None = None,
     adapters: Adapters | None = None,
 ) -> Proposed:
-    """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
+    """Propose a schedule for a model (on any device), a batch of a full step, and axes with their
+    sizes.
 
-    Who asks for several meshes gives the model's facts: they know what was found before.
+    For several meshes pass the model's facts: these cache what was found before.
 
-    Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
-    and whatever refuses the model or the batch itself.
+    Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over an
+    axis, and whatever refuses the model or the batch.
     """
     from schedlang.runtime.batch import rows_of
 
@@ -380,8 +379,8 @@ def propose(
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
     notes: list[str] = []
-    parted = any(mesh.get(asked.axis(role) or "", 1) > 1 for role in PARTING)
-    if parted and (norm := batch_norm(facts.model, traced)) is not None:
+    splits_batch = any(mesh.get(asked.axis(role) or "", 1) > 1 for role in PARTING)
+    if splits_batch and (norm := batch_norm(facts.model, traced)) is not None:
         notes.append("relaxed: `{}`, a `{}`, takes statistics of each part by itself".format(*norm))
         asked = replace(asked, relax=RELAX)
     if adapters is not None:
@@ -394,15 +393,16 @@ def propose(
     except Refusal as refusal:
         if refusal.diagnostic.code != "S668":
             raise
-        # as trainers of such models do: the statistics are those of a microbatch
+        # trainers of such models do the same: each microbatch has its own statistics
         notes.append("relaxed: the loss takes statistics of each microbatch by itself")
-        again = replace(asked, relax=RELAX)
-        file = _tried(asked.trial, lambda blocks: _file(again, blocks, rows, rest, notes), stages)
+        relaxed = replace(asked, relax=RELAX)
+        file = _tried(asked.trial, lambda blocks: _file(relaxed, blocks, rows, rest, notes), stages)
     return Proposed(file, tuple(notes))
 
 
 def _tried(trial: Trial, file: Callable[[Blocks], n.File], stages: int) -> n.File:
-    """The file for the whole model, planned; traced and cut with as few blocks as show all.
+    """Return the file for the full model, planned in full; the account uses as few blocks as show
+    all.
 
     Raises Refusal for what is refused.
     """
@@ -416,7 +416,7 @@ def _tried(trial: Trial, file: Callable[[Blocks], n.File], stages: int) -> n.Fil
 
 
 def check_mesh(mesh: Mapping[str, int]) -> None:
-    """Refuse axes whose names say nothing, and two of one role (S211)."""
+    """Refuse (S211) axes of unknown names, and two axes of one role."""
     legal = (
         "it knows `dp`, `data` and `fsdp`, which split the batch, `ep` (experts), `cp`"
         " (sequences), `pp` and `pipe` (stages), `tp` and `model` (tensors)"
@@ -436,7 +436,7 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
 
 
 def rows_by_role(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
-    """The rows of each role that splits tensors; an axis for which there are none is refused."""
+    """Return the rows of each role that splits tensors; refuses an axis without any."""
     found: dict[str, list[Row]] = {}
     for role in ("parts", "experts", "tokens"):
         axis = asked.axis(role)
@@ -456,7 +456,7 @@ def rows_by_role(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
             more = _remarks(finder) if role == "parts" else [NONE[role]] * (not said)
-            raise _idle(axis, [*said, *more])
+            raise _unused_axis(axis, [*said, *more])
         found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
         notes += said
         if role == "parts":
@@ -465,20 +465,20 @@ def rows_by_role(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
 
 
 def _first(blocks: Blocks, row: Row) -> bool:
-    """Return whether a row stands above all others: it is about a table, or its padding."""
+    """Return whether a row stands before all others: it is about a table, or its padding."""
     name = row.names[0]
     table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
     return row.changes(Facet.SHAPE) or (table and not blocks.inside(name))
 
 
-def _idle(axis: str, said: list[str]) -> Refusal:
+def _unused_axis(axis: str, said: list[str]) -> Refusal:
     title = f"nothing of this model can be split over `{axis}`"
     helps = (f"leave `{axis}` out of the mesh, or give its ranks to another axis: `{axis}=1`",)
     return Refusal.of("S212", title, notes=tuple(said[:8]), helps=helps)
 
 
 def _remarks(finder: Finder) -> list[str]:
-    """Note what else stays whole, and where transformers' own plan differs."""
+    """List what else stays replicated, and where transformers' own plan differs."""
     plan = finder.trial.plan(finder.rows, finder.axis, finder.ranks)
     return [*left_whole(plan, finder), *differences(plan, finder.trial.blocks, finder.axis)]
 
@@ -487,7 +487,7 @@ def _remarks(finder: Finder) -> list[str]:
 
 
 def _rest(asked: Asked) -> list[Row]:
-    """The rows of the pipeline and of data parallelism."""
+    """Return the rows of the pipeline and of data parallelism."""
     rows: list[Row] = []
     stages, sliced = asked.axis("stages"), asked.axis("sliced")
     data = [axis for axis in (asked.axis("data"), asked.axis("experts")) if axis is not None]
@@ -505,7 +505,7 @@ def _rest(asked: Asked) -> list[Row]:
 
 
 def _micro(asked: Asked, stages: int) -> int:
-    """Microbatches for the rows that a rank has."""
+    """Return the number of microbatches for the rows that a rank has."""
     from schedlang.runtime.batch import rows_of
 
     parts = 1
@@ -515,7 +515,8 @@ def _micro(asked: Asked, stages: int) -> int:
 
 
 def _cut(asked: Asked, axis: str, stages: int) -> Row:
-    """The row that cuts the lists of blocks: all outermost ones, else the largest alone."""
+    """Return the row that splits the lists of blocks: all outermost lists, else the largest
+    alone."""
     facts, lists = asked.blocks.facts, asked.blocks.lists
     outer = [name for name in lists if "*" not in name.split(".")]
     outer.sort(key=lambda name: list(facts.sites).index(name))
@@ -534,9 +535,9 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
 
 
 def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
-    """The row that cuts a model without lists of blocks between the modules that it calls.
+    """Return the row that splits a model without lists of blocks between the modules that it calls.
 
-    Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
+    Raises Refusal S212 where there are fewer modules than stages, or the split itself is refused.
     """
     from schedlang.runtime.tracing.units import startable
 
@@ -566,10 +567,10 @@ STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "co
 
 
 def steps_of(rows: Mapping[str, Sequence[Row]], blocks: Blocks) -> Iterator[n.Step]:
-    """A step for the rows of each role that has some, with its proof."""
+    """Yield a step for the rows of each role that has some, with its proof."""
     for role, name in STEPS.items():
         if rows.get(role):
-            # experts are legal only beside the row that splits the batch, which stands below
+            # rows of experts are legal only with the row that splits the batch, which comes later
             proof = None if role == "experts" else FORWARD
             yield step(name, statements(rows[role], blocks), proof)
 
@@ -577,7 +578,7 @@ def steps_of(rows: Mapping[str, Sequence[Row]], blocks: Blocks) -> Iterator[n.St
 def _file(
     asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
 ) -> n.File:
-    """The schedule with its comments."""
+    """Build the schedule with its comments."""
     steps: list[n.Step] = []
     if asked.adapters:
         steps.append(step("adapters", statements(asked.adapters, blocks), relax="model"))

@@ -1,8 +1,9 @@
-"""Settings of one schedule, or schedules for one model, priced and ranked: time under a limit.
+"""Settings of one schedule, or schedules for one model, priced and ranked: time under a memory
+limit.
 
-* What is tried: every setting of a schedule's knobs, or every mesh of so many ranks.
-* Each setting priced, and those that fit ranked.
-* What was tried, as a table: the quickest first, then what is too large, and what is refused.
+For `schedlang tune FILE` and elastic runs: enumerates the settings of a schedule's knobs, prices
+each by a simulated step, and shows them as a table: the quickest first, then what is too large, and
+what is refused.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.step_time import StepTime
 
 
-MOST = 1000  # settings
+MOST = 1000  # maximal number of settings
 
 
 def settings_of(
     tree: n.File, fixed: Mapping[str, Any], wanted: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Every setting of the knobs of a schedule that are not `fixed`.
+    """List every setting of the knobs of a schedule that are not `fixed`.
 
-    `wanted` names values of some; of the others all that their domains list are tried, of a long
-    interval its powers of two.  A knob whose domain lists nothing stays as it is.  Raises Refusal
-    S106 for a knob that there is not, S109 for more than can be tried.
+    `wanted` gives values of some knobs; of the others all values of their domains are tried, of a
+    long interval its powers of two.  A knob whose domain lists nothing keeps its default.  Raises
+    Refusal S106 for an unknown knob, S109 for more settings than can be tried.
     """
     knobs = expand(tree, None, Settings(fixed)).knobs
     for name in wanted:
@@ -59,7 +60,7 @@ def settings_of(
     menus = {
         name: wanted.get(name) or _values(knob) for name, knob in knobs.items() if name not in fixed
     }
-    _not_too_many(menus)
+    _check_count(menus)
     free = {name: values for name, values in menus.items() if values}
     return [dict(zip(free, chosen)) for chosen in product(*free.values())]
 
@@ -74,7 +75,7 @@ def _values(knob: Knob) -> list[Any]:
     return list(knob.options)
 
 
-def _not_too_many(menus: Mapping[str, Sequence[Any]]) -> None:
+def _check_count(menus: Mapping[str, Sequence[Any]]) -> None:
     count = math.prod(len(values) or 1 for values in menus.values())
     if count > MOST:
         sizes = ", ".join(f"{name} {len(values)}" for name, values in menus.items() if values)
@@ -93,7 +94,7 @@ def _not_too_many(menus: Mapping[str, Sequence[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: the model's facts, a batch of a whole step, and the cluster it runs on."""
+    """A training job: the model's facts, a batch of a full step, and the cluster it runs on."""
 
     facts: ModelFacts
     batch: Mapping[str, Any]
@@ -107,11 +108,11 @@ class Job:
 class Tried:
     """One setting: its price, or why it has none.
 
-    given  knobs as they are set; of a mesh that was proposed the axes
+    given  values of knobs; of a proposed mesh its axes
     mesh   sizes of all axes
-    peak   bytes of the fullest rank at its fullest moment; where the state alone is too much, that
-    time   None where the memory is too small already without activations
-    lacks  bytes of the rank of unlike ones that needs most beyond its own memory
+    peak   bytes of the fullest rank at its fullest moment; the state alone where that is too large
+    time   None where memory is too small already without activations
+    lacks  on unequal nodes: the most bytes that a rank needs beyond its own memory
     """
 
     given: Mapping[str, Any]
@@ -122,15 +123,16 @@ class Tried:
     lacks: int = 0
 
     def fits(self, memory: int) -> bool:
-        """Return whether the settings run within so many bytes."""
+        """Return whether the setting runs within so many bytes."""
         known = self.refusal is None and self.time is not None
         return known and self.peak <= memory and self.lacks <= 0
 
 
 def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Iterator[Tried]:
-    """Settings of a schedule's knobs, priced one after the other.
+    """Price the settings of a schedule's knobs, one after the other.
 
-    Raises Refusal only for what no setting changes: what refuses one setting is told of that.
+    Raises Refusal only for what no setting changes: the refusal of one setting is part of its
+    result.
     """
 
     def planned(given: Mapping[str, Any]) -> Plan:
@@ -143,7 +145,7 @@ def tune(job: Job, tree: n.File, settings: Iterable[Mapping[str, Any]]) -> Itera
 
 
 def ranked(found: Iterable[Tried], memory: int) -> list[Tried]:
-    """Return those that fit, the quickest first; of equal ones the one with the lower peak
+    """Return the settings that fit, the quickest first; of equally quick ones the lower peak
     first."""
     fits = [one for one in found if one.fits(memory)]
     return sorted(fits, key=lambda one: (one.time.seconds if one.time else 0.0, one.peak))
@@ -152,7 +154,7 @@ def ranked(found: Iterable[Tried], memory: int) -> list[Tried]:
 def _tried(
     job: Job, given: Mapping[str, Any], planned: Callable[[Mapping[str, Any]], Plan]
 ) -> Tried:
-    """One setting; refusals are its answer."""
+    """Price one setting; a refusal is its result."""
     try:
         plan = planned(given)
         mesh = dict(plan.mesh.sizes)
@@ -165,8 +167,8 @@ def _tried(
 
 
 def priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
-    """Price one choice of settings: its state alone first, since too large a state need not be
-    played."""
+    """Price one plan: its state first, because a plan with too large a state needs no simulated
+    step."""
     from schedlang.runtime.batch import sample_of
 
     plan = completed(plan, job.batch, job.loss)
@@ -180,7 +182,7 @@ def priced(job: Job, plan: Plan, given: Mapping[str, Any]) -> Tried:
         played = rehearse(plan, job.batch, job.loss, prepared, works=True)
     except Refusal:
         raise
-    except Exception as error:  # a model may ask for what only values tell
+    except Exception as error:  # a model may read values, which meta tensors do not have
         raise rejected(error) from error
     memories = held(plan, prepared, played)
     lacks = lacking(plan, prepared.staged, memories, job.cluster)
@@ -198,7 +200,8 @@ BOUND = (
 def text(
     job: Job, found: Sequence[Tried], top: int | None, title: str = "", width: int | None = None
 ) -> str:
-    """The table of those that fit, `top` of them; then what does not, in a line for each reason."""
+    """Format a table of the settings that fit, `top` of them; then a line for each reason of the
+    others."""
     memory = job.cluster.memory
     best = ranked(found, memory)
     below = [*_too_large(found, memory), *_refused(found), BOUND]
@@ -225,7 +228,7 @@ def to_json(job: Job, found: Sequence[Tried]) -> dict[str, Any]:
 
 
 def setting(given: Mapping[str, Any]) -> str:
-    """tp = 2, pp = 4"""
+    """Format the values of knobs: `tp = 2, pp = 4`."""
     return ", ".join(f"{name} = {_value(value)}" for name, value in given.items())
 
 
@@ -264,12 +267,12 @@ def _table(best: Sequence[Tried], width: int | None) -> Iterator[str]:
 
 
 def _cells(one: Tried, names: Sequence[str]) -> list[str]:
-    told = {**{axis: size for axis, size in one.mesh.items()}, **one.given}
+    values = {**{axis: size for axis, size in one.mesh.items()}, **one.given}
     assert one.time is not None
     time = one.time
     shares = (part / time.seconds for part in (time.computing, time.sending, time.idle))
     return [
-        *(_value(told.get(name, "-")) for name in names),
+        *(_value(values.get(name, "-")) for name in names),
         seconds(time.seconds),
         *(f"{share:.0%}" for share in shares),
         size(one.peak),
@@ -290,7 +293,7 @@ def _too_large(found: Sequence[Tried], memory: int) -> Iterator[str]:
 
 
 def _refused(found: Sequence[Tried]) -> Iterator[str]:
-    """A line for each code, with the first that was refused."""
+    """Yield a line for each code, with the first setting that was refused."""
     reasons: dict[str, list[Tried]] = {}
     for one in found:
         if one.refusal is not None:

@@ -1,1 +1,1 @@
-"""Rows that complete what a plan began: flows through the model, and rows tried on it."""
+"""Completion of `shard` rows: data flows between projections, and rows tried on the model."""

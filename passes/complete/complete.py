@@ -1,4 +1,8 @@
-"""The rows that complete a plan: what `shard` rows began, followed through the model's flows."""
+"""Complete a plan: add the `shard` rows that its `complete` rows stand for.
+
+From the projections that a row shards, data flows of the model lead to the projections that must
+be sharded with them.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +31,23 @@ Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """The rows that stand above, by the common names of their modules, and in which blocks."""
+class _StartedRows:
+    """The rows above `complete`, by common names of modules, and the blocks with these rows."""
 
     rows: Mapping[str, Row]
     places: frozenset[str]
     line: Label
 
     def of(self, flow: Flow) -> list[str]:
-        """The projections of a flow for which a row stands."""
+        """Return the projections of a flow that have a row."""
         return [name for name in (*flow.sources, *flow.sinks) if name in self.rows]
 
 
 def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = None) -> Plan:
-    """The plan with the rows that its `complete` rows stand for; the plan itself without such rows.
+    """Return the plan with the rows that its `complete` rows stand for.
 
-    Raises Refusal S426 where there are two ways, S427 where there is none, at the `complete` row;
-    S605 where there is no batch to follow the model with.
+    Raises Refusal at the `complete` row: S426 where rows can be completed in several ways, S427
+    where they cannot be completed, S605 without a batch, which the trace of the model needs.
     """
     for axis, row in [(one.axis, plan.origin(one)) for one in plan.completing]:
         assert row is not None
@@ -55,58 +59,61 @@ def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = N
                 helps=("define `batch(seed)` in the model file",),
             )
         if plan.mesh.size(axis) > 1:
-            plan = _completed(plan, axis, batch, loss, row)
+            plan = _complete_axis(plan, axis, batch, loss, row)
     return replace(plan, completing=())
 
 
-def _completed(
+def _complete_axis(
     plan: Plan, axis: str, batch: Mapping[str, Any], loss: Loss | None, row: Action
 ) -> Plan:
-    """The plan with the rows that are added, in the order of the flows."""
+    """Return the plan with the added rows of one axis, in the order of the flows."""
     blocks = blocks_of(plan.model)
     trial = Trial(plan.model, blocks, batch, loss)
     known = len(plan.actions)
-    for begun in _begun(plan, axis, blocks, row):
+    for started in _find_started(plan, axis, blocks, row):
         done = {fqn for action in plan.actions[known:] for fqn in action.sites}
-        plan = _continued(plan, axis, trial, begun, row, done)
+        plan = _complete_blocks(plan, axis, trial, started, row, done)
     more, place = plan.actions[known:], plan.actions.index(row) + 1
     actions = (*plan.actions[:place], *more, *plan.actions[place:known])
     return replace(plan, actions=actions)
 
 
-def _continued(
-    plan: Plan, axis: str, trial: Trial, begun: _Begun, row: Action, done: Collection[str]
+def _complete_blocks(
+    plan: Plan, axis: str, trial: Trial, started: _StartedRows, row: Action, done: Collection[str]
 ) -> Plan:
-    """The plan with the rows that are added to blocks that began alike, but for what is done."""
+    """Return the plan with the added rows of blocks that have equal rows above.
+
+    Modules in `done` have added rows already, and are skipped.
+    """
     blocks = trial.blocks
-    finder = Finder(trial, axis, plan.mesh.size(axis), _shapes(plan, blocks), [])
+    finder = Finder(trial, axis, plan.mesh.size(axis), _shape_rows(plan, blocks), [])
     for flow in flows(trial.fed.uses, trial.blocks):
-        if begun.of(flow):
-            _complete(finder, flow, begun)
-    _loose(finder, begun)
-    _tied(finder, begun)
-    own = (*begun.rows.values(), *_shapes(plan, blocks))
+        if started.of(flow):
+            _complete_flow(finder, flow, started)
+    _refuse_unpaired(finder, started)
+    _complete_rest(finder, started)
+    own = (*started.rows.values(), *_shape_rows(plan, blocks))
     added = [one for one in finder.rows if one not in own]
-    for action in _actions(plan, axis, blocks, added):
+    for action in _actions_of(plan, axis, blocks, added):
         places = ((fqn, blocks.around(fqn)) for fqn in action.sites)
-        sites = [fqn for fqn, place in places if not place or place in begun.places]
+        sites = [fqn for fqn, place in places if not place or place in started.places]
         sites = [fqn for fqn in sites if fqn not in done]
-        plan = _added(plan, action, sites, row) if sites else plan
+        plan = _add_row(plan, action, sites, row) if sites else plan
     return plan
 
 
-def _placing(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
-    """The rows that say how something lies along the axis."""
+def _placement_rows(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
+    """Yield the rows that set layouts along the axis, without the `complete` row."""
     for action in plan.rows_changing(Facet.PLACEMENT):
         shards = action.primitive.along == (axis,) and action.sites[0] in plan.boundaries
         if shards and action is not row:
             yield action
 
 
-def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
-    """List what is begun, apart for blocks of one list that began unlike; S425: nothing is."""
+def _find_started(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_StartedRows]:
+    """Return the rows above, grouped by blocks of a list with equal rows; S425 without rows."""
     found: dict[str, dict[str, Row]] = {}
-    for action in _placing(plan, axis, row):
+    for action in _placement_rows(plan, axis, row):
         for fqn in action.sites:
             name = blocks.common(fqn)
             one = Row((name,), lift.call_of(action.primitive))
@@ -124,21 +131,21 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
     outside = found.pop("", {})
     lists: dict[str, dict[tuple[Row, ...], list[str]]] = {}
     for place, rows in found.items():
-        alike = lists.setdefault(next(iter(rows)).rpartition("*")[0], {})
-        alike.setdefault(tuple(rows.values()), []).append(place)
-    ways = [list(alike.items()) for alike in lists.values()]
+        groups = lists.setdefault(next(iter(rows)).rpartition("*")[0], {})
+        groups.setdefault(tuple(rows.values()), []).append(place)
+    by_list = [list(groups.items()) for groups in lists.values()]
     return [
-        _Begun(
+        _StartedRows(
             outside | {one.names[0]: one for rows, _ in chosen for one in rows},
             frozenset(place for _, places in chosen for place in places),
             Label(row.span),
         )
-        for chosen in zip_longest(*ways, fillvalue=((), ()))
-    ] or [_Begun(outside, frozenset(), Label(row.span))]
+        for chosen in zip_longest(*by_list, fillvalue=((), ()))
+    ] or [_StartedRows(outside, frozenset(), Label(row.span))]
 
 
-def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
-    """The rows that change shapes (padding), which splits follow."""
+def _shape_rows(plan: Plan, blocks: Blocks) -> list[Row]:
+    """Return the rows that change shapes (padding), on which splits depend."""
     rows = [
         Row((blocks.common(fqn),), lift.call_of(action.primitive))
         for action in plan.rows_changing(Facet.SHAPE)
@@ -147,34 +154,37 @@ def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:
     return list(dict.fromkeys(rows))
 
 
-def _complete(finder: Finder, flow: Flow, begun: _Begun) -> None:
-    """Add what a flow lacks, in its one legal form."""
-    known = (begun.rows[name] for name in flow.sources if name in begun.rows)
+def _complete_flow(finder: Finder, flow: Flow, started: _StartedRows) -> None:
+    """Add the missing rows of a flow; refuse (S426, S427) unless exactly one form is legal."""
+    known = (started.rows[name] for name in flow.sources if name in started.rows)
     if any(one.argument("output") == n.Name(("R",)) for one in known):
-        finder.rows += [begun.rows[name] for name in begun.of(flow)]
-        return  # it is gathered behind its sources: nothing else follows
+        finder.rows += [started.rows[name] for name in started.of(flow)]
+        return  # outputs of its sources are gathered: no other row is needed
     legal: list[list[Row]] = []
-    said = ""
+    reason = ""
     for one in variants(flow):
-        if not set(begun.of(flow)) <= {*one.sources, *one.sinks}:
+        if not set(started.of(flow)) <= {*one.sources, *one.sinks}:
             continue
-        rows = [begun.rows.get(row.names[0], row) for row in split_rows(finder, one)]
+        rows = [started.rows.get(row.names[0], row) for row in split_rows(finder, one)]
         made = finder.mended(rows)
         if isinstance(made, str):
-            said = said or made
+            reason = reason or made
         elif made not in legal:
             legal.append(made)
     if not legal:
-        raise Refusal(_none(finder, flow, begun, said))
+        raise Refusal(_no_completion(finder, flow, started, reason))
     if len(legal) > 1:
-        raise Refusal(_several(flow, begun, legal))
+        raise Refusal(_several_completions(flow, started, legal))
     finder.rows += legal[0]
 
 
-def _loose(finder: Finder, begun: _Begun) -> None:
-    """Refuse a projection in the middle of a chain: sum behind it, or gather, is equally good."""
+def _refuse_unpaired(finder: Finder, started: _StartedRows) -> None:
+    """Refuse (S426) a row at a projection in the middle of a chain.
+
+    Its output may be reduced by the next projection or gathered; both are legal.
+    """
     blocks, uses = finder.trial.blocks, finder.trial.fed.uses
-    for name, row in begun.rows.items():
+    for name, row in started.rows.items():
         splits = row.changes(Facet.PLACEMENT) and row.style == "col"
         if row in finder.rows or not splits or row.argument("output") is not None:
             continue
@@ -186,63 +196,65 @@ def _loose(finder: Finder, begun: _Begun) -> None:
         gathered = [row.with_argument("output", R)]
         if readers and isinstance(finder.mended(rows), list):
             flow = Flow((name,), tuple(readers))
-            raise Refusal(_several(flow, begun, [rows[1:], gathered]))
+            raise Refusal(_several_completions(flow, started, [rows[1:], gathered]))
 
 
-def _tied(finder: Finder, begun: _Begun) -> None:
-    """Take the rows that begin no flow, and add those for the other names of split weights."""
-    made = finder.mended([row for row in begun.rows.values() if row not in finder.rows])
+def _complete_rest(finder: Finder, started: _StartedRows) -> None:
+    """Add the rows that start no flow, and rows for other names of split weights (S427)."""
+    made = finder.mended([row for row in started.rows.values() if row not in finder.rows])
     if isinstance(made, str):
         raise Refusal.of(
             "S427",
             f"the rows over `{finder.axis}` cannot be completed",
-            begun.line,
+            started.line,
             notes=(made,),
         )
     finder.rows += made
 
 
-def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
-    more = (row for row in split_rows(finder, flow) if row.names[0] not in begun.rows)
+def _no_completion(finder: Finder, flow: Flow, started: _StartedRows, reason: str) -> Diagnostic:
+    more = (row for row in split_rows(finder, flow) if row.names[0] not in started.rows)
     rows = "; ".join(f"`{row}`" for row in more)
-    gathered = [n for n in flow.sources if n in begun.rows]
+    gathered = [n for n in flow.sources if n in started.rows]
     helps = [
         f"gather its output: `{name} shard(col, output=R, over={finder.axis})`"
         for name in gathered[:2]
     ]
     return Diagnostic(
         "S427",
-        f"`{names_text(begun.of(flow))}` cannot be completed over `{finder.axis}`",
-        begun.line,
-        notes=(f"tried {rows}: {said}",),
+        f"`{names_text(started.of(flow))}` cannot be completed over `{finder.axis}`",
+        started.line,
+        notes=(f"tried {rows}: {reason}",),
         helps=tuple(helps),
     )
 
 
-def _several(flow: Flow, begun: _Begun, legal: Sequence[Sequence[Row]]) -> Diagnostic:
+def _several_completions(
+    flow: Flow, started: _StartedRows, legal: Sequence[Sequence[Row]]
+) -> Diagnostic:
     texts = [
-        "; ".join(f"`{row}`" for row in rows if row not in begun.rows.values()) for rows in legal
+        "; ".join(f"`{row}`" for row in rows if row not in started.rows.values()) for rows in legal
     ]
     return Diagnostic(
         "S426",
-        f"`{names_text(begun.of(flow))}` can be completed in {len(legal)} ways",
-        begun.line,
+        f"`{names_text(started.of(flow))}` can be completed in {len(legal)} ways",
+        started.line,
         helps=tuple(f"write one of them: {text}" for text in texts),
     )
 
 
-def _added(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Plan:
-    """The plan with one more row, at the line of the row that stands for it."""
+def _add_row(plan: Plan, action: Action, sites: Sequence[str], at: Action) -> Plan:
+    """Return the plan with one more row, at the line of the `complete` row `at`."""
     try:
         return plan.add(action.primitive, sites, step=at.step, span=at.span)
     except Refusal as refusal:
         raise refusal.at(at.span) from refusal
 
 
-def _actions(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iterator[Action]:
-    """The rows at all modules of the model, as actions of a plan of their own."""
+def _actions_of(plan: Plan, axis: str, blocks: Blocks, rows: Sequence[Row]) -> Iterator[Action]:
+    """Yield proposed rows, at all modules of their names, as actions of a separate plan."""
     if not rows:
         return
-    every = (*_shapes(plan, blocks), *rows)
+    every = (*_shape_rows(plan, blocks), *rows)
     made = planned(every, blocks.of(plan.model), {axis: plan.mesh.size(axis)}, "completed")
     yield from (action for action in made.actions if not action.changes(Facet.SHAPE))

@@ -1,6 +1,6 @@
-"""Rows of a proposal: tried on a model with as few blocks as show all, folded, and in steps.
+"""Proposed rows: written as steps of a schedule, and tried on a model with few blocks.
 
-* Rows tried on a model.
+Used by `complete`, by passes/autoshard (`init`) and by the planner.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def call(verb: str, *words: str, **named: object) -> n.Call:
-    """A call of these arguments, in this order; a text is a name."""
+    """Return the call of a primitive; arguments that are texts become names of the language."""
     return lift.call(verb, words, named)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One primitive at the modules of one or several common names; none: at the model itself."""
+    """A primitive at the modules of one or several common names; without names at the model."""
 
     names: tuple[str, ...]
     call: n.Call
@@ -52,31 +52,31 @@ class Row:
         return f"{', '.join(self.names)}  {printer.expr(self.call)}".strip()
 
     def at(self, *paths: n.Path) -> n.Rule | n.Do:
-        """The row as a schedule has it, at other paths; those without names are left out."""
+        """Return the row as a statement at other paths; paths without segments are left out."""
         return lift.row([path for path in paths if path.segs], self.call, self.comment)
 
     @property
     def statement(self) -> n.Rule | n.Do:
-        """The row as a schedule has it."""
+        """Return the row as a statement of a schedule."""
         return self.at(*map(path_of, self.names))
 
     def changes(self, facet: Facet) -> bool:
-        """Return whether its primitive writes a part of the plan."""
+        """Return whether the primitive changes a facet of the plan."""
         kind = find(self.call.name.text)
         return kind is not None and facet in kind.writes
 
     @property
     def style(self) -> str:
-        """The first argument, if it stands without a name: the style of a `shard`."""
+        """Return the first argument if it is positional: the style of a `shard`; else ""."""
         return next((one.text for one in self.call.args[:1] if isinstance(one, n.Name)), "")
 
     def argument(self, name: str) -> n.Expr | None:
-        """The value of an argument, if the call names it."""
+        """Return the value of a keyword argument, or None."""
         named = (one for one in self.call.args if isinstance(one, n.Keyword))
         return next((one.value for one in named if one.name == name), None)
 
     def with_argument(self, name: str, value: object) -> Row:
-        """The row with one more argument, before the axis; one that it has stays."""
+        """Return the row with one more argument, before `over`; an existing one does not change."""
         if self.argument(name) is not None:
             return self
         given = [*self.call.args]
@@ -87,13 +87,13 @@ class Row:
         return replace(self, call=replace(self.call, args=tuple(given)))
 
 
-Place = tuple[n.Path, n.Path, Row]  # the blocks where a row stands, and its path inside them
+Place = tuple[n.Path, n.Path, Row]  # path of the blocks of a row, and its path inside a block
 
 
 def statements(rows: Sequence[Row], blocks: Blocks) -> tuple[n.Stmt, ...]:
-    """Rows folded: one block for each list of blocks, one row for names that are done the same."""
+    """Return rows as statements: one `at` per list of blocks, one row per group of equal calls."""
     found: list[n.Stmt] = []
-    placed = _together(_placed(_folded(rows, blocks), blocks))
+    placed = _group_by_list(_place_rows(_fold_rows(rows, blocks), blocks))
     for head, several in groupby(placed, lambda place: place[0]):
         inner = tuple(row.at(tail) for _, tail, row in several)
         found += [n.At((head,), None, (), n.Block(inner))] if head.segs else inner
@@ -101,13 +101,13 @@ def statements(rows: Sequence[Row], blocks: Blocks) -> tuple[n.Stmt, ...]:
 
 
 def step(name: str, rows: Iterable[n.Stmt], proof: n.Call | None = None, relax: str = "") -> n.Step:
-    """A step of rows, and of the `verify` that proves them; it gives up what `relax` names."""
+    """Return a step of rows with a `verify` row (`proof`); it relaxes what `relax` names."""
     check = () if proof is None else (lift.row((), proof),)
     return n.Step(name, (relax,) * bool(relax), n.Block((*rows, *check)))
 
 
 def precision(dtype: str, proof: n.Call | None = None) -> n.Step:
-    """The step in which a whole model computes in a dtype, beside masters as they are stored."""
+    """Return the step that casts the full model to a dtype; stored parameters stay as masters."""
     cast = lift.row((), call("cast", dtype, params=True))
     return step("precision", [cast], proof, "dtype")
 
@@ -115,29 +115,29 @@ def precision(dtype: str, proof: n.Call | None = None) -> n.Step:
 def file_of(
     source: str, class_name: str, mesh: n.Mesh, steps: Iterable[n.Step], *remarks: str
 ) -> n.File:
-    """The schedule of some steps for models of a class; it stands in its own text.
+    """Return the schedule of some steps for models of a class, with spans in its printed text.
 
-    `source` names that text; `remarks` are the lines below all.
+    `source` is the name of the text; `remarks` are comment lines at its end.
     """
     file = n.File(lift.header(class_name), (mesh, *steps), remarks=remarks)
     return printer.standing(file, source)
 
 
-def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
-    """Each row with the blocks where it stands and its path inside them."""
+def _place_rows(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
+    """Yield each row with the path of its blocks and its path inside a block."""
     for row in rows:
         name = row.names[0] if row.names else ""
         for head in heads(name, blocks):
-            tail = _tail(row.names)
-            alone = sum(head in heads(r.names[0], blocks) for r in rows if r.names) == 1
-            if not head.segs or alone:
+            tail = _inner_path(row.names)
+            single = sum(head in heads(r.names[0], blocks) for r in rows if r.names) == 1
+            if not head.segs or single:
                 yield n.Path(()), n.Path((*head.segs, *tail.segs)), row
             else:
                 yield head, tail, row
 
 
-def _together(placed: Iterable[Place]) -> Iterator[Place]:
-    """The same rows; among consecutive rows in blocks, those of one list side by side."""
+def _group_by_list(placed: Iterable[Place]) -> Iterator[Place]:
+    """Yield the rows, sorted such that consecutive rows in blocks of one list are adjacent."""
     run: list[Place] = []
     for one in [*placed, None]:
         if one is not None and any("*" in name for name in one[2].names):
@@ -151,7 +151,7 @@ def _together(placed: Iterable[Place]) -> Iterator[Place]:
 
 
 def heads(name: str, blocks: Blocks) -> tuple[n.Path, ...]:
-    """The blocks in which modules of a common name stand; the empty path where it is in none."""
+    """Return the paths of the blocks with modules of a common name; the empty path for none."""
     root, star, _ = name.rpartition("*")
     if not star:
         return (n.Path(()),)
@@ -161,16 +161,16 @@ def heads(name: str, blocks: Blocks) -> tuple[n.Path, ...]:
         ".".join(fqn.split(".")[: depth + 1]) for fqn in blocks.named.get(name, ())
     )
     found = tuple(held)
-    if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
+    if len(found) == len(everyone):  # numbers other than blocks' stay: `up.1.blocks.*`
         own = path_of(root.rpartition("*")[2].strip("."), star)
-        outer = heads(root.rstrip("."), blocks)  # a list may stand in some of the outer blocks only
+        outer = heads(root.rstrip("."), blocks)  # a list may be in some outer blocks only
         return tuple(n.Path((*head.segs, *own.segs)) for head in outer)
     one = selector(found, everyone)
     return tuple(map(path_of, found)) if one is None else (one,)
 
 
-def _tail(names: Sequence[str]) -> n.Path:
-    """The path of one or several common names below their blocks."""
+def _inner_path(names: Sequence[str]) -> n.Path:
+    """Return the path of one or several common names inside their blocks."""
     below = [name.rpartition("*")[2].lstrip(".") for name in names]
     if len(below) <= 1:
         return path_of(*below)
@@ -184,7 +184,7 @@ def _tail(names: Sequence[str]) -> n.Path:
 
 
 def braces(names: Sequence[str]) -> str:
-    """`{q,k,v}_proj`: what names have in common at a `_` stands once."""
+    """Return names as one segment: `{q,k,v}_proj`, with common parts at `_` written once."""
     front = os.path.commonprefix(list(names))
     front = front[: front.rfind("_") + 1]
     back = os.path.commonprefix([name[len(front) :][::-1] for name in names])[::-1]
@@ -194,7 +194,7 @@ def braces(names: Sequence[str]) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Common names in few words: those of one parent in braces."""
+    """Return common names as short text: names of one parent in braces."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -207,13 +207,13 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def wrapped(text: str, width: int = 88) -> list[str]:
-    """The lines of a comment."""
+    """Return a text as lines of a comment."""
     lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
     return [f"#{'  ' if number else ''} {line}" for number, line in enumerate(lines)]
 
 
-def _folded(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
-    """Rows of one parent and one call that follow each other, in the same blocks, as one row."""
+def _fold_rows(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
+    """Return rows in which consecutive rows of one parent, call and blocks are merged."""
     out: list[Row] = []
     before: object = None
     for row in rows:
@@ -230,8 +230,8 @@ def _folded(rows: Sequence[Row], blocks: Blocks) -> list[Row]:
 
 
 Loss = Callable[..., Any]
-ROWS = 8  # of the batch are enough to see what is legal
-NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more is not followed
+ROWS = 8  # rows of the batch that suffice to check legality
+NUMBERS = 1 << 17  # elements of each integer tensor: values of larger tensors are not traced
 
 
 def planned(
@@ -241,23 +241,24 @@ def planned(
     step: str = "trial",
     *relax: str,
 ) -> Plan:
-    """The plan of rows on a mesh, at all modules of their names, in a step that gives up `relax`.
+    """Return the plan of rows on a mesh, at all modules of their names, in one step.
 
-    Each stands at a line of its own of what a refusal shows.  Raises Refusal where one is refused.
+    The step relaxes `relax`. In refusals each row has its own line. Raises Refusal for an illegal
+    row.
     """
     source = Source(step, "\n".join(map(str, rows)))
     calls: list[tuple[n.Call, Sequence[str]]] = []
     for line, (row, text) in enumerate(zip(rows, source.lines), 1):
         made = n.placed(row.call, Span(source, line, 1, line, len(text) + 1))
         sites = [fqn for name in row.names for fqn in blocks.sites(name)]
-        calls.append((made, tuple(dict.fromkeys(sites))))  # together: one row cuts several lists
+        calls.append((made, tuple(dict.fromkeys(sites))))  # in one call: one row cuts several lists
     return of_calls(calls, blocks.facts, Mesh(tuple(mesh.items())), step, relax)
 
 
 class Trial:
-    """One model and one batch on which rows are tried; nothing of the model itself is changed.
+    """A model and a batch on which rows are tried, without changing the model.
 
-    `beside` are axes of the mesh along which rows that stand already split.
+    `beside` are further axes of the mesh, used by rows that exist already.
     """
 
     beside: Mapping[str, int] = {}
@@ -281,14 +282,14 @@ class Trial:
     # -- the model with fewer blocks ---------------------------------------------------------------
 
     @cached_property
-    def _followed(self) -> tuple[Blocks, Fed]:
-        """The blocks of the shortest model that runs, and what its projections read."""
+    def _traced_blocks(self) -> tuple[Blocks, Fed]:
+        """Return the blocks of the shortest model that runs, and the feeds of its projections."""
         try:
             short = self.shorter(1)
             return short, self._uses(short)
         except Exception as error:
-            # a model may count its layers by itself, and no longer run with fewer: then it is
-            # followed whole, and what fails there too is told below, with this as its cause
+            # a model with its own count of layers may not run with fewer: then the full model is
+            # traced, and its errors are raised below with this error as cause
             fewer = error
         try:
             return self.all, self._uses(self.all)
@@ -300,16 +301,16 @@ class Trial:
 
     @property
     def blocks(self) -> Blocks:
-        """The model that rows are tried on."""
-        return self._followed[0]
+        """Return the blocks of the model on which rows are tried."""
+        return self._traced_blocks[0]
 
     @property
     def fed(self) -> Fed:
-        """The feeds of that model: what each projection reads."""
-        return self._followed[1]
+        """Return the feeds of that model: what each projection reads."""
+        return self._traced_blocks[1]
 
     def shorter(self, stages: int) -> Blocks:
-        """The model with as few blocks as stages need, whether or not it runs with so few."""
+        """Return the model with the fewest blocks for some stages; it may not run."""
         known: Any = self.facts.cache.setdefault("shorter", {})
         if stages not in known:
             known[stages] = self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
@@ -331,46 +332,45 @@ class Trial:
 
     @cached_property
     def sample(self) -> Mapping[str, Any]:
-        """A few rows of the batch: with all of them a mask may be too large to be followed."""
+        """Return a few rows of the batch: with all rows a mask may be too large for the trace."""
         from schedlang.runtime.batch import named_tensors, rows_of, split
 
         rows = rows_of(self.batch)
         whole = [t for t in named_tensors(self.batch).values() if not t.is_floating_point()]
         longest = max((tensor.numel() // rows for tensor in whole), default=0)
-        few = max(2, min(ROWS, NUMBERS // max(1, longest)))  # one row is not told from none
+        few = max(2, min(ROWS, NUMBERS // max(1, longest)))  # a dim of size 1 is ambiguous
         return split(self.batch, max(1, rows // few), 1)[0][0].inputs
 
     @property
     def shortened(self) -> bool:
-        """Whether the model runs with fewer blocks."""
+        """Return whether the model runs with fewer blocks."""
         return self.blocks is not self.all
 
     # -- trials ------------------------------------------------------------------------------------
 
     def on(self, beside: Mapping[str, int]) -> Trial:
-        """The same on a mesh of more axes."""
+        """Return the trial on a mesh with further axes."""
         found = copy(self)
         found.beside = beside
         return found
 
     def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
-        """Return the refusal of rows, and the number of the row to blame (-1: none); None: they are
-        legal."""
+        """Return the refusal of rows and the index of the blamed row (-1: none); None if legal."""
         try:
             propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
         except Refusal as refusal:
             return refusal, refusal.diagnostic.primary.span.line - 1
-        except Exception as error:  # what fails on the way is no proposal either
-            said = f"{type(error).__name__}: {error}".split("\n")[0]
-            return Refusal.of("S405", said), -1
+        except Exception as error:  # rows whose trace fails are not proposed either
+            title = f"{type(error).__name__}: {error}".split("\n")[0]
+            return Refusal.of("S405", title), -1
         return None
 
     def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
-        """The plan of rows on a mesh; raises Refusal where one is refused."""
+        """Return the plan of rows on a mesh; raise Refusal for an illegal row."""
         return planned(rows, self.blocks, {**self.beside, axis: ranks})
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
-        """Return the refusal of cutting the model into stages by a row; None if it can be cut."""
+        """Return the refusal of a row that splits the model into stages; None if it is legal."""
         for blocks in (self.shorter(stages), self.all):
             try:
                 plan = planned([row], blocks, {axis: stages})
@@ -381,13 +381,12 @@ class Trial:
             except Refusal as error:
                 refusal = error
             except Exception as error:
-                said = f"{type(error).__name__}: {error}".split("\n")[0]
-                refusal = Refusal.of("S612", said)
+                title = f"{type(error).__name__}: {error}".split("\n")[0]
+                refusal = Refusal.of("S612", title)
         return refusal
 
     def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
-        """Return the refusal of running on some of the tokens; None if it runs, or has no
-        values."""
+        """Return the refusal of rows that split sequences; None if legal or without values."""
         try:
             plan = planned(rows, self.all, {axis: ranks})
             traced = propagate(plan, self.sample, self.loss)

@@ -1,7 +1,8 @@
-"""The rows that split a stream between blocks along its sequence, over the axis of its tensors.
+"""Rows of sequence parallelism, over the axis of tensor parallelism.
 
-Norms and what stands beside them run on some of the tokens, sums become a scatter, and projections
-gather: Korthikanti et al., Reducing activation recomputation in large transformer models (2022).
+Activations between blocks are split along the sequence: norms run on a shard of the tokens,
+all-reduces become reduce-scatters, and projections gather their inputs. Korthikanti et al.,
+Reducing activation recomputation in large transformer models (2022).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ SEQUENCE = S("seq")
 
 
 def sequence_rows(trial: Trial, rows: Sequence[Row], axis: str, ranks: int) -> list[Row]:
-    """The rows of tensors with those that split the stream as well.
+    """Return the rows of tensor parallelism, extended by those of sequence parallelism.
 
-    Raises Refusal S212 where no form of them is legal.
+    Raises Refusal S212 where no form of these rows is legal.
     """
     why = "no block sums what its ranks have in parts"
     summed = [row for row in rows if row.style == "row" and trial.blocks.inside(row.names[0])]
     for norms in _norms(trial.blocks, rows) if summed else ():
-        made = _split(trial.blocks, rows, norms, axis)
+        made = _with_norms(trial.blocks, rows, norms, axis)
         found = trial.refusal(made, axis, ranks)
         if found is None:
             return made
@@ -34,22 +35,24 @@ def sequence_rows(trial: Trial, rows: Sequence[Row], axis: str, ranks: int) -> l
 
 
 def _norms(blocks: Blocks, rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Common names of modules in blocks that have vectors alone: those that stand beside what is
-    split; then all."""
+    """Yield common names of modules inside blocks whose parameters are all vectors.
+
+    Yields first those that are not siblings of split projections, then all.
+    """
     split = {name for row in rows for name in row.names}
-    apart = {name.rpartition(".")[0] for name in split}
+    parents = {name.rpartition(".")[0] for name in split}
     found = []
     for name, group in blocks.named.items():
         shapes = [len(fact.shape) for fact in blocks.facts.sites[group[0]].parameters.values()]
         if blocks.inside(name) and name not in split and shapes and max(shapes) == 1:
             found.append(name)
-    direct = [name for name in found if name.rpartition(".")[0] not in apart]
+    direct = [name for name in found if name.rpartition(".")[0] not in parents]
     yield direct
     if direct != found:
         yield found
 
 
-def _split(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str) -> list[Row]:
+def _with_norms(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str) -> list[Row]:
     parts = call("shard", input=SEQUENCE, output=SEQUENCE, over=axis)
     enter = call("shard", input=SEQUENCE, over=axis)
     leave = call("shard", input=SEQUENCE, output=R, over=axis)
@@ -61,7 +64,7 @@ def _split(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str)
     ]
     above = [row for row in made if not blocks.inside(row.names[0])]
     below = [row for row in made if blocks.inside(row.names[0])]
-    for trunk, after in _ends(blocks):
+    for trunk, after in _list_ends(blocks):
         first = blocks.facts.children(trunk)[0]
         above.append(Row((f"{trunk}.{first}",), enter, "masks and positions are made of the whole"))
         if after:
@@ -69,8 +72,8 @@ def _split(blocks: Blocks, rows: Sequence[Row], norms: Sequence[str], axis: str)
     return [*above, *(Row((name,), parts, "some tokens") for name in norms), *below]
 
 
-def _ends(blocks: Blocks) -> Iterator[tuple[str, str]]:
-    """Each outermost list of blocks, and the first norm that stands behind it in the model."""
+def _list_ends(blocks: Blocks) -> Iterator[tuple[str, str]]:
+    """Yield each outermost list of blocks, and the first norm after the list ("" without one)."""
     sites = list(blocks.facts.sites)
     for trunk in sorted(blocks.lists, key=lambda name: sites.index(name) if name in sites else 0):
         if "*" in trunk.split("."):

@@ -1,6 +1,7 @@
-"""The rows that split a model's projections over one axis: each flow in the first legal form.
+"""Rows of tensor parallelism: projections of a model, split over one axis.
 
-* Pairs of projections that can be split together: outputs of the first feed only the second.
+A flow is a set of projections that can be split together: the outputs of the sources are split, and
+are inputs of the sinks, which reduce. Each flow gets the first form of rows that is legal.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flow:
-    """Projections whose outputs are split, and those that sum over what is split.
+    """Projections that are split together: sources by outputs, sinks by inputs.
 
-    Names are common to all blocks.  `mixed`: tokens are mixed in between, as in attention.
-    `impure` are sources whose outputs also go elsewhere, to the projections `others`.
+    Names are common to all blocks. `mixed`: tokens are mixed between sources and sinks, as in
+    attention. `impure` are sources whose outputs are also read by the projections `others`.
     """
 
     sources: tuple[str, ...]
@@ -38,20 +39,20 @@ class Flow:
 
     @property
     def names(self) -> frozenset[str]:
-        """All of its projections."""
+        """Return the names of all projections."""
         return frozenset((*self.sources, *self.sinks))
 
 
 def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
-    """The flows of a model, in the order of their first calls.
+    """Return the flows of a model, in the order of their first calls.
 
-    A projection that reads only other projections' outputs, nothing of the residual stream, is
-    where a flow ends; later ones choose first, so that a chain pairs from its end.
+    A sink is a projection that reads only outputs of other projections, and not the residual
+    stream. Later projections choose their sources first, so that a chain is paired from its end.
     """
     groups: list[_Group] = []
     roles: dict[str, str] = {}
     for fqn, use in sorted(uses.items(), key=lambda item: -item[1].order):
-        reads = _sources(fqn, use, uses, blocks)
+        reads = _sources_of(fqn, use, uses, blocks)
         if not reads or roles.get(fqn) == "source" or not splits(blocks.facts, fqn):
             continue
         reads = {name for name in reads if roles.get(name) != "sink"}
@@ -60,7 +61,7 @@ def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
         roles[fqn] = "sink"
         roles.update(dict.fromkeys(reads, "source"))
         groups.append(_Group(reads, {fqn}, "@" in use.reads))
-    return _common(groups, uses, blocks)
+    return _merge_groups(groups, uses, blocks)
 
 
 @dataclass
@@ -70,8 +71,8 @@ class _Group:
     mixed: bool
 
 
-def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set[str]:
-    """List what a projection reads, if it is nothing but other projections of blocks."""
+def _sources_of(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set[str]:
+    """Return the projections that a projection reads; empty if it also reads anything else."""
     from schedlang.runtime.propagation.feeds import MIXED, STREAM
 
     everywhere = not blocks.lists
@@ -82,8 +83,10 @@ def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set
     return found if all(everywhere or blocks.inside(name) for name in found) else set()
 
 
-def _common(groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
-    """Groups under names common to all blocks; those that share one are one."""
+def _merge_groups(
+    groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks
+) -> tuple[Flow, ...]:
+    """Return flows with names common to all blocks; groups that share a name are merged."""
     made: list[_Group] = []
     for group in reversed(groups):
         mine = _Group(
@@ -103,11 +106,11 @@ def _common(groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks) -> tu
         order.setdefault(blocks.common(fqn), use.order)
         for name in use.reads:
             readers.setdefault(blocks.common(name), set()).add(blocks.common(fqn))
-    found = [_flow(group, order, readers) for group in made]
+    found = [_flow_of(group, order, readers) for group in made]
     return tuple(sorted(found, key=lambda flow: min(order[name] for name in flow.names)))
 
 
-def _flow(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str]]) -> Flow:
+def _flow_of(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str]]) -> Flow:
     sources = sorted(group.sources - group.sinks, key=order.__getitem__)
     sinks = tuple(sorted(group.sinks, key=order.__getitem__))
     also = {name: readers.get(name, set()) - set(sinks) for name in sources}
@@ -117,69 +120,69 @@ def _flow(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str
 
 
 def variants(flow: Flow) -> tuple[Flow, ...]:
-    """The flow, with all that reads its outputs, and without the sources that others read too."""
+    """Return the flow, the flow with `others` as sinks, and the flow without impure sources."""
     if not flow.impure:
         return (flow,)
     wide = replace(flow, sinks=(*flow.sinks, *flow.others), impure=frozenset(), others=())
     pure = tuple(name for name in flow.sources if name not in flow.impure)
-    alone = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
-    return (flow, wide, *alone)
+    narrow = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
+    return (flow, wide, *narrow)
 
 
-ASKED = ("blocks", "heads", "uneven")  # the arguments that a refusal asks for, as its facts
+ASKED = ("blocks", "heads", "uneven")  # arguments that refusals offer in their facts
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
 
 @dataclass
 class Finder:
-    """The rows found so far, and how more are tried beside them."""
+    """The rows found so far; further rows are tried together with these."""
 
     trial: Trial
     axis: str
     ranks: int
     rows: list[Row]
     notes: list[str]
-    left: set[str] = field(default_factory=set)  # names of which is noted why they stay whole
-    blamed: int = -1  # the place of the row that the last refusal was about; -1: of none
+    left: set[str] = field(default_factory=set)  # names with a note why they stay replicated
+    blamed: int = -1  # index of the row that the last refusal names; -1: none
 
     def mended(self, rows: Sequence[Row]) -> list[Row] | str:
-        """The rows with what their refusals ask for, if they are legal then; else why not."""
-        rows, said, counted = list(rows), "", ""
+        """Return rows, repaired by the remedies of their refusals, or the reason why not legal."""
+        rows, reason, counted = list(rows), "", ""
         for _ in range(MOST):
             found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
             if found is None:
                 return rows
             refusal, place = found
-            said = _said(refusal)
+            reason = _reason(refusal)
             place -= len(self.rows)
             self.blamed = place if 0 <= place < len(rows) else -1
-            more = self._shared(refusal)
+            more = self._missing_row(refusal)
             if more is not None and more not in rows:
                 rows.append(more)
                 continue
-            better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
+            better = self._with_remedies(rows, place, refusal) if 0 <= place < len(rows) else rows
             if better == rows:
                 break
             if any(row.argument("heads") for row in better) and not counted:
-                counted = said  # what is refused next is refused of heads that nobody wrote
+                counted = reason  # the next refusal is about heads that the user did not write
             rows = better
-        return counted or said
+        return counted or reason
 
-    def _better(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
-        """The rows with the arguments that a refusal asks for at one; heads concern all of them."""
-        asked = {name: found for name in ASKED if (found := refusal.diagnostic.fact(name))}
-        if "heads" in asked:
-            size = self._width(rows[place]) // _beside(rows[place]) // int(asked["heads"])
+    def _with_remedies(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
+        """Return rows with the arguments that a refusal offers for one; heads change all rows."""
+        offers = {name: found for name in ASKED if (found := refusal.diagnostic.fact(name))}
+        if "heads" in offers:
+            size = self._width(rows[place]) // _count_blocks(rows[place]) // int(offers["heads"])
             return [self.uneven(row, size) for row in rows] if size else rows
         better = rows[place]
-        for name, value in asked.items():
-            better = better.with_argument(name, _valued(value))
+        for name, value in offers.items():
+            better = better.with_argument(name, _value_of(value))
         return [*rows[:place], better, *rows[place + 1 :]]
 
     def uneven(self, row: Row, size: int) -> Row:
-        """A row with its number of heads of a size, if the ranks do not divide it."""
-        blocks = _beside(row)
+        """Return a row with `heads` and `uneven`, if ranks do not divide its heads of `size`."""
+        blocks = _count_blocks(row)
         heads, rest = divmod(self._width(row), size * blocks)
         if rest or heads % self.ranks == 0 or isinstance(row.argument("blocks"), n.List):
             return row
@@ -188,15 +191,18 @@ class Finder:
         return row.with_argument("uneven", "replicate" if shared else "pad")
 
     def _width(self, row: Row) -> int:
-        """The size of the dim that a row splits: of outputs, or of what is summed over."""
+        """Return the size of the dim that a row splits: outputs, or inputs for the style `row`."""
         blocks = self.trial.blocks
         site = blocks.facts.sites[blocks.named[row.names[0]][0]]
         dims = site.dims.get("weight", ())
         dim = "in" if row.style == "row" else "out"
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
-    def _shared(self, refusal: Refusal) -> Row | None:
-        """The row for a module that shares a weight which is split, or has one that meets it."""
+    def _missing_row(self, refusal: Refusal) -> Row | None:
+        """Return the row for another module that a refusal names, or None.
+
+        The module shares a split weight, or its parameter is combined with a split tensor.
+        """
         module, splits = map(refusal.diagnostic.fact, ("module", "splits"))
         if module is not None and splits is not None:
             dims = (one.split("=") for one in splits.split(", "))
@@ -214,55 +220,55 @@ class Finder:
         return Row((blocks.common(owner),), made, "the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
-        """Note what stays replicated, and why."""
+        """Note modules that stay replicated, and the reason."""
         self.left.update(names)
         self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 
 def tensor_rows(finder: Finder) -> None:
-    """Add the rows of every flow that is legal beside those before it; note the others."""
+    """Add the rows of each flow that is legal with the rows before; note the other flows."""
     taken: set[str] = set()
     for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
         if flow.names & taken:
-            continue  # what reads the same as a sink of a flow before it has become one, too
-        why = _why_not(finder, flow)
+            continue  # it reads the sources of an earlier flow, and became a sink of that flow
+        why = _try_flow(finder, flow)
         if why:
             finder.whole((*flow.sources, *flow.sinks), why)
         taken |= {name for row in finder.rows for name in row.names} & {*flow.others}
 
 
-def _why_not(finder: Finder, flow: Flow) -> str:
-    """Add a flow in its first legal form; else say why none is."""
-    said = ""
+def _try_flow(finder: Finder, flow: Flow) -> str:
+    """Add the rows of a flow in its first legal form and return ""; else return the reason."""
+    reason = ""
     for rows in _forms(finder, flow):
         made = finder.mended(rows)
         if isinstance(made, list):
             finder.rows += made
             return ""
-        said = made
+        reason = made
     convolves = any(not _kind(finder, name) for name in flow.sources)
-    for one in () if convolves else variants(flow):  # whole pictures are too much to be gathered
-        made = finder.mended(_gathered(finder, one))
+    for one in () if convolves else variants(flow):  # full images are too large to be gathered
+        made = finder.mended(_gathering_rows(finder, one))
         if isinstance(made, list):
             finder.rows += made
-            finder.notes.append(f"gathered: {names_text(one.sources)}: {said}")
+            finder.notes.append(f"gathered: {names_text(one.sources)}: {reason}")
             return ""
-    return said
+    return reason
 
 
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
-    """The rows of a flow with the parts that the model takes out of outputs, and without.
+    """Yield forms of a flow's rows: with blocks that the model splits outputs into, and without.
 
-    Where a view takes outputs apart twice, what it counts first lies side by side (q, k and v), or
-    counts heads: both are tried.
+    Where a view splits outputs twice, the first number may count blocks side by side (q, k and v)
+    or heads: both are tried.
     """
     for one in variants(flow):
         plain = split_rows(finder, one)
-        sizes = {_heads(finder, name) for name in one.sources}
+        sizes = {_head_size(finder, name) for name in one.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
             plain = [finder.uneven(row, size) for row in plain]
-        packed = [_packed(finder, row) for row in plain]
-        viewed = [_viewed(finder, row) for row in plain]
+        packed = [_with_part_sizes(finder, row) for row in plain]
+        viewed = [_with_view_blocks(finder, row) for row in plain]
         for form in (packed, viewed):
             if form != plain:
                 yield form
@@ -270,22 +276,22 @@ def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
 
 
 def split_rows(finder: Finder, flow: Flow) -> list[Row]:
-    """The rows of a flow: its sources split by outputs, its sinks by inputs."""
-    said = "split by heads" if flow.mixed else "split by width"
+    """Return the rows of a flow: its sources split by outputs, its sinks by inputs."""
+    comment = "split by heads" if flow.mixed else "split by width"
     rows = []
     if not flow.mixed and not all(_kind(finder, name) for name in flow.sources):
-        said = "split by channels"
+        comment = "split by channels"
     for name in flow.sources:
         if _kind(finder, name) in TABLES:
             split = call("shard", weight=S("hidden"), over=finder.axis)
         else:
             split = call("shard", "col", over=finder.axis)
-        rows.append(Row((name,), split, said))
+        rows.append(Row((name,), split, comment))
     summed = call("shard", "row", over=finder.axis)
     return [*rows, *(Row((name,), summed, "parts are summed") for name in flow.sinks)]
 
 
-def _gathered(finder: Finder, flow: Flow) -> list[Row]:
+def _gathering_rows(finder: Finder, flow: Flow) -> list[Row]:
     gathered = call("shard", "col", output=R, over=finder.axis)
     summed = call("shard", "row", over=finder.axis)
     tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
@@ -299,8 +305,8 @@ def _gathered(finder: Finder, flow: Flow) -> list[Row]:
     ]
 
 
-def _packed(finder: Finder, row: Row) -> Row:
-    """A row with the sizes of the parts that are taken out of its modules' outputs."""
+def _with_part_sizes(finder: Finder, row: Row) -> Row:
+    """Return a row with `blocks`: the sizes of the parts into which the model splits outputs."""
     blocks = finder.trial.blocks
     first = blocks.named[row.names[0]][0]
     parts = finder.trial.fed.parts.get(first, [])
@@ -310,27 +316,27 @@ def _packed(finder: Finder, row: Row) -> Row:
     return row.with_argument("blocks", parts if len(set(parts)) > 1 else len(parts))
 
 
-def _beside(row: Row) -> int:
-    """Return the number of equal blocks, each with heads of its own, in what a row splits."""
+def _count_blocks(row: Row) -> int:
+    """Return the number of equal blocks in the dim that a row splits; each block has its heads."""
     blocks = row.argument("blocks")
     return int(blocks.text) if isinstance(blocks, n.Lit) else 1
 
 
-def _viewed(finder: Finder, row: Row) -> Row:
-    """A row with as many blocks as a view first takes its modules' outputs apart into."""
+def _with_view_blocks(finder: Finder, row: Row) -> Row:
+    """Return a row with `blocks`: the first number into which a view splits outputs."""
     first = finder.trial.blocks.named[row.names[0]][0]
     count = finder.trial.fed.packed.get(first, 0)
     splits = row.style == "col" and count > 1
     return row.with_argument("blocks", count) if splits else row
 
 
-def _heads(finder: Finder, name: str) -> int:
-    """The size of the heads into which a projection's outputs are taken apart, or 0."""
+def _head_size(finder: Finder, name: str) -> int:
+    """Return the size of the heads into which a projection's outputs are split, or 0."""
     return finder.trial.fed.heads.get(finder.trial.blocks.named[name][0], 0)
 
 
 def outputs_of(site: object) -> int:
-    """The outputs of a projection."""
+    """Return the number of outputs of a projection."""
     assert isinstance(site, Site)
     return site.parameters["weight"].shape[site.dims["weight"].index("out")]
 
@@ -340,11 +346,11 @@ def _kind(finder: Finder, name: str) -> str:
     return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
 
 
-def _valued(fact: str) -> object:
-    """The value that a fact gives an argument: a number, a list of numbers, or a word."""
+def _value_of(fact: str) -> object:
+    """Return the value of an argument in a fact: a number, a list of numbers, or a word."""
     return json.loads(fact) if fact[:1] in "[0123456789" else fact
 
 
-def _said(refusal: Refusal) -> str:
-    """Return the title of a refusal, with the line of the model where that is known."""
+def _reason(refusal: Refusal) -> str:
+    """Return the title of a refusal, with the line of the model if known."""
     return refusal.diagnostic.title[:SAID] + (refusal.diagnostic.fact("line") or "")

@@ -1,1 +1,1 @@
-"""Statements of a schedule executed: from syntax to a plan of rows."""
+"""Execution of a schedule's statements: from the syntax tree to a plan of rows."""

@@ -1,6 +1,7 @@
-"""Bases: a used file with steps or rows is spliced in; `override` and `drop` change its steps.
+"""Base schedules: the items of a used file replace its `use`; `override` and `drop` change steps.
 
-* What a schedule may grow to while it is executed: rows, calls inside calls, used files.
+This file also holds the limits of a schedule while it is executed: rows, nesting of calls and
+blocks, and bytes of used files (S116).
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from schedlang.language.syntax import parse, read
 ALONE = "remove one of these `use` lines"
 ROWS = 20_000  # definitions that call definitions double them: 25 lines are 30 million rows
 DEEPEST = 100  # blocks and calls inside one another
-USED = 2**21  # bytes of used files, each as often as it is read
-SMALLEST = 2**10  # what a file counts at least
+USED = 2**21  # bytes of used files; a file counts as often as it is used
+SMALLEST = 2**10  # bytes that a file counts at least
 
-BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins with
+BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # the start of a schedule file
 
 
 @dataclass
 class Reading:
-    """The used files of one schedule, by the names under which they are shown, and their bytes."""
+    """The parsed files that one schedule uses, by their displayed names, and their total bytes."""
 
     size: int = 0
     files: dict[str, n.File] = field(default_factory=dict)
@@ -39,7 +40,7 @@ _reading: ContextVar[Reading | None] = ContextVar("used files", default=None)
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Read each used file once inside, and count all, with those of what stands around."""
+    """Cache used files and count their bytes inside the context; an outer context is shared."""
     if _reading.get() is not None:
         yield
         return
@@ -51,8 +52,10 @@ def counted() -> Iterator[None]:
 
 
 def place_of(use: n.Use, above: tuple[Path, ...]) -> Path:
-    """Return the path of the file of a `use`; refuse (S112) one of those `above`, now being
-    read."""
+    """Return the path of the file of a `use`.
+
+    `above` are the files that are being read now; refuses (S112) a `use` of one of these.
+    """
     holder = Path(use.span.source.name).parent if use.span else Path()
     place = (holder / use.path).resolve()
     if place in above:
@@ -63,10 +66,10 @@ def place_of(use: n.Use, above: tuple[Path, ...]) -> Path:
 
 
 def file_of(use: n.Use, place: Path) -> n.File:
-    """The tree of a used file, parsed once for a schedule.
+    """Return the syntax tree of a used file, parsed once per schedule.
 
-    Refuses S003 a file that does not begin as a schedule does (nothing of it is shown), and what
-    `read` and `parse` refuse.
+    Refuses (S003) a file that does not begin as a schedule does, without showing its text. `read`
+    and `parse` may refuse, too.
     """
     holder = Path(use.span.source.name).parent if use.span else Path()
     name, known = str(holder / use.path), _reading.get()
@@ -84,7 +87,7 @@ def file_of(use: n.Use, place: Path) -> n.File:
 
 
 def count_use(text: str, span: Span) -> None:
-    """One more file that is used; S116 where they are too much."""
+    """Count one more used file; refuse (S116) too many bytes of used files."""
     known = _reading.get()
     if known is None:
         return
@@ -96,7 +99,7 @@ def count_use(text: str, span: Span) -> None:
 
 
 def outgrown(rows: int, span: Span) -> Refusal:
-    """Tell (S116) that statements are too many, or else nested too deep."""
+    """Return the refusal S116: too many rows, or else nested too deep."""
     if rows > ROWS:
         title = f"this schedule has more than {ROWS:,} rows"
         helps = ("use fewer rows: one selector with `*` selects many modules",)
@@ -107,12 +110,12 @@ def outgrown(rows: int, span: Span) -> Refusal:
     return Refusal.of("S116", title, Label(span), helps=helps)
 
 
-DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
+DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # the items that a library may have
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """The items of a file and of its bases, all their headers, and what is wrong with changes."""
+    """The items and headers of a file and its bases, and problems of overrides and drops."""
 
     items: tuple[n.Item, ...] = ()
     headers: tuple[n.Header, ...] = ()
@@ -120,16 +123,16 @@ class Spliced:
 
 
 def spliced(file: n.File) -> Spliced:
-    """The file with its bases in place of their `use`.
+    """Return the items of a file in which the items of its bases replace each `use` of a base.
 
-    Nodes keep their places, so that a mistake is shown in the file where it is written.  A file
-    that cannot be read stays a `use`, which is refused where it is executed.
+    Nodes keep their spans, so that a mistake is shown in the file where it is written. The `use`
+    of an unreadable file stays, and is refused when it is executed.
     """
     name = file.span.source.name if file.span else ""
     splicer = _Splicer((Path(name).resolve(),) if name else ())
     for item in file.items:
         try:
-            splicer.take(item)
+            splicer.add_item(item)
         except Refusal as refusal:
             splicer.problems += refusal.diagnostics
     headers = (file.header, *splicer.headers)
@@ -137,9 +140,9 @@ def spliced(file: n.File) -> Spliced:
 
 
 def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
-    """A base with its knobs as the `use` sets them; no items where it is a library, or unreadable.
+    """Return a base with its knobs set by the `use`; no items for a library or unreadable file.
 
-    Refuses S112 files that use each other, S115 a base under a name, S106 a knob it has not.
+    Refuses files that use each other (S112), a base with `as` (S115), an unknown knob (S106).
     """
     place = place_of(use, above)
     try:
@@ -149,7 +152,7 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
     count_use(file.span.source.text, use.span)
     splicer = _Splicer((*above, place))
     for item in file.items:
-        splicer.take(item)
+        splicer.add_item(item)
     if all(isinstance(item, DEFINES) for item in splicer.items):
         return Spliced()
     if use.alias is not None:
@@ -160,24 +163,24 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
 
 
 def is_base(use: n.Use) -> bool:
-    """Return whether a `use` brings in steps or rows.  May refuse."""
+    """Return whether the file of a `use` has steps or rows. May raise Refusal."""
     with counted():
         return bool(opened(use, ()).items)
 
 
 class _Splicer:
-    """Takes the items of one file in order."""
+    """The collector of one file's items, in order, with the items of its bases."""
 
     def __init__(self, above: tuple[Path, ...]) -> None:
         self.above = above
         self.items: list[n.Item] = []
         self.headers: list[n.Header] = []
         self.problems: list[Diagnostic] = []
-        self._steps: dict[str, int] = {}  # those of bases: name -> where it stands
+        self._steps: dict[str, int] = {}  # steps of bases: name -> index in `items`
         self._changed: dict[str, n.Override | n.Drop] = {}
 
-    def take(self, item: n.Item) -> None:
-        """One item: a base's are put in its place, a change is made."""
+    def add_item(self, item: n.Item) -> None:
+        """Add an item: splice in a base, apply an `override` or a `drop`, or append."""
         match item:
             case n.Use():
                 base = opened(item, self.above)
@@ -189,9 +192,9 @@ class _Splicer:
                 if not base.items:
                     self.items.append(item)
             case n.Override(step):
-                self.items[self._meant(item, step.name)] = step
+                self.items[self._changed_step(item, step.name)] = step
             case n.Drop(name):
-                place = self._meant(item, name)
+                place = self._changed_step(item, name)
                 del self.items[place]
                 self._steps = {
                     known: at - (at > place) for known, at in self._steps.items() if known != name
@@ -199,8 +202,8 @@ class _Splicer:
             case _:
                 self.items.append(item)
 
-    def _meant(self, item: n.Override | n.Drop, name: str) -> int:
-        """Return the number of the step of a base that an item changes; refuse S114 and S101."""
+    def _changed_step(self, item: n.Override | n.Drop, name: str) -> int:
+        """Return the index of the base's step that an item changes (S114, S101)."""
         word = "override" if isinstance(item, n.Override) else "drop"
         first = self._changed.get(name)
         if first is not None:
@@ -225,7 +228,7 @@ class _Splicer:
 
 
 def _with_knobs(use: n.Use, items: Sequence[n.Item]) -> tuple[n.Item, ...]:
-    """The items with the knobs that a `use` sets: what it says is the default now."""
+    """Return the items, with the values of a `use` as the new defaults of knobs (S106)."""
     given = {arg.name: arg.value for arg in _keywords(use)}
     known = [item.name for item in items if isinstance(item, n.Knob)]
     for arg in _keywords(use):

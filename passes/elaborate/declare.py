@@ -1,8 +1,8 @@
-"""Declarations, each from State to State: header, knob, mesh, view, require, use, def; `expect`.
+"""Declarations of a schedule: functions from State to State, called by `Expander`.
 
-* Arguments of a call to the parameters of a `def`.
-* Declarations: header, knob, mesh, view, require, use and def, each from State to State.
-* `expect`: bounds on what a plan costs, read while it is made; simulate/expected.py holds them.
+* header, knob, mesh, view, require, search, use, def and pattern.
+* Arguments of a call, bound to the parameters of a `def`.
+* `expect`: bounds on costs of a plan, read here and checked in simulate/expected.py.
 """
 
 from __future__ import annotations
@@ -52,19 +52,22 @@ TYPES: Mapping[str, Any] = {
 
 
 def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping[str, Any]:
-    """The value of every parameter (S302, S304, S305); defaults are evaluated in `own`."""
+    """Return the value of every parameter of a `def` (S302, S304, S305).
+
+    Arguments are evaluated in `outer`, the caller's names; defaults in `own`, the definition's.
+    """
     names = [param.name for param in node.params]
     free = list(names)
     found: dict[str, Any] = {}
     for arg in call.args:
-        name = _target(call, arg, names, free, found)
+        name = _parameter_of(call, arg, names, free, found)
         inner = arg.value if isinstance(arg, n.Keyword) else arg
         param = node.params[names.index(name)]
-        found[name] = _typed(param, evaluate(inner, outer), inner, outer)
+        found[name] = _convert(param, evaluate(inner, outer), inner, outer)
     for param in node.params:
         if param.name not in found and param.default is not None:
             value = evaluate(param.default, own)
-            found[param.name] = _typed(param, value, param.default, own)
+            found[param.name] = _convert(param, value, param.default, own)
     lacking = [name for name in names if name not in found]
     if lacking:
         also = (Label(node.span, "defined here"),) if node.span else ()
@@ -73,10 +76,10 @@ def arguments_of(call: n.Call, node: n.Def, outer: Names, own: Names) -> Mapping
     return found
 
 
-def _target(
+def _parameter_of(
     call: n.Call, arg: n.Node, names: list[str], free: list[str], found: Mapping[str, Any]
 ) -> str:
-    """The parameter that an argument is for."""
+    """Return the name of the parameter that an argument is for, and remove it from `free`."""
     title = ""
     facts: Facts = ()
     helps = (f"it takes {quoted(names)}",) if names else ("it takes none",)
@@ -96,8 +99,8 @@ def _target(
     raise Refusal.of("S302", title, Label(arg.span), helps=helps, facts=facts)
 
 
-def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
-    """The value, if it is of the parameter's type."""
+def _convert(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
+    """Return a value converted to the type of its parameter (S102, S204, S304)."""
     if param.type is None or value is UNKNOWN:
         return value
     if param.type not in TYPES:
@@ -109,7 +112,7 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     try:
         made = convert(kind, value, names.axes)
     except NoAxis as axis:
-        _no_axis(str(axis), node, names)
+        _refuse_axis(str(axis), node, names)
     except Mismatch:
         title = f"`{param.name}` must be {describe(kind)}"
         label = Label(node.span, f"this is {shown(value)}")
@@ -119,7 +122,7 @@ def _typed(param: n.Param, value: Any, node: n.Node, names: Names) -> Any:
     return value if kind is Axis else made
 
 
-def _no_axis(name: str, node: n.Node, names: Names) -> NoReturn:
+def _refuse_axis(name: str, node: n.Node, names: Names) -> NoReturn:
     helps = (guess(name, names.axes, "its axes are"),) if names.axes else ()
     title = f"the mesh has no axis `{name}`"
     facts = unknown(name, names.axes)
@@ -138,13 +141,13 @@ def refused(
     note: str = "",
     facts: Facts = (),
 ) -> NoReturn:
-    """Refuse at a place."""
+    """Raise a Refusal at a place."""
     notes = (note,) * bool(note)
     raise Refusal.of(code, title, Label(span, label), (), notes, helps, facts=facts)
 
 
 def header(node: n.Header, state: State) -> State:
-    """The model must be of the class that the header names, or of a class made from it (S110)."""
+    """Check that the model's class is the header's class or a subclass of it (S110)."""
     if node.model and state.facts and not state.facts.sites[""].is_a(node.model):
         have = state.facts.class_name
         help_ = f"a schedule for this model begins with `schedule 1 for {have}`"
@@ -154,12 +157,12 @@ def header(node: n.Header, state: State) -> State:
 
 
 def knob(node: n.Knob, state: State) -> State:
-    """A parameter (S101 to S105)."""
-    _fresh(node.name, node.span, state)
+    """Declare a knob (S101 to S105)."""
+    _check_new_name(node.name, node.span, state)
     return state.with_knob(declare(node, state.names, state.settings.knobs))
 
 
-def _fresh(name: str, span: Span, state: State) -> None:
+def _check_new_name(name: str, span: Span, state: State) -> None:
     taken = name in state.knobs or name in state.axes or name in state.defs
     taken = taken or name in state.patterns
     if taken:
@@ -173,7 +176,10 @@ def _fresh(name: str, span: Span, state: State) -> None:
 
 
 def mesh(node: n.Mesh, state: State) -> State:
-    """Named axes, slowest first; one size may be `_`, the rest of the ranks (S111)."""
+    """Declare the mesh (S111): named axes, slowest first; the size of one axis may be `_`.
+
+    The axis `_` gets the remaining ranks.
+    """
     if state.mesh is not None:
         refused("S101", "the mesh is declared twice", node.span, "", "name all axes in one `mesh`")
     if state.plan and state.plan.actions:
@@ -189,17 +195,21 @@ def mesh(node: n.Mesh, state: State) -> State:
         if isinstance(arg.value, n.Name) and arg.value.text in state.knobs:
             sized[arg.name] = arg.value.text
         if arg.name in state.knobs:
-            _not_a_knob(arg)
+            _check_own_knob(arg)
     if state.settings.mesh:
-        _known_axes(node, sizes, state.settings)
+        _check_known_axes(node, sizes, state.settings)
     settings = state.settings
-    axes = tuple((a, _rest(node, sizes, settings) if n is None else n) for a, n in sizes.items())
+    axes = tuple(
+        (a, _remaining_size(node, sizes, settings) if n is None else n) for a, n in sizes.items()
+    )
     return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
 
 
 def stand_in(node: n.Mesh, state: State) -> State:
-    """Put a stand-in for a refused mesh: its axes are known by name, and nothing is planned any
-    more."""
+    """Return a state with a stand-in for a refused mesh: axes of size 1 with the same names.
+
+    The state has no plan any more.
+    """
     names = [arg.name for arg in node.args if isinstance(arg, n.Keyword)]
     taken = [name for name in dict.fromkeys(names) if name not in state.axes]
     axes = tuple((name, 1) for name in taken)
@@ -207,7 +217,7 @@ def stand_in(node: n.Mesh, state: State) -> State:
 
 
 def _size(arg: n.Keyword, state: State) -> int | None:
-    """The size of an axis; None for `_`."""
+    """Return the size of an axis; None for `_`."""
     if arg.name in state.settings.mesh:
         size: Any = state.settings.mesh[arg.name]
     elif isinstance(arg.value, n.Name) and arg.value.text == "_":
@@ -228,14 +238,14 @@ def _size(arg: n.Keyword, state: State) -> int | None:
     return int(size)
 
 
-def _not_a_knob(arg: n.Keyword) -> None:
+def _check_own_knob(arg: n.Keyword) -> None:
     if not isinstance(arg.value, n.Name) or arg.value.text != arg.name:
         help_ = f"give the axis the size of the knob, `{arg.name}={arg.name}`, or rename one"
         title = f"`{arg.name}` is a knob and also an axis of another size"
         refused("S101", title, arg.span, "", help_)
 
 
-def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> None:
+def _check_known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> None:
     for name in settings.mesh:
         if name not in sizes:
             help_ = guess(name, sizes, "its axes are")
@@ -243,8 +253,11 @@ def _known_axes(node: n.Mesh, sizes: Mapping[str, Any], settings: Settings) -> N
             refused("S204", title, node.span, "", help_, facts=facts)
 
 
-def _rest(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
-    """The size of the axis `_`: what is left of the job's ranks, else of `on NAMExN`."""
+def _remaining_size(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> int:
+    """Return the size of the axis `_`: the number of ranks divided by the sizes of other axes.
+
+    The number of ranks is the running job's, else that of `on NAMExN`.
+    """
     blanks = [name for name, size in sizes.items() if size is None]
     if len(blanks) > 1:
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
@@ -263,8 +276,8 @@ def _rest(node: n.Mesh, sizes: Mapping[str, int | None], settings: Settings) -> 
 
 
 def view(node: n.View, state: State) -> State:
-    """A second name for several axes folded together."""
-    _fresh(node.name, node.span, state)
+    """Declare a view: a name for several axes that are folded into one."""
+    _check_new_name(node.name, node.span, state)
     known = state.mesh or Mesh()
     for name in node.axes:
         if name not in known.sizes:
@@ -287,7 +300,10 @@ def view(node: n.View, state: State) -> State:
 
 
 def require(node: n.Require, state: State) -> State:
-    """A condition on knobs, mesh and model (S104); unknown without a model."""
+    """Check a condition on knobs, mesh and model (S104).
+
+    A condition whose value is unknown without a model counts as true.
+    """
     holds = evaluate(node.test, state.names)
     if holds is UNKNOWN or holds is True:
         return state
@@ -310,7 +326,7 @@ def require(node: n.Require, state: State) -> State:
 
 
 def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
-    """The names if some knobs had other values."""
+    """Return the names of a state if the knobs in `new` had other values."""
     names = state.names
     axes = {axis: new.get(state.sized.get(axis, ""), size) for axis, size in names.axes.items()}
     return replace(names, knobs={**names.knobs, **new}, axes=axes)
@@ -320,7 +336,7 @@ def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
 
 
 def search(node: n.Search, state: State) -> State:
-    """A limit of a search for settings (S106, S109); nothing else reads it."""
+    """Set a limit for the search for settings (S106, S109); only that search reads it."""
     name, value = node.limit.name, evaluate(node.limit.value, state.names)
     values = value if isinstance(value, tuple) else (value,)
     if any(one is UNKNOWN for one in values):
@@ -336,8 +352,8 @@ def search(node: n.Search, state: State) -> State:
 
 
 def define(node: n.Def, state: State) -> State:
-    """A block with a name; it may call only what stands above it, so nothing recurs."""
-    _fresh(node.name, node.span, state)
+    """Declare a `def`; its body may call only definitions above it, so there is no recursion."""
+    _check_new_name(node.name, node.span, state)
     if find(node.name) is not None:
         help_ = "rename the definition"
         refused("S101", f"`{node.name}` is a primitive", node.span, "", help_)
@@ -373,26 +389,26 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
         if not isinstance(arg, n.Keyword):
             refused("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
         given[arg.name] = evaluate(arg.value, state.names)
-    inner = _library(file, state, given, (*above, place))
+    inner = _execute_library(file, state, given, (*above, place))
     unknown_settings(given, inner.knobs, node.span)
     prefix = f"{node.alias}." if node.alias else ""
     made = {prefix + name: d for name, d in inner.defs.items()}
     drawn = {prefix + name: p for name, p in inner.patterns.items()}
     for name in (*made, *drawn):
-        _fresh(name, node.span, state)
+        _check_new_name(name, node.span, state)
     return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
 
 
 def pattern(node: n.Pattern, state: State) -> State:
-    """A subgraph with a name (S885)."""
-    _fresh(node.name, node.span, state)
+    """Declare a pattern: a subgraph with a name (S885)."""
+    _check_new_name(node.name, node.span, state)
     return replace(state, patterns={**state.patterns, node.name: patterns.declared(node)})
 
 
-def _library(
+def _execute_library(
     file: n.File, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
 ) -> State:
-    """The state at the end of a library: its knobs and definitions."""
+    """Return the state at the end of a library: its knobs, definitions and patterns."""
     inner = replace(start(None, Settings(given)), facts=state.facts)
     inner = header(file.header, inner)
     for item in file.items:
@@ -420,7 +436,7 @@ MEASURES = {
     "bubble": "bubble < 0.2",
     TIME: "time(step) < 180ms",
 }
-UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain numbers
+UNITS: Mapping[str, tuple[type, ...]] = {  # types of bounds, in addition to plain numbers
     "peak_memory": (Bytes,),
     "comm_bytes": (Bytes,),
     "bubble": (),
@@ -429,9 +445,9 @@ UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain nu
 
 
 def expectation(node: n.Expect, names: Names) -> Expectation | None:
-    """Return the expectation of a statement; None where its bound needs a model that is not there.
+    """Return the expectation of an `expect`; None if its bound is unknown without a model.
 
-    Raises Refusal S861 for anything but a measure compared with a bound.
+    Raises Refusal S861 where the statement does not compare a measure with a bound.
     """
     from schedlang.ir.annotations import Expectation
 
@@ -441,14 +457,14 @@ def expectation(node: n.Expect, names: Names) -> Expectation | None:
     assert isinstance(op, str)
     if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
         _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
-    if _measure(left) is None and _measure(right) is not None:
+    if _measure_of(left) is None and _measure_of(right) is not None:
         left, op, right = right, MIRRORED[op], left
-    name = _measure(left)
+    name = _measure_of(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else printer.expr(left)
         help_, facts = guess(word, MEASURES, "measures are"), unknown(word, MEASURES)
         _refuse(node, f"`{word}` is not a measure of a plan", help_, facts=facts)
-    axes = _arguments(node, name, left, names)
+    axes = _axes_of_measure(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
@@ -457,15 +473,18 @@ def expectation(node: n.Expect, names: Names) -> Expectation | None:
     return Expectation(name, axes, op, float(bound), said, node.on, node.span)
 
 
-def _measure(expr: n.Expr | str) -> str | None:
-    """The name of the measure that an expression is, if it is one."""
+def _measure_of(expr: n.Expr | str) -> str | None:
+    """Return the name of the measure in an expression, or None."""
     text = expr.text if isinstance(expr, n.Name) else ""
     text = expr.name.text if isinstance(expr, n.Call) else text
     return text if text in MEASURES else None
 
 
 def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
-    """A bound is a number of the measure's own unit; a time says which."""
+    """Refuse (S861) a bound that is no number, or whose unit is not the measure's.
+
+    A bound of a time must have a unit.
+    """
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         _refuse(node, f"the bound is {shown(bound)}, not a number")
     other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
@@ -474,8 +493,8 @@ def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
         _refuse(node, f"the bound of `{name}` must be {what}, not `{said}`")
 
 
-def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
-    """The axes of a measure that has some; a time is that of a step."""
+def _axes_of_measure(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
+    """Return the axes in the arguments of a measure; `time` must have the argument `step`."""
     given = measure.args if isinstance(measure, n.Call) else ()
     found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
     if name == TIME:

@@ -1,6 +1,7 @@
-"""Statements of a schedule, executed in order: from syntax to the plan's actions.
+"""Execute the statements of a schedule in order: from the syntax tree to the plan's rows.
 
-* Steps: their names, and what their rows may give up.
+`expand` is the door for files, `of_calls` for calls made from Python. `Expander` holds the state
+while statements are executed, and collects the problems of all statements.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def open_step(node: n.Step, state: State) -> State:
-    """The state in which a step's name and what it may give up are known."""
+    """Return the state with one more step, and what the step may relax (S101, S303)."""
     if node.name in state.steps:
         label = Label(node.span and step_head(node), "the second step of this name")
         raise Refusal.of("S101", f"there are two steps `{node.name}`", label)
@@ -65,7 +66,7 @@ def open_step(node: n.Step, state: State) -> State:
 
 
 def step_head(node: n.Step) -> Span:
-    """The words `step "name"`."""
+    """Return the span of the words `step "name"`."""
     if not node.span or not node.span.source.name.endswith(".sched"):
         return node.span
     start_ = node.span
@@ -74,7 +75,7 @@ def step_head(node: n.Step) -> Span:
 
 
 def allowed(primitive: Primitive, state: State, span: Span) -> None:
-    """Refuse a row that gives up what its step has not allowed (S505)."""
+    """Refuse a row that gives up something that its step does not relax (S505)."""
     step = state.step
     relaxed = {"rounding", *(step.relax if step else ())}
     beyond = sorted(primitive.gives_up - relaxed)
@@ -82,7 +83,7 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
         return
     name = beyond[0]
     title = f"this row changes numerics (`{name}`): its step does not allow that"
-    also = (Label(step_head(step), "allows only " + _allows(step)),) if step else ()
+    also = (Label(step_head(step), "allows only " + _allowed_text(step)),) if step else ()
     if step:
         names = ", ".join((*step.relax, *beyond))
         help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
@@ -92,25 +93,26 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
     raise Refusal.of("S505", title, label, also, (), (help_,))
 
 
-def _allows(step: n.Step) -> str:
+def _allowed_text(step: n.Step) -> str:
     return " and ".join(("rounding", *step.relax))
 
 
-Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
+Roots = Sequence[str] | None  # the modules of a scope; None without a model
 
 
 @uncollected()
 def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
-    """Execute a whole file; every independent mistake is in the refusal.
+    """Execute a whole file and return the final state, with its plan.
 
-    Without `facts` syntax, names and arguments are checked, and the state's plan is None.
+    Without `facts` only names and arguments are checked, and the state's plan is None. Raises
+    Refusal with the diagnostics of every independent mistake.
     """
     uses = any(isinstance(item, n.Use | n.Override | n.Drop) for item in file.items)
     with bases.counted() if uses else nullcontext():
         whole = bases.spliced(file) if uses else bases.Spliced(file.items, (file.header,))
         settings = settings or Settings()
         if settings.mesh:
-            settings = _sizing_knobs(whole.items, settings)
+            settings = _with_sizing_knobs(whole.items, settings)
         runner = Expander(start(facts, settings))
         runner.problems += whole.problems
         for header in whole.headers:
@@ -125,7 +127,7 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     if settings.mesh and state.mesh is None:
         label = Label(file.header.span)
         raise Refusal.of("S204", "the schedule has no mesh to set", label)
-    if state.plan is not None and state.plan.cuts:  # all of them are there
+    if state.plan is not None and state.plan.cuts:  # all rows have been executed
         legality.check_cuts(state.plan)
     return state
 
@@ -137,11 +139,10 @@ def of_calls(
     step: str,
     relax: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of calls at modules (none: at the model itself), as of one step on a mesh.
+    """Return the plan of calls that stand in one step, on a mesh.
 
-    `relax`: what the step gives up.
-
-    Raises Refusal where one is refused, at the place of that call.
+    `calls` are pairs of a call and its modules; without modules the call is made at the model
+    itself. `relax` is what the step may give up. Raises Refusal at the place of a refused call.
     """
     runner = Expander(start(facts, Settings()).with_mesh(mesh))
     with runner.inside(n.Step(step, relax, n.Block(()))):
@@ -154,8 +155,11 @@ def of_calls(
     return plan
 
 
-def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
-    """An axis size from outside also sets the knob that sizes the axis, before any `require`."""
+def _with_sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
+    """Return settings in which the size given for an axis also sets the knob that sizes the axis.
+
+    The knobs are set before any `require` is executed. Refuses (S109) two different sizes.
+    """
     knobs = dict(settings.knobs)
     declared = {item.name for item in items if isinstance(item, n.Knob)}
     for item in items:
@@ -174,12 +178,12 @@ def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
 
 @dataclass(frozen=True)
 class Failed:
-    """Sites of a row that was refused: what touches them afterwards may only follow from that."""
+    """The sites of a refused row: later errors at these sites may be consequences of the first."""
 
     sites: tuple[str, ...]
 
     def explains(self, plan_sites: Sequence[str]) -> bool:
-        """Return whether one of the sites is, holds or lies in one of these."""
+        """Return whether a site equals, contains or is inside one of `plan_sites`."""
         return any(
             a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
             for a in self.sites
@@ -188,7 +192,7 @@ class Failed:
 
 
 class Expander:
-    """Executes statements one by one; `state` is replaced, `problems` grows."""
+    """The executor of statements: each call replaces `state` and may extend `problems`."""
 
     def __init__(self, state: State, selector: Selector | None = None) -> None:
         self.state = state
@@ -204,13 +208,13 @@ class Expander:
 
     @property
     def stopped(self) -> bool:
-        """Whether the rest is not looked at: there are rows or mistakes enough."""
+        """Whether the remaining statements are skipped: too many rows or too many problems."""
         return self.rows > bases.ROWS or len(self.problems) > MOST
 
     # ---- declarations -----------------------------------------------------------------
 
     def item(self, item: n.Item) -> None:
-        """One statement at the top of a file."""
+        """Execute one statement at the top level of a file."""
         if self.stopped:
             return
         state = self.state
@@ -240,12 +244,12 @@ class Expander:
                 self.statement(item, ("",) if state.facts else None, state.names)
 
     def _use(self, node: n.Use) -> None:
-        """A library's definitions; a base's items, where no file has spliced them in before."""
+        """Add a library's definitions, or execute a base's items if they were not spliced in."""
         above = (Path(node.span.source.name).resolve(),) if node.span else ()
         with bases.counted():
-            self._used(node, above)
+            self._execute_use(node, above)
 
-    def _used(self, node: n.Use, above: tuple[Path, ...]) -> None:
+    def _execute_use(self, node: n.Use, above: tuple[Path, ...]) -> None:
         base = bases.opened(node, above)
         for header in base.headers:
             self.declare(partial(declare.header, header, self.state))
@@ -256,19 +260,22 @@ class Expander:
             self.declare(given, f"{node.alias}.")
 
     def declare(self, step: Callable[[], State], *names: str) -> bool:
-        """A declaration; if it is refused, what uses its names is not blamed."""
+        """Execute a declaration; return whether it was accepted.
+
+        After a refusal, later errors about `names` are not reported.
+        """
         before = self.state.broken
         try:
             self.state = step()
             return True
         except Refusal as refusal:
             self.state = self.state.without(*names)
-            if not any(self._follows(d, before) for d in refusal.diagnostics):
+            if not any(self._is_consequence(d, before) for d in refusal.diagnostics):
                 self.problems += refusal.diagnostics
             return False
 
-    def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
-        """Return whether a message only says that a refused declaration is missing."""
+    def _is_consequence(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
+        """Return whether a diagnostic only says that a refused declaration is missing."""
         if not broken or problem.code not in ("S204", "S210", "S301", "S106", "S111", "S304"):
             return False
         words = [word for fact, word in problem.facts if fact == "unknown"]
@@ -279,7 +286,7 @@ class Expander:
         )
 
     def step(self, node: n.Step) -> None:
-        """A phase with a name."""
+        """Execute the statements of a step."""
         with self.inside(node):
             roots = ("",) if self.state.facts else None
             for statement in node.block.body:
@@ -287,7 +294,7 @@ class Expander:
 
     @contextmanager
     def inside(self, node: n.Step) -> Iterator[None]:
-        """The state within a step, and after it."""
+        """Set `state.step` inside the context, and reset it after."""
         if not self.declare(lambda: open_step(node, self.state)):
             self.state = replace(self.state, steps=(*self.state.steps, node.name))
         self.state = replace(self.state, step=node)
@@ -297,7 +304,7 @@ class Expander:
     # ---- statements -------------------------------------------------------------------
 
     def statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
-        """One statement within a scope."""
+        """Execute one statement; `roots` are the modules of its scope."""
         if self.stopped:
             return
         self.rows += 1
@@ -319,29 +326,31 @@ class Expander:
                 case n.Expect():
                     self._expect(node, names)
         except Refusal as refusal:
-            self._note(refusal)
+            self._note_problems(refusal)
         finally:
             self.depth -= 1
 
-    def _note(self, refusal: Refusal) -> None:
-        """Note diagnostics that do not follow from earlier ones."""
+    def _note_problems(self, refusal: Refusal) -> None:
+        """Add the diagnostics of a refusal that are not consequences of earlier ones."""
         broken = self.state.broken
         self.problems += [
             d
             for d in refusal.diagnostics
-            if not self._follows(d, broken) and d not in self.problems
+            if not self._is_consequence(d, broken) and d not in self.problems
         ]
 
     def _expect(self, node: n.Expect, names: Names) -> None:
-        """Note a bound on the plan; it is held against it once its costs are counted."""
+        """Add an `expect` to the plan; its bound is checked after the plan's costs are counted."""
         found, plan = declare.expectation(node, names), self.state.plan
         if found is not None and plan is not None:
             plan = replace(plan, expected=(*plan.expected, found))
             self.state = replace(self.state, plan=plan)
 
     def _select(self, node: n.Rule | n.At, roots: Roots, names: Names) -> Roots:
-        """The modules of a selection; of one that is refused none, and what is done with them is
-        checked for its names and arguments only."""
+        """Return the modules that a selector selects, or None if the selector is refused.
+
+        With None, only names and arguments of the rows below are checked.
+        """
         if self.selector is None or roots is None:
             return None
         plan = self.state.plan
@@ -354,7 +363,7 @@ class Expander:
             found = [selector.select(path, roots, names) for path in node.paths]
             return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
         except Refusal as refusal:
-            self._note(refusal)
+            self._note_problems(refusal)
             return None
 
     def _when(
@@ -373,7 +382,10 @@ class Expander:
     # ---- calls ------------------------------------------------------------------------
 
     def call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
-        """A definition's body, or one row of the plan."""
+        """Execute a call: the body of a definition, or one row of the plan.
+
+        `chosen` says whether a selector stands before the call.
+        """
         name = call.name.text
         if name in self.state.defs:
             self._expand(call, sites, names)
@@ -392,7 +404,7 @@ class Expander:
         self.add(primitive, sites, call.span)
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
-        """Execute the body of a definition with its arguments, in the names of its own file."""
+        """Execute the body of a definition with its arguments and the names of its own file."""
         made = self.state.defs[call.name.text]
         given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
         inner = replace(names, knobs=made.knobs, arguments=given)
@@ -401,11 +413,11 @@ class Expander:
         for statement in made.node.block.body:
             self.statement(statement, sites, inner)
         self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
-        said = Label(call.span, f"in this call of `{call.name.text}`")
-        self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
+        caller = Label(call.span, f"in this call of `{call.name.text}`")
+        self.problems[known:] = [replace(d, also=(*d.also, caller)) for d in self.problems[known:]]
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
-        """One row: all its sites, or none and a refusal."""
+        """Add one row to the plan, at all its sites or, with a refusal, at none."""
         plan = self.state.plan
         if plan is not None and sites is not None and not sites:
             self.state = replace(self.state, idle=(*self.state.idle, span))
@@ -418,7 +430,7 @@ class Expander:
             raise Refusal.of("S306", title, label)
         if isinstance(primitive, Located):
             try:
-                primitive = primitive.located(_folder(span))
+                primitive = primitive.located(_folder_of(span))
             except Refusal as refusal:
                 raise refusal.at(span) from None
         if primitive.gives_up - {"rounding"}:
@@ -432,19 +444,21 @@ class Expander:
             self.failed.append(Failed((*sites, *legality.tied(plan, sites))))
             if follows:
                 return
-            raise _beside(refusal.at(span), primitive, self.state) from None
+            raise _with_earlier_row(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
 
 
-def _folder(span: Span) -> Path:
-    """Return the folder where paths in a row start: its file's, or for Python the working
-    folder."""
+def _folder_of(span: Span) -> Path:
+    """Return the folder to which paths in a row are relative.
+
+    It is the folder of the schedule file, or the working directory for rows made from Python.
+    """
     name = Path(span.source.name)
     return name.parent if name.suffix == ".sched" else Path()
 
 
-def _beside(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
-    """A message about two rows shows the earlier one of the same verb, if it shows none yet."""
+def _with_earlier_row(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
+    """Add the place of the last row of the same verb to S5xx diagnostics that show no other row."""
     rows = state.plan.actions if state.plan else ()
     earlier = [a.span for a in rows if type(a.primitive) is type(primitive) and a.span]
     if not earlier:

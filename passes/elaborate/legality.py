@@ -1,4 +1,8 @@
-"""Two rows that meet: whether the second may stand below the first, from what both declare."""
+"""Conflicts between rows: whether a new row may stand below the rows that a plan has.
+
+`check` is called for each row before it is added. Two rows can conflict where their sites are
+equal, nested or share a parameter; the rules depend on the facets that both primitives declare.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ Meeting = tuple[str, str]  # a site of the first row and one of the second
 
 
 def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
-    """Refuse a row that may not stand below one that is already in the plan (S501 to S504).
+    """Refuse a row that conflicts with a row that is already in the plan (S501 to S504).
 
-    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter; a
-    verb that changes which parameters there are meets all rows.
+    Rows are compared where their sites are equal, one contains the other, or they share a tied
+    parameter. A primitive that changes the set of parameters is compared with all rows.
     """
     sites = tuple(sites)
     if primitive.changes(Facet.RECOMPUTE):
-        _once_each(sites, span)
+        _check_nested_sites(sites, span)
     rows = range(len(plan.actions))
     near = rows if primitive.foremost else sorted(plan.trail.around(sites, plan.model.ties))
     for first in map(plan.actions.__getitem__, near):
@@ -36,7 +40,7 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             continue
         pairs = Meetings(plan, first.sites, sites)
         if relation == "clash":
-            _clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
+            _refuse_clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
         if primitive.foremost and not pairs:
             continue
         for rule in filter(None, map(RULES.get, both_change(first.primitive, primitive))):
@@ -44,15 +48,14 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
 
 
 class Meetings(Sequence[Meeting]):
-    """The meetings of two rows, found when they are asked for: most rules look at other things
-    first."""
+    """The pairs of common sites of two rows, computed on first use: most rules do not need them."""
 
     def __init__(self, plan: Plan, first: Sequence[str], then: Sequence[str]) -> None:
-        self._given = plan, first, then
+        self._arguments = plan, first, then
 
     @cached_property
     def _found(self) -> list[Meeting]:
-        return list(meetings(*self._given))
+        return list(meetings(*self._arguments))
 
     def __getitem__(self, place: Any) -> Any:
         return self._found[place]
@@ -61,8 +64,8 @@ class Meetings(Sequence[Meeting]):
         return len(self._found)
 
 
-def _once_each(sites: tuple[str, ...], span: Span) -> None:
-    """Refuse a row that recomputes a module, and another one inside of it (S502)."""
+def _check_nested_sites(sites: tuple[str, ...], span: Span) -> None:
+    """Refuse a row that recomputes a module and also a module inside it (S502)."""
     here = set(sites)
     if not above(sites) & here:
         return
@@ -76,7 +79,7 @@ def _once_each(sites: tuple[str, ...], span: Span) -> None:
 
 
 def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
-    """Pairs of sites that are equal or nested, then those that share a tensor."""
+    """Yield pairs of sites that are equal or nested, then pairs that share a tensor."""
     outer, inner = set(first), set(then)
     for site in then:
         for holder in (site, *holders(site)):
@@ -95,7 +98,7 @@ def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[
 
 
 def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
-    """The modules elsewhere that share a tensor with one of these or with what they hold."""
+    """Yield the modules that share a tensor with one of `sites` or with a module inside one."""
     here = set(sites)
     for names in plan.model.ties:
         owners = {name.rpartition(".")[0] for name in names}
@@ -103,7 +106,7 @@ def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
             yield from owners
 
 
-def _more(meetings: Sequence[Meeting]) -> tuple[str, ...]:
+def _count_more(meetings: Sequence[Meeting]) -> tuple[str, ...]:
     return (f"and {len(meetings) - 1} more like it",) if len(meetings) > 1 else ()
 
 
@@ -129,7 +132,8 @@ NOUNS = {
 }
 
 
-def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
+def _refuse_clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
+    """Refuse (S503) a row that must stand above the row `first`."""
     name = type(then).__name__
     facets = overturned(first.primitive, then)
     what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
@@ -141,7 +145,7 @@ def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Sp
         f"uses the {what} of {titled(one)}",
         first,
         span,
-        _more(meetings),
+        _count_more(meetings),
         [f"move `{name}` above this `{first.name}`"],
     )
 
@@ -149,12 +153,12 @@ def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Sp
 # ---- two rows that write one facet: each facet's own rule ----------------------------------
 
 
-def _recompute(
+def _check_recompute(
     plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
-    """Nested or equal regions would be recomputed twice."""
+    """Refuse equal (S501) and nested (S502) regions, which would be recomputed twice."""
     one, other = meetings[0]
-    more = _more(meetings)
+    more = _count_more(meetings)
     if one == other:
         title = f"{titled(one)} is already checkpointed"
         before, now = "first checkpointed here", "would recompute it twice"
@@ -172,16 +176,16 @@ def _recompute(
     )
 
 
-def _over(plan: Plan, primitive: Primitive) -> set[str]:
-    """The plain axes that a row names."""
+def _axes_of(plan: Plan, primitive: Primitive) -> set[str]:
+    """Return the mesh axes that a row names, with views replaced by their axes."""
     return set(plan.mesh.fold(primitive.along))
 
 
-def _placement(
+def _check_placement(
     plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
-    """An axis can split a tensor once; another axis may split it again."""
-    shared = sorted(_over(plan, first.primitive) & _over(plan, then))
+    """Refuse (S504) a second split of a tensor over the same axis; another axis is allowed."""
+    shared = sorted(_axes_of(plan, first.primitive) & _axes_of(plan, then))
     if not shared or type(then) is not type(first.primitive):
         return
     same = [pair for pair in meetings if pair[0] == pair[1]]
@@ -195,13 +199,15 @@ def _placement(
         "first sharded here",
         first,
         span,
-        ("a mesh axis can shard a tensor only once", *_more(same)),
+        ("a mesh axis can shard a tensor only once", *_count_more(same)),
         ["drop one of the two rows, or use another axis"],
     )
 
 
-def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Span], None]:
-    """The rule of a facet that one row per module may write."""
+def _one_per_module(
+    done: str,
+) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Span], None]:
+    """Return the rule of a facet that only one row per module may change (S501)."""
 
     def rule(
         plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
@@ -209,53 +215,55 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Sp
         if isinstance(first.primitive, Renewing) and not isinstance(then, Renewing):
             return
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        parts = {_part(first.primitive), _part(then)}
-        apart = len(parts) == 2 and "" not in parts
-        if same and not apart:
+        parts = {_part_of(first.primitive), _part_of(then)}
+        different = len(parts) == 2 and "" not in parts
+        if same and not different:
             title = f"{titled(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]
-            _refuse("S501", title, now, before, first, span, _more(same), helps)
+            _refuse("S501", title, now, before, first, span, _count_more(same), helps)
 
     return rule
 
 
-def _part(primitive: Primitive) -> str:
+def _part_of(primitive: Primitive) -> str:
     return primitive.part if isinstance(primitive, Injected) else ""
 
 
-def _residence(
+def _check_residence(
     plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
-    """A tensor class lives in one place; two rows may move two classes."""
-    if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
+    """Refuse (S501) a second place for one class of tensors; rows may move different classes."""
+    if type(first.primitive) is type(then) and _tensor_class(first.primitive) == _tensor_class(
+        then
+    ):
         one, other = meetings[0]
         title = f"{titled(other)} is offloaded already"
         now, before = f"offloads {titled(other)}", f"offloads {titled(one)}"
         helps = ["drop one of the two"]
-        _refuse("S501", title, now, before, first, span, _more(meetings), helps)
+        _refuse("S501", title, now, before, first, span, _count_more(meetings), helps)
 
 
-def _subject(primitive: Primitive) -> object:
-    """The first argument: which of a module's tensors a row is about."""
+def _tensor_class(primitive: Primitive) -> object:
+    """Return the first argument of a row: which of a module's tensors the row moves."""
     return next(iter(vars(primitive).values()), None)
 
 
 Rule = Callable[["Plan", "Action", Primitive, Sequence[Meeting], Span], None]
 
-# stage, state and order are facts of the whole plan: their verbs' own checks compare them there
+# stage, state and order belong to the whole plan: the `check` of their primitives compares them
 RULES: Mapping[str, Rule] = {
-    "structure": _once("is computed by a kernel"),
-    "shape": _once("is padded"),
-    "dtype": _once("is cast"),
-    "placement": _placement,
-    "recompute": _recompute,
-    "residence": _residence,
+    "structure": _one_per_module("is computed by a kernel"),
+    "shape": _one_per_module("is padded"),
+    "dtype": _one_per_module("is cast"),
+    "placement": _check_placement,
+    "recompute": _check_recompute,
+    "residence": _check_residence,
 }
 
 
 def check_cuts(plan: Plan) -> None:
-    """Refuse cuts that do not make the stages that the order needs (S609)."""
+    """Refuse stage cuts whose number does not fit the ranks and chunks of the order (S609)."""
     starts = [fqn for cut in plan.cuts for fqn in cut.before]
     if not starts:
         return

@@ -1,4 +1,4 @@
-"""Warnings: what a schedule says that has no effect, and what it does not verify as others do."""
+"""Warnings of `check`: statements without effect, and steps that are verified loosely or not."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ from schedlang.passes.elaborate.declare import with_knobs
 if TYPE_CHECKING:
     from schedlang.passes.elaborate.state import State
 
-MOST = 1024  # settings of knobs that a condition is tried with
-# about what torch.testing.assert_close allows; without a model, what it allows at most
+MOST = 1024  # combinations of knob values that are tried for a condition
+# about the rtol of torch.testing.assert_close by dtype; without a model the largest one counts
 USUAL = {"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 2e-2}
 Rows = Sequence[n.Rule | n.Do]
 
 
 def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
-    """Warnings about a whole file, in the order of the text; they never refuse anything.
+    """Return the warnings about a file, in the order of its lines.
 
-    `state` is what executing the file came to; with a model it knows which rows selected nothing.
+    `state` is the state after the file was executed; with a model it has the rows that selected
+    no module.
     """
     steps = [item for item in file.items if isinstance(item, n.Step)]
     found = [*_unused(file), *_unverified(steps)]
     if state is not None:
-        found += [*_never(file, state), *_of_one_rank(file, state), *_loose(file, state)]
-        found += _empty(file.items, state.idle)
+        found += [
+            *_never_true(file, state),
+            *_of_one_rank(file, state),
+            *_loose_tolerances(file, state),
+        ]
+        found += _empty_rows(file.items, state.idle)
     return list(foremost(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col))))
 
 
@@ -44,7 +49,10 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
 
 
 def _unused(file: n.File) -> Iterator[Diagnostic]:
-    """W101 to W104: knobs, definitions, patterns and views.  Libraries are there for others."""
+    """Yield W101 to W104 for unused knobs, definitions, patterns and views.
+
+    Definitions and patterns of a library are not reported: other files use them.
+    """
     used = {part for node in walk(file) for part in _uses(node)}
     called = {row.call.name.text for row in _rows(file)}
     library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
@@ -64,7 +72,7 @@ def _unused(file: n.File) -> Iterator[Diagnostic]:
 
 
 def _uses(node: n.Node) -> Iterator[str]:
-    """The names that a node mentions."""
+    """Yield the names that a node mentions."""
     if isinstance(node, n.Name):
         yield node.parts[0]
     elif isinstance(node, n.Lit):
@@ -78,10 +86,10 @@ def _uses(node: n.Node) -> Iterator[str]:
 
 
 def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
-    """W701: steps that are compared with the others only, not by themselves."""
+    """Yield W701 for steps that have rows, but no row that verifies the step by itself."""
     for step in steps:
         rows = _rows(step)
-        if rows and not any(map(_checks, rows)):
+        if rows and not any(map(_is_checking, rows)):
             title = f"the step `{step.name}` is never verified"
             yield _warning("W701", title, step, "end it with `verify(forward, backward)`")
 
@@ -89,10 +97,10 @@ def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
 # -- rows that do nothing --------------------------------------------------------------------------
 
 
-def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
-    """W105: a `when` that holds for no values of the knobs."""
+def _never_true(file: n.File, state: State) -> Iterator[Diagnostic]:
+    """Yield W105 for each `when` whose condition is false for all values of the knobs."""
     for node in walk(file):
-        if isinstance(node, n.When) and _holds(node.test, state) == {False}:
+        if isinstance(node, n.When) and _possible_values(node.test, state) == {False}:
             title = f"`{printer.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
             knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
@@ -101,9 +109,8 @@ def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
             yield _warning("W105", title, node, help_, label=label if len(label) < 80 else "")
 
 
-def _holds(test: n.Expr, state: State) -> set[object]:
-    """Return the values that a condition may have over all knobs' values; None: it cannot be
-    told."""
+def _possible_values(test: n.Expr, state: State) -> set[object]:
+    """Return the values of a condition over all values of its knobs; {None} where unknown."""
     names = {part for node in walk(test) for part in _uses(node)}
     names |= {knob for axis, knob in state.sized.items() if axis in names}
     knobs = [knob for name, knob in state.knobs.items() if name in names]
@@ -121,14 +128,14 @@ def _holds(test: n.Expr, state: State) -> set[object]:
 
 
 def _options(knob: Knob) -> tuple[object, ...]:
-    """All values of a knob; of a choice each as the knob itself would have it."""
+    """Return all values of a knob; options of a choice are converted to the knob's type."""
     if knob.type != "choice":
         return knob.options
     return tuple(type(knob.value).of(str(o), knob.name, knob.value.options) for o in knob.options)
 
 
 def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
-    """W401: rows over an axis that has one rank only because a knob was left at its default."""
+    """Yield W401 for rows over an axis with one rank whose knob has its default value."""
     by_axis: dict[str, list[n.Rule | n.Do]] = {}
     for row in _rows(file):
         for arg in row.call.args:
@@ -146,21 +153,23 @@ def _of_one_rank(file: n.File, state: State) -> Iterator[Diagnostic]:
             yield _warning("W401", title + more, rows[0].call, help_, label=label)
 
 
-def _empty(body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False) -> list[Diagnostic]:
-    """W201: rows that selected nothing because a selector ends in `?`."""
+def _empty_rows(
+    body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False
+) -> list[Diagnostic]:
+    """Return W201 for rows that selected no module because a selector ends in `?`."""
     found = []
     for node in body:
         match node:
             case n.Step(block=block) | n.Def(block=block):
-                found += _empty(block.body, idle, maybe)
+                found += _empty_rows(block.body, idle, maybe)
             case n.At(paths=paths, block=block):
-                found += _empty(block.body, idle, maybe or any(p.maybe for p in paths))
+                found += _empty_rows(block.body, idle, maybe or any(p.maybe for p in paths))
             case n.When(block=block, orelse=orelse):
-                found += _empty(block.body, idle, maybe)
-                found += _empty(orelse.body if orelse else (), idle, maybe)
+                found += _empty_rows(block.body, idle, maybe)
+                found += _empty_rows(orelse.body if orelse else (), idle, maybe)
             case n.Rule(call=call) | n.Do(call=call):
-                asked = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
-                if asked and call.span in idle:
+                optional = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
+                if optional and call.span in idle:
                     help_ = "drop the row; `schedlang tree FILE` shows the modules"
                     found.append(_warning("W201", "this row selects no module", node, help_))
     return found
@@ -169,12 +178,12 @@ def _empty(body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False) ->
 # -- verified otherwise ----------------------------------------------------------------------------
 
 
-def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
-    """W702: a tolerance beyond what is usual for the model's dtype."""
+def _loose_tolerances(file: n.File, state: State) -> Iterator[Diagnostic]:
+    """Yield W702 for each `rtol` that is larger than usual for the model's dtype."""
     dtypes = {fact.dtype for fact in state.facts.unique.values()} if state.facts else set(USUAL)
     usual = max((USUAL.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     for row in _rows(file):
-        for arg in row.call.args if _checks(row) else ():
+        for arg in row.call.args if _is_checking(row) else ():
             if not isinstance(arg, n.Keyword) or arg.name != "rtol" or not usual:
                 continue
             try:
@@ -188,8 +197,8 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
                 yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
 
 
-def _checks(row: n.Rule | n.Do) -> bool:
-    """Return whether a row asks for more of a proof."""
+def _is_checking(row: n.Rule | n.Do) -> bool:
+    """Return whether the primitive of a row adds checks to a proof."""
     kind = find(row.call.name.text)
     return kind is not None and issubclass(kind, Checking)
 

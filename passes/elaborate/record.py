@@ -1,9 +1,4 @@
-"""A plan as a machine's record (the JSON of `plan --out`), and back into a plan of the model.
-
-* The form of a recorded plan: which field holds what; anything else is no plan.
-* A plan as a machine's record: decisions and actions.
-* A recorded plan (the JSON of `plan --out`) back into a plan of the model.
-"""
+"""Plans as JSON (`plan --out`): writing a plan, checking a record's form, restoring the plan."""
 
 from __future__ import annotations
 
@@ -29,31 +24,31 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
 
 
-Wrong = Iterator[tuple[str, str]]  # the place in the record, and what should stand there
-_LARGEST = 2**63  # of whole numbers, those that indices and sizes can be
-_DEEPEST = 50  # of lists within lists
+Wrong = Iterator[tuple[str, str]]  # (a place in the record, the expected content)
+_LARGEST = 2**63  # bound of integers
+_DEEPEST = 50  # bound of nested lists
 
 
 def wrong_in(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first place of a record that has not its form, and what should stand there."""
-    return next(_wrong(record), None)
+    """Return the first malformed place of a record and its expected content, or None."""
+    return next(_malformed_places(record), None)
 
 
-def _wrong(record: Mapping[str, Any]) -> Wrong:
-    yield from _values("", record, 0)
-    yield from _mesh(record)
-    yield from _texts("schedule_file schedule_text model_file device", record)
+def _malformed_places(record: Mapping[str, Any]) -> Wrong:
+    yield from _check_values("", record, 0)
+    yield from _check_mesh(record)
+    yield from _check_texts("schedule_file schedule_text model_file device", record)
     decisions, relaxed = record.get("decisions", {}), record.get("relaxed", {})
     if not isinstance(decisions, dict):
         yield "decisions", "knobs and their values"
-    if not isinstance(relaxed, dict) or not all(map(_are_texts, relaxed.values())):
+    if not isinstance(relaxed, dict) or not all(map(_is_list_of_texts, relaxed.values())):
         yield "relaxed", "steps, and the names that each gives up"
     actions, expected = record.get("actions"), record.get("expected", [])
     if not isinstance(actions, list):
         yield "actions", "a list of rows"
         return
     for place, action in enumerate(actions):
-        yield from _action(f"actions[{place}]", action)
+        yield from _check_action(f"actions[{place}]", action)
     if not isinstance(expected, list):
         yield "expected", "a list of bounds"
         return
@@ -62,17 +57,17 @@ def _wrong(record: Mapping[str, Any]) -> Wrong:
         if not isinstance(one, dict):
             yield at, "a bound"
             continue
-        yield from _place(at, one)
-        if not _are_texts(one.get("axes")):
+        yield from _check_place(at, one)
+        if not _is_list_of_texts(one.get("axes")):
             yield f"{at}.axes", "names of axes"
 
 
-def _mesh(record: Mapping[str, Any]) -> Wrong:
+def _check_mesh(record: Mapping[str, Any]) -> Wrong:
     axes, views = record.get("mesh"), record.get("views", {})
     if not isinstance(axes, dict) or not all(type(n) is int and n >= 1 for n in axes.values()):
         yield "mesh", "axes and their sizes, each 1 or more"
         return
-    if not isinstance(views, dict) or not all(map(_are_texts, views.values())):
+    if not isinstance(views, dict) or not all(map(_is_list_of_texts, views.values())):
         yield "views", "names, each with the axes that it folds"
         return
     for name, over in views.items():
@@ -80,7 +75,7 @@ def _mesh(record: Mapping[str, Any]) -> Wrong:
             yield f"views.{name}", "a name of its own for axes of the mesh"
 
 
-def _action(at: str, action: object) -> Wrong:
+def _check_action(at: str, action: object) -> Wrong:
     if not isinstance(action, dict):
         yield at, "a row"
         return
@@ -88,42 +83,42 @@ def _action(at: str, action: object) -> Wrong:
         yield f"{at}.step", "the name of a step"
     if not isinstance(action.get("do"), str):
         yield f"{at}.do", "the name of a primitive"
-    if not action.get("at") or not _are_texts(action["at"]):
+    if not action.get("at") or not _is_list_of_texts(action["at"]):
         yield f"{at}.at", "names of modules, one or more"
     if not isinstance(action.get("args", {}), dict):
         yield f"{at}.args", "arguments by name"
-    yield from _place(at, action)
+    yield from _check_place(at, action)
 
 
-def _place(at: str, holder: Mapping[str, Any]) -> Wrong:
-    """The file, line and column that asked for it."""
+def _check_place(at: str, holder: Mapping[str, Any]) -> Wrong:
+    """Check `from`: the file, line and column of a row."""
     found = holder.get("from", ["", 0, 0])
     right = isinstance(found, list) and list(map(type, found)) == [str, int, int]
     if not right or min(found[1:]) < 0:
         yield f"{at}.from", "a file, a line and a column"
 
 
-def _texts(names: str, record: Mapping[str, Any]) -> Wrong:
+def _check_texts(names: str, record: Mapping[str, Any]) -> Wrong:
     for name in names.split():
         if not isinstance(record.get(name), str | None):
             yield name, "a text"
 
 
-def _values(at: str, value: object, depth: int) -> Wrong:
-    """Numbers that no size can be, and lists in lists without end."""
+def _check_values(at: str, value: object, depth: int) -> Wrong:
+    """Check all values for too large numbers and too deep lists."""
     if depth > _DEEPEST:
         yield at, "fewer lists in lists"
     elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         yield at, "a smaller number"
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _values(f"{at}.{name}" if at else name, item, depth + 1)
+            yield from _check_values(f"{at}.{name}" if at else name, item, depth + 1)
     elif isinstance(value, list):
         for place, item in enumerate(value):
-            yield from _values(f"{at}[{place}]", item, depth + 1)
+            yield from _check_values(f"{at}[{place}]", item, depth + 1)
 
 
-def _are_texts(value: object) -> bool:
+def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
@@ -131,7 +126,10 @@ EXPECTED = ("measure", "axes", "op", "bound", "said", "on")
 
 
 def record(plan: Plan) -> dict[str, object]:
-    """Knob decisions, mesh, what is expected, and each row with its sites, arguments and place."""
+    """Return a plan as JSON values: knob decisions, mesh, `expect`s, and all rows.
+
+    A row has its sites, arguments and place.
+    """
     return {
         "schedule": 1,
         "decisions": {name: plain(value) for name, value in plan.decisions},
@@ -165,13 +163,13 @@ def _line_and_column(span: Any) -> list[object]:
 
 
 def arguments(primitive: Any) -> dict[str, object]:
-    """Return the arguments that differ from their defaults, as plain values."""
+    """Return the arguments that differ from their defaults, as JSON values."""
     own = ((f, getattr(primitive, f.name)) for f in dataclasses.fields(primitive))
     return {f.name: plain(value) for f, value in own if value != f.default}
 
 
 def plain(value: object) -> object:
-    """A value as JSON has it; placements and calls as text."""
+    """Return a value as a JSON value; placements and calls become text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, tuple):
@@ -182,31 +180,31 @@ def plain(value: object) -> object:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file; refuses what is none (S907)."""
+    """Read the record in a file; refuse (S907) a file that holds no plan."""
     try:
         found = json.loads(text_of(path))
     except RecursionError:
-        raise _unreadable(path, "its lists are nested too deep") from None
+        raise _not_a_plan(path, "its lists are nested too deep") from None
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error)) from None
+        raise _not_a_plan(path, error.strerror or str(error)) from None
     except ValueError as error:
-        raise _unreadable(path, f"it is not JSON: {error}") from None
+        raise _not_a_plan(path, f"it is not JSON: {error}") from None
     if not isinstance(found, dict) or found.get("plan") != 1:
-        raise _unreadable(path, "it does not hold a plan of version 1")
+        raise _not_a_plan(path, "it does not hold a plan of version 1")
     if not isinstance(found.get("actions"), list) or not isinstance(found.get("mesh"), dict):
-        raise _unreadable(path, "it has no `mesh` and `actions`")
+        raise _not_a_plan(path, "it has no `mesh` and `actions`")
     if wrong := wrong_in(found):
-        raise _unreadable(path, f"`{wrong[0]}` is not {wrong[1]}")
+        raise _not_a_plan(path, f"`{wrong[0]}` is not {wrong[1]}")
     return found
 
 
-def _unreadable(path: Path, why: str) -> Refusal:
+def _not_a_plan(path: Path, why: str) -> Refusal:
     help_ = "write one: `schedlang plan FILE --out plan.json`"
     return Refusal.of("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,))
 
 
 def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
-    """The plan of a record on this model; every row is checked again, as if it were written."""
+    """Return the plan of a record on a model; each row is checked as if it came from a schedule."""
     load_all()
     views = tuple((name, tuple(axes)) for name, axes in record.get("views", {}).items())
     mesh = Mesh(tuple(record["mesh"].items()), views, record.get("device"))
@@ -214,74 +212,74 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
     relaxed = tuple((step, tuple(names)) for step, names in record.get("relaxed", {}).items())
     decisions = tuple(record.get("decisions", {}).items())
     for action in record["actions"]:
-        span = _span(action)
+        span = _span_of(action)
         sites = tuple(action["at"])
         gone = next((site for site in sites if site not in plan.model.sites), None)
         if gone is not None:
             title = f"the plan names a module `{gone}`, which the model does not have"
             raise Refusal.of("S907", title, Label(span))
-        primitive = _primitive(action, mesh, span)
+        primitive = _primitive_of(action, mesh, span)
         try:
             legality.check(plan, primitive, sites, span)
             plan = plan.add(primitive, sites, step=action["step"], span=span)
         except Refusal as refusal:
             raise refusal.at(span) from None
-    expected = tuple(_expectation(one) for one in record.get("expected", ()))
+    expected = tuple(_expectation_of(one) for one in record.get("expected", ()))
     return replace(plan, decisions=decisions, relaxed=relaxed, expected=expected)
 
 
-def _expectation(one: Mapping[str, Any]) -> Expectation:
-    """A recorded bound; refuses (S907) what is none."""
+def _expectation_of(one: Mapping[str, Any]) -> Expectation:
+    """Return a recorded `expect`; refuse (S907) a malformed one."""
     try:
         given = {name: one[name] for name in EXPECTED}
-        return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span(one))
+        return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span_of(one))
     except (KeyError, TypeError):
         title = f"the plan has an `expect` that is not a bound: `{one}`"
         raise Refusal.of("S907", title) from None
 
 
-def _span(action: Mapping[str, Any]) -> Span:
-    """The place that asked for the row, without its text."""
+def _span_of(action: Mapping[str, Any]) -> Span:
+    """Return the span of a recorded row, in a source without text."""
     name, line, col = action.get("from", ("", 0, 0))
     return Span(Source(name, ""), line, col, line, col) if line else NOWHERE
 
 
-def _primitive(action: Mapping[str, Any], mesh: Mesh, span: Span) -> Primitive:
+def _primitive_of(action: Mapping[str, Any], mesh: Mesh, span: Span) -> Primitive:
     kind = registry().get(action["do"])
     if kind is None:
         title = f"the plan names a primitive `{action['do']}`, which does not exist"
         raise Refusal.of("S907", title, Label(span))
     sizes = {name: mesh.size(name) for name in mesh.names}
-    given = list(_arguments(kind, action.get("args", {}), Names(axes=sizes), span))
+    given = list(_arguments_of(kind, action.get("args", {}), Names(axes=sizes), span))
     return bind(kind, given, span, sizes)
 
 
-def _arguments(
+def _arguments_of(
     kind: type[Primitive], args: Mapping[str, Any], names: Names, span: Span
 ) -> Iterator[Argument]:
-    """The recorded arguments as those of a call."""
+    """Yield recorded arguments as arguments of a call."""
     form = surface(kind)
     for name, value in args.items():
-        if name == form.rest and _are_pairs(value):
+        if name == form.rest and _is_list_of_pairs(value):
             pairs = [(key, item) for key, item in value]
         elif name == form.many and isinstance(value, list):
             pairs = [(None, item) for item in value]
         else:
             pairs = [(name, value)]
         for key, item in pairs:
-            yield Argument(key, _value(item, names, span), span, span)
+            yield Argument(key, _value_of(item, names, span), span, span)
 
 
-def _are_pairs(value: object) -> bool:
+def _is_list_of_pairs(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
     )
 
 
-def _value(value: Any, names: Names, span: Span) -> Any:
-    """A recorded value as the language has it: placements and calls were kept as text."""
+def _value_of(value: Any, names: Names, span: Span) -> Any:
+    """Return the language's value of a recorded value: placements and calls are parsed again."""
     if isinstance(value, list):
-        return tuple(_value(item, names, span) for item in value)
+        return tuple(_value_of(item, names, span) for item in value)
     if isinstance(value, str) and (value == "R" or value.endswith(")")):
         return evaluate(parse_expr(value, span), names)
     return value

@@ -1,8 +1,8 @@
-"""Rows of a plan: some of them alone, other rows that come to the same, modules in few words.
+"""Rows of a plan: subsets of rows, comparison of plans, short texts for many modules.
 
-* Some rows of a plan alone: those of given lines, or those that are suspected.
-* Whether other text comes to the same plan: the same done to the same modules, to the same end.
-* Many names of modules as one short text, and as few patterns of the language.
+* Plans of some rows only: of given lines (`--only`), or of rows that localization suspects.
+* Whether the text of a schedule expands to a given plan.
+* Many module names as one short text, or as one path of the language.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def only(plan: Plan, rows: Sequence[Action]) -> Plan:
-    """A plan of some of the rows, on a mesh in which axes that none of them uses have size 1.
+    """Return a plan of some rows, on a mesh in which axes that no such row uses have size 1.
 
     Raises Refusal where these rows alone are not legal.
     """
@@ -37,7 +37,7 @@ def only(plan: Plan, rows: Sequence[Action]) -> Plan:
 
 
 def of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Plan:
-    """The plan of other rows than those of a plan, on its mesh or another one.
+    """Return a plan of other rows, with the model and decisions of `plan`, on its mesh or `mesh`.
 
     Raises Refusal where these rows alone are not legal.
     """
@@ -49,7 +49,7 @@ def of_rows(plan: Plan, rows: Sequence[Action], mesh: Mesh | None = None) -> Pla
 
 
 def shown(action: Action) -> str:
-    """A row as text: its place and what it does."""
+    """Return a row as text: its place, its modules and its primitive."""
     span = action.span
     where = f"{span.source.name}:{span.line}: " if span else ""
     sites = (
@@ -61,7 +61,7 @@ def shown(action: Action) -> str:
 
 
 def only_lines(plan: Plan, lines: str) -> Plan:
-    """The plan of the rows that stand on the given lines, as "11,14-17" (S705)."""
+    """Return the plan of the rows on the given lines, such as "11,14-17" (S705)."""
     wanted: set[int] = set()
     for part in lines.split(","):
         first, _, last = part.strip().partition("-")
@@ -83,7 +83,7 @@ def only_lines(plan: Plan, lines: str) -> Plan:
 
 
 def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str | None) -> str:
-    """The command that repeats a verification."""
+    """Return the shell command that repeats a verification."""
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
     parts = ["schedlang verify", str(file), f"--seed {seed}"]
     parts += [f"--mesh {mesh}"] if mesh else []
@@ -93,18 +93,21 @@ def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str 
 
 
 def comes_to(file: n.File, plan: Plan, facts: ModelFacts, settings: Settings) -> bool:
-    """Return whether a file's plan is this one, in whatever rows, and is not refused."""
+    """Return whether a file expands to a plan equal to `plan`; its rows may be grouped otherwise.
+
+    Returns False where the file is refused.
+    """
     try:
         made = expand(file, facts, settings).plan
     except Refusal:
         return False
-    if made is None or _done(made) != _done(plan):
+    if made is None or _count_actions(made) != _count_actions(plan):
         return False
     return replace(made, actions=()) == replace(plan, actions=())
 
 
-def _done(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
-    """Count what is done, by primitive, step and modules."""
+def _count_actions(plan: Plan) -> Counter[tuple[str, str, tuple[str, ...]]]:
+    """Count the actions of a plan by (primitive, step, module)."""
     return Counter((repr(a.primitive), a.step, at) for a in plan.actions for at in a.each)
 
 
@@ -112,33 +115,37 @@ Key = TypeVar("Key")
 
 
 def folded(sites: Sequence[str]) -> str:
-    """transformer.h.*.mlp for sites that differ in numbers only; else the first and a count."""
+    """Return one text for several sites.
+
+    It is `transformer.h.*.mlp` for sites that differ in numbers only, else the first site and the
+    number of the others.
+    """
     if len(sites) == 1:
         return sites[0] or "the model"
     rows = [site.split(".") for site in sites]
     if len({len(row) for row in rows}) == 1:
-        merged = [_segment(column) for column in zip(*rows)]
+        merged = [_merge_segment(column) for column in zip(*rows)]
         if all(merged):
             return ".".join(merged)
     return f"{sites[0] or 'the model'} and {len(sites) - 1} more"
 
 
-def _segment(column: Sequence[str]) -> str:
-    """One segment of all names: the same, or `*` for numbers; empty if they differ otherwise."""
+def _merge_segment(column: Sequence[str]) -> str:
+    """Return the common segment of names: `*` for different numbers, "" for different words."""
     if len(set(column)) == 1:
         return column[0]
     return "*" if all(name.isdigit() for name in column) else ""
 
 
 def shape_of(site: str) -> str:
-    """The name with every number replaced: equal for modules that stand alike in other layers."""
+    """Return a site's name with `*` for each number: equal for the same module of other layers."""
     return ".".join("*" if part.isdigit() else part for part in site.split("."))
 
 
 def alike(
     sites: Iterable[str], key: Callable[[str], Key]
 ) -> Mapping[tuple[str, Key], tuple[str, ...]]:
-    """Sites that stand alike and have equal keys, in the order of the first of each."""
+    """Group sites by (`shape_of(site)`, `key(site)`), in the order of the first site of each."""
     found: dict[tuple[str, Key], list[str]] = {}
     for site in sites:
         found.setdefault((shape_of(site), key(site)), []).append(site)
@@ -146,7 +153,10 @@ def alike(
 
 
 def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
-    """One text for sites that stand alike, as `selector` has them, in what is only shown."""
+    """Return the path that `selector` finds for sites of one shape, as text for display.
+
+    Without such a path: the first site and the number of the others.
+    """
     found = selector(group, everyone)
     if found is None:
         return f"{group[0]} and {len(group) - 1} more"
@@ -154,10 +164,11 @@ def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
 
 
 def selector(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
-    """The path of sites that stand alike: `h.*` if they are all that stand so among `everyone`.
+    """Return the path that selects exactly the sites of `group`, which have one `shape_of`.
 
-    Otherwise their numbers as a slice, `h[0:6]`, `h[0:6:2]` or `h[1, 5]`, or as alternatives where
-    no name stands before them; None where several slices would select others, too.
+    The path is `h.*` if `group` has all sites of this shape among `everyone`. Otherwise numbers
+    become a slice (`h[0:6]`, `h[0:6:2]`, `h[1, 5]`), or alternatives where no name precedes them.
+    Returns None where several slices would select other sites, too.
     """
     shape = shape_of(group[0])
     if len(group) == 1 or len(group) == sum(1 for site in everyone if shape_of(site) == shape):
@@ -170,7 +181,7 @@ def selector(group: Sequence[str], everyone: Iterable[str]) -> n.Path | None:
         if len(names) == 1:
             segs += path_of(names[0]).segs
         elif segs and not segs[-1].index and all(name.isdigit() for name in names):
-            segs[-1] = replace(segs[-1], index=_index([int(name) for name in names]))
+            segs[-1] = replace(segs[-1], index=_index_of([int(name) for name in names]))
         else:
             segs.append(n.Seg(f"{{{','.join(names)}}}"))
     return n.Path(tuple(segs))
@@ -180,13 +191,13 @@ PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|\*")
 
 
 def path_of(*names: str) -> n.Path:
-    """The path of names inside one another, in backquotes where one is none of the language's."""
+    """Return the path of nested names; a name outside the language's syntax gets backquotes."""
     parts = (part for name in names if name for part in name.split("."))
     return n.Path(tuple(n.Seg(p if PLAIN.fullmatch(p) else f"`{p}`") for p in parts))
 
 
-def _index(numbers: Sequence[int]) -> tuple[str | n.Slice, ...]:
-    """Numbers as the language writes them: `[2:5]`, `[0:8:2]`, `[1, 5, 6]`."""
+def _index_of(numbers: Sequence[int]) -> tuple[str | n.Slice, ...]:
+    """Return numbers as an index of the language: `[2:5]`, `[0:8:2]`, `[1, 5, 6]`."""
     first, end, step = numbers[0], numbers[-1] + 1, numbers[1] - numbers[0]
     even = step > 0 and list(numbers) == list(range(first, end, step))
     if even and (len(numbers) > 2 or step == 1):

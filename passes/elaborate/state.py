@@ -1,8 +1,8 @@
-"""The state in which statements are executed: names, rows so far, the arguments of a call.
+"""The state in which statements are executed: declared names, the plan so far, settings.
 
-* Arguments of a row and dtypes in the words of the language.
-* What is known at one point of a schedule while its statements are executed in order.
-* A row's call, before any module is looked at: arguments, what they name, and if they agree.
+`State` is an immutable value; `expand` replaces it after each statement. This file also evaluates
+and checks the arguments of a call before any module is selected, and prints arguments and dtypes
+in the syntax of the language.
 """
 
 from __future__ import annotations
@@ -37,58 +37,67 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 def arguments_text(primitive: Primitive) -> str:
     """Return the arguments that differ from the defaults, as written: `stage=1, over=dp`."""
-    said = arguments_said(primitive)
-    return ", ".join(f"{name}={value}" if name else value for name, value in said)
+    pairs = arguments_said(primitive)
+    return ", ".join(f"{name}={value}" if name else value for name, value in pairs)
 
 
 def arguments_said(primitive: Primitive) -> list[tuple[str, str]]:
-    """The same as names and texts of values; "" for one that stands without its name."""
-    said: list[tuple[str, str]] = []
+    """Return (name, value as text) of the arguments that differ from the defaults.
+
+    The name of a positional argument is "".
+    """
+    pairs: list[tuple[str, str]] = []
     for one in dataclasses.fields(primitive):  # type: ignore[arg-type]
         value = getattr(primitive, one.name)
         if value == one.default:
             continue
         if is_rest(one.type):
-            said += [(name, _word(each)) for name, each in value]
+            pairs += [(name, _value_text(each)) for name, each in value]
         elif one.kw_only:
-            said.append((one.name, _word(value)))
+            pairs.append((one.name, _value_text(value)))
         else:
-            said += [("", _word(v)) for v in (value if isinstance(value, tuple) else (value,))]
-    return said
+            pairs += [
+                ("", _value_text(v)) for v in (value if isinstance(value, tuple) else (value,))
+            ]
+    return pairs
 
 
 def is_rest(kind: object) -> bool:
-    """Return whether a field holds all other keywords that a row is given."""
+    """Return whether the type of a field is `Rest`: the field holds all other keyword arguments."""
     return str(kind).startswith("Rest[")
 
 
-def _word(value: object) -> str:
-    """A value as the language writes it; names stand without quotes, one of several alone."""
+def _value_text(value: object) -> str:
+    """Return a value in the syntax of the language.
+
+    Names have no quotes; a tuple of one name is written without brackets.
+    """
     if isinstance(value, str) and value.isidentifier():
         return str(value)
     if isinstance(value, tuple):
         names = all(isinstance(v, str) for v in value)
         if names and len(value) == 1:
-            return _word(value[0])
-        return f"[{', '.join(map(_word, value))}]"
+            return _value_text(value[0])
+        return f"[{', '.join(map(_value_text, value))}]"
     return shown(value)
 
 
 def short(dtype: str) -> str:
-    """f32 for float32."""
+    """Return the short name of a dtype: f32 for float32."""
     word = dtype.rstrip("0123456789")
     return SHORT.get(word, word) + dtype[len(word) :]
 
 
-# What a step may give up beyond rounding, which every step may.
+# what `relax(...)` of a step may name; `rounding` is always allowed
 RELAXABLE = ("dtype", "rng", "routing", "batch_stats", "staleness", "lossy", "updates", "model")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings from outside the file: knobs, axis sizes, and the ranks that exist.
+    """Settings from outside the file: values of knobs, sizes of axes, and the number of ranks.
 
-    `world` is the size of the running job, if there is one; `_` in a mesh takes what is left of it.
+    `world` is the number of ranks of the running job, or None. An axis of size `_` in a mesh gets
+    `world` divided by the sizes of the other axes.
     """
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +107,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Definition:
-    """A `def` with what its body may use: definitions and patterns above it, knobs of its file."""
+    """A `def` and the names that its body may use.
+
+    These are the definitions and patterns above the `def`, and the knobs of its file.
+    """
 
     node: n.Def
     above: Mapping[str, Definition] = field(repr=False)
@@ -108,11 +120,11 @@ class Definition:
 
 @dataclass(frozen=True)
 class State:
-    """An immutable value: executing a statement gives another one.
+    """An immutable state of execution; executing a statement returns a new State.
 
-    Without `facts` (no model) rows are checked for their names and arguments only, and `plan` stays
-    None.  `broken` are declared names whose declaration was refused: what uses them is not blamed.
-    `idle` are the places of rows for which nothing was selected.
+    Without `facts` (no model) only names and arguments of rows are checked, and `plan` stays None.
+    `broken` holds declared names whose declaration was refused: statements that use these names
+    raise no further error. `idle` holds the places of rows whose selector matched no module.
     """
 
     facts: ModelFacts | None
@@ -131,22 +143,22 @@ class State:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Axes and views with their sizes."""
+        """Return the sizes of axes and views by name."""
         return {name: self.mesh.size(name) for name in self.mesh.names} if self.mesh else {}
 
     @property
     def names(self) -> Names:
-        """Return the meaning of names outside of any definition."""
+        """Return the values of all names outside of definitions."""
         values = {name: knob.value for name, knob in self.knobs.items()}
         return Names(values, self.axes, {}, self.facts)
 
     def with_mesh(self, mesh: Mesh) -> State:
-        """The state on another mesh; the plan, which has no rows yet, moves to it."""
+        """Return the state with a mesh; the plan, which has no rows yet, gets the mesh, too."""
         plan = replace(self.plan, mesh=mesh) if self.plan else None
         return replace(self, mesh=mesh, plan=plan)
 
     def with_knob(self, knob: Knob) -> State:
-        """The state with one more knob, which is one more decision of the plan."""
+        """Return the state with one more knob; its value is a further decision of the plan."""
         knobs = {**self.knobs, knob.name: knob}
         plan = self.plan
         if plan:
@@ -154,37 +166,37 @@ class State:
         return replace(self, knobs=knobs, plan=plan)
 
     def without(self, *names: str) -> State:
-        """The state after the declaration of `names` was refused."""
+        """Return the state after the declaration of `names` was refused."""
         return replace(self, broken=self.broken | set(names))
 
 
 def current(selector: Selector, state: State) -> Selector:
-    """The selector of the modules that are there now: rows may have replaced some."""
+    """Return a selector over the present modules of the plan: rows may have replaced modules."""
     plan = state.plan
     if plan is None or selector.tree is plan.model or not plan.model.rewritten:
         return selector
-    from schedlang.language.selector import Selector  # no module is selected without a model
+    from schedlang.language.selector import Selector  # only needed with a model
 
     return Selector(plan.model)
 
 
 def start(facts: ModelFacts | None, settings: Settings) -> State:
-    """The state above the first statement."""
+    """Return the state before the first statement."""
     if facts is None:
         return State(None, settings)
-    from schedlang.ir.plan import Plan  # it needs torch, which checking without a model does not
+    from schedlang.ir.plan import Plan  # imports torch, which `check` avoids
 
     return State(facts, settings, plan=Plan.empty(facts))
 
 
 def job_size() -> int | None:
-    """The number of ranks that torchrun started, or None."""
+    """Return the number of ranks that torchrun started, or None."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdigit() else None
 
 
 def no_primitive(name: n.Name, state: State) -> Diagnostic:
-    """S301: neither a primitive nor a definition above."""
+    """Return diagnostic S301: the name is neither a primitive nor a definition above."""
     load_all()
     known = [*sorted(registry()), *state.defs]
     helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
@@ -196,7 +208,7 @@ def no_primitive(name: n.Name, state: State) -> Diagnostic:
 
 
 def arguments(call: n.Call, names: Names) -> list[Argument]:
-    """The evaluated arguments of a call."""
+    """Return the evaluated arguments of a call."""
     found = []
     for arg in call.args:
         inner = arg.value if isinstance(arg, n.Keyword) else arg
@@ -207,7 +219,10 @@ def arguments(call: n.Call, names: Names) -> list[Argument]:
 
 
 def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
-    """A row with the pattern that it names (S885); what only a model can tell stays open."""
+    """Return a row with the pattern that it names (S885 where there is no such pattern).
+
+    Returns the row unchanged where an argument is unknown without a model.
+    """
     unknown = any(value is UNKNOWN for value in vars(primitive).values())
     if unknown or not isinstance(primitive, Resolved):
         return primitive
@@ -218,8 +233,11 @@ def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
 
 
 def agreed(primitive: Primitive, state: State, span: Span) -> None:
-    """Refuse arguments that do not go together, where all are known without a model."""
-    if any(map(_open, vars(primitive).values())):
+    """Refuse arguments that do not agree with each other.
+
+    Skips the check where an argument is unknown without a model.
+    """
+    if any(map(_is_unknown, vars(primitive).values())):
         return
     try:
         primitive.agree(tuple(state.axes))
@@ -227,6 +245,6 @@ def agreed(primitive: Primitive, state: State, span: Span) -> None:
         raise refusal.at(span) from None
 
 
-def _open(value: Any) -> bool:
-    """Return whether only a model can tell a value, or one of a list."""
-    return value is UNKNOWN or (isinstance(value, tuple) and any(map(_open, value)))
+def _is_unknown(value: Any) -> bool:
+    """Return whether a value, or an item of a tuple, is unknown without a model."""
+    return value is UNKNOWN or (isinstance(value, tuple) and any(map(_is_unknown, value)))

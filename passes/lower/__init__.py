@@ -1,1 +1,1 @@
-"""Lowering of a plan to a program that runs on ranks, and trains."""
+"""Lowering of a plan to a program that runs and trains on ranks."""

@@ -1,16 +1,14 @@
-"""Building of the program that this rank runs, from a plan, a model and a batch.
+"""Build the program of this rank from a plan, a model and a batch (the door `build`).
 
-The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
-(kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
-
-* What a plan says of modules, put into the copy that is built: by kind, in one order.
-* The program of one rank, put together.
+The order of the work is fixed and does not depend on the order of rows: the local copy with this
+rank's shards; structure (kernels, fusion); redistributions at edges of modules; casts;
+recomputation; residence; stages; slices of data-parallel state.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -59,8 +57,9 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
 
-# Whatever the order of rows: what modules compute; how they lie, which wraps that; casts around it,
-# so that what is sent is cast already; then what is kept of all this.
+# Independent of the order of rows: first the computation of modules; then layouts, whose layers
+# wrap the computation; casts around both, so that tensors are cast before they are sent; then what
+# is saved for backward.
 ORDER = (
     Facet.STRUCTURE,
     Facet.PLACEMENT,
@@ -74,9 +73,9 @@ ORDER = (
 
 
 def lower(builder: Builder, crossings: Callable[[], None]) -> None:
-    """Execute the annotations of a plan, and the rows that lower themselves, facet by facet.
+    """Execute the annotations of a plan and its `Lowered` rows on `builder`, facet by facet.
 
-    `crossings` puts in place what the traced model says of activations at the edges of modules.
+    `crossings` installs the traced redistributions at the edges of modules.
     """
     plan = builder.plan
     annotations: dict[Facet, Callable[[], None]] = {Facet.PLACEMENT: crossings}
@@ -100,24 +99,24 @@ def _phase(row: Lowered) -> int:
 
 
 def _cast(builder: Builder) -> None:
-    """Let modules compute in other dtypes."""
+    """Install the casts of a plan."""
     plan, staged = builder.plan, builder.staged
     keeps = staged is not None and steady(plan, staged.timeline)
     builder.region = cast_modules(plan, builder.module, keeps)
 
 
 def _save(builder: Builder) -> None:
-    """Let modules keep less of what they save, or keep it elsewhere, in the order of rows."""
+    """Install compression and offload of saved tensors, in the order of rows."""
     found: Iterable[Kept | Stored] = chain(builder.plan.kept, builder.plan.stores)
     for one in sorted(found, key=lambda one: one.row):
         if isinstance(one, Kept):
             code(one, builder, builder.bits)
         elif one.what == "activations":
-            _store(one, builder)
+            _offload_saved(one, builder)
 
 
 def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
-    """Let a module keep what it saves in fewer bits; `bits` of single tensors, by modules."""
+    """Compress the tensors that a module saves; `bits` has the table of each module."""
     from schedlang.runtime.activation_memory.quantized import Coding
     from schedlang.runtime.activation_memory.quantized import code as coded
 
@@ -125,8 +124,8 @@ def code(one: Kept, copy: Copy, bits: Mapping[str, Any]) -> None:
     coded(copy.at(one.fqn), one.fqn, Coding(one.bits, one.block), bits=table)
 
 
-def _store(one: Stored, builder: Builder) -> None:
-    """Keep what a module saves off the device."""
+def _offload_saved(one: Stored, builder: Builder) -> None:
+    """Offload the tensors that a module saves."""
     from schedlang.runtime.offload.saved_tensors import Store, offload, park
     from schedlang.runtime.storage.tiers import Scratch
 
@@ -146,31 +145,33 @@ Loss = Callable[..., Any]
 class Builder:
     """The local copy of the model that lowering changes, module by module.
 
-    region  where casts are made, if there are any
+    region  the region of casts, if there are any
     """
 
     plan: Plan
     module: nn.Module
     traced: Traced
     ranks: Ranks
-    chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
-    bits: Bits = field(default_factory=dict)  # of saved tensors, by modules
+    chains: Chains = field(
+        default_factory=dict
+    )  # sites of a row -> its choice for the memory limit
+    bits: Bits = field(default_factory=dict)  # of saved tensors, by module
     staged: Staged | None = None
     region: Region | None = None
     _shared: dict[object, Any] = field(default_factory=dict)
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
-        """One object for all modules that ask with this key."""
+        """Return the object of a key, shared by all modules; `make` creates it at first."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def at(self, fqn: str) -> nn.Module:
-        """The module of this name in the copy that is being built."""
+        """Return the module of this name in the copy."""
         return self.module.get_submodule(fqn)
 
     def with_group(self, edge: Any) -> Any:
-        """Give an edge (or statistics) that was traced the process group of this rank."""
+        """Return a traced edge (or statistics) with the process group of this rank."""
         axes = edge.group.axes
         group = self.ranks.group(axes[0] if len(axes) == 1 else axes)
         return replace(edge, group=replace(group, label=edge.group.label))
@@ -180,20 +181,21 @@ class Builder:
 class Options:
     """The options of `build`, beside a plan and a batch.
 
-    loss       loss(output, batch), where the model returns none
-    optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
-    weight     weight(part) of a part of the batch in the mean; default: the labels that count
-    seed       of dropout's masks
-    dropout    "native": as torch draws it, from generators that each step seeds; "logical": masks
-               that do not depend on the layout; None: logical if there is a seed, else native on
-               several ranks, and as the process draws in a world of one
-    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
-    local      the batch is this rank's rows
+    loss       loss(output, batch), where the model returns no loss
+    optimizer  a function from (name, parameter) pairs to an optimizer
+    clip       maximum norm of the gradients
+    weight     weight(part): the weight of a part of the batch; default: its counted labels
+    seed       seed of dropout masks
+    dropout    "native": torch's dropout, from generators that each step seeds; "logical": masks
+               that do not depend on the layout; None: logical with a seed, else native on several
+               ranks, and torch's default generator in a world of one
+    prepared   the result of `prepare` for this plan and a microbatch of this batch, if known
+    local      the batch has this rank's rows only
     compare    what ranks compare: `nothing`, builds and the first batch (`build`), all (`batches`)
-    wait       seconds in which all ranks come to `build`
-    weights    files of safetensors or a checkpoint that the values come from: the model needs none
-    on_meta    everything lies on the meta device: for a step that only shows what would be sent
-    check      asked last of what is prepared, before anything is built; it may refuse
+    wait       seconds within which all ranks must call `build`
+    weights    safetensors files or a checkpoint with the values: the model needs no values
+    on_meta    build on the meta device: for a step that only shows the collectives
+    check      a function called with the prepared plan before anything is built; it may refuse
     """
 
     loss: Loss | None = None
@@ -215,39 +217,39 @@ PLAIN = Options()
 
 
 def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more: Any) -> Program:
-    """This rank's program.
+    """Build the program of this rank. All ranks of the job call it together.
 
-    `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
-    Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
-    would build different things.
+    `batch` has the keyword arguments of a full step; only its shapes are used. `more` are options
+    by name. Raises Refusal, before any collective, where the plan cannot be built or ranks would
+    build different programs.
     """
     from schedlang.runtime.comm.agreement import agree, join_world, shared_store, tell
     from schedlang.runtime.launch.heart import watch
     from schedlang.runtime.launch.job import RECORD
 
-    given = replace(options, **more)
-    join_world(given.wait)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun knows when a rank dies, not when all wait
+    options = replace(options, **more)
+    join_world(options.wait)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun detects dead ranks, not a deadlock
         watch()
     if RECORD in os.environ:
         recorded.begin()
     try:
-        compares = given.compare != "nothing" and not given.on_meta
+        compares = options.compare != "nothing" and not options.on_meta
         if compares and shared_store() is not None:
-            agree(built_from(plan, batch, given), given.wait)
-        program = _built(plan, batch, given)
+            agree(built_from(plan, batch, options), options.wait)
+        program = _build(plan, batch, options)
     except Exception as error:
         tell(error)
         raise
     if RECORD in os.environ:
         recorded.known(plan, program)
-    if given.weights is not None:
-        _taken(program, given.weights)
+    if options.weights is not None:
+        _load_weights(program, options.weights)
     return program
 
 
-def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
-    """Read a checkpoint, ours or torch's, into the parts of a program; files are there already."""
+def _load_weights(program: Program, weights: str | os.PathLike[str]) -> None:
+    """Load a checkpoint, ours or torch's, into a program; `_local_copy` has read other files."""
     from schedlang.runtime.checkpointing.archive import load
     from schedlang.runtime.checkpointing.steps import is_checkpoint, is_dcps
     from schedlang.runtime.storage.coded import all_opened
@@ -260,38 +262,35 @@ def _taken(program: Program, weights: str | os.PathLike[str]) -> None:
             begin(program, weights)
 
 
-def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
+def _build(plan: Plan, batch: Mapping[str, Any], options: Options) -> Program:
     from schedlang.runtime.assembly import Assembly
 
     if plan.completing:
-        plan = completed(plan, batch, given.loss)
-    ranks = check_job(plan, given.on_meta)
-    prepared = given.prepared or _prepared(plan, batch, given)
+        plan = completed(plan, batch, options.loss)
+    ranks = check_job(plan, options.on_meta)
+    prepared = options.prepared or _prepare(plan, batch, options)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     if plan.order is not None:
-        check_build(staged, given.optimizer, given.clip, given.on_meta)
-    if given.check is not None:
-        given.check(plan, batch, prepared)
-    module = _local_copy(plan, prepared, ranks, given)
-    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
-    if prepared.tokens is not None:
-        exchange(plan, module, prepared.tokens, ranks)
-    lower(builder, lambda: shard_modules(module, traced, builder.with_group))
+        check_build(staged, options.optimizer, options.clip, options.on_meta)
+    if options.check is not None:
+        options.check(plan, batch, prepared)
+    builder = _lowered_copy(plan, prepared, ranks, options)
+    module = builder.module
     sliced = slice_state(plan, module, ranks, prepared) if plan.replicas else {}
-    found = _held(builder, holdings)
-    stores = plan.stores and not given.on_meta
-    lying = offload_state(builder, holdings, found, sliced, given.optimizer) if stores else None
+    found = _local_parameters(builder, holdings)
+    offloaded = None
+    if plan.stores and not options.on_meta:
+        offloaded = offload_state(builder, holdings, found, sliced, options.optimizer)
     planned = reductions(plan, traced, holdings)
     sums = sums_of(plan, planned, found, ranks) if planned or plan.data_axes else ()
-    asked = _dropout_options(plan, batch, given) if traced.random else None
-    dropout = Dropout() if asked is None else dropout_of(plan, prepared, ranks, module, asked)
-    loss = cast_loss(plan, given.loss) if plan.casts else given.loss
+    dropout = _make_dropout(builder, prepared, batch, options) if traced.random else Dropout()
+    loss = cast_loss(plan, options.loss) if plan.casts else options.loss
     compressor = compressor_of(plan, planned, holdings, found, ranks) if plan.compression else None
     # by labels that count; without any by rows, and by tokens where sequences are split
     weigh = weight_of if prepared.tokens is None else weight_by_tokens
     assembly = Assembly(
         module=module,
-        pipeline=pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced),
+        pipeline=pipeline_of(plan, module, ranks, prepared, loss, options.weight, sliced),
         ranks=ranks,
         replicas=plan.data_axes,
         micro=plan.micro,
@@ -303,7 +302,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         keys=tuple(plan.model.model.state_dict()),
         merges=tuple(change for change in plan.model.changes if isinstance(change, Adapting)),
         loss_dtype=_loss_dtype(plan),
-        weight=given.weight or weigh(traced, plan.shares * plan.micro),
+        weight=options.weight or weigh(traced, plan.shares * plan.micro),
         compressor=compressor,
         region=builder.region,
         early=early_sums(plan, staged, found, sums) if plan.overlaps else None,
@@ -317,13 +316,24 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         boundaries=plan.boundaries,
         context=plan.context_axes if plan.contexts else (),
         dealt=plan.dealt if any(one.rows for one in plan.replicas) else None,
-        **(_of_stages(plan, staged, staged.axis) if staged.axis is not None else {}),
+        **(_stage_fields(plan, staged, staged.axis) if staged.axis is not None else {}),
     )
-    return _trained(plan, staged, assembly, lying, given)
+    return _make_program(plan, staged, assembly, offloaded, options)
 
 
-def _held(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
-    """This rank's parameters by name; those that are to lie in codes lie there now."""
+def _lowered_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) -> Builder:
+    """Return the builder after the plan was lowered into the local copy of the model."""
+    traced, staged = prepared.traced, prepared.staged
+    module = _local_copy(plan, prepared, ranks, options)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits, staged)
+    if prepared.tokens is not None:
+        exchange(plan, module, prepared.tokens, ranks)
+    lower(builder, lambda: shard_modules(module, traced, builder.with_group))
+    return builder
+
+
+def _local_parameters(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
+    """Return this rank's parameters by name, after weights with a quantized storage are encoded."""
     from schedlang.runtime.grad_reduction.gradient import LocalParameters
 
     mesh, rank = builder.plan.mesh, builder.ranks.rank
@@ -335,59 +345,65 @@ def _held(builder: Builder, holdings: Mapping[str, Holding]) -> LocalParameters:
     return found
 
 
-def _trained(plan: Plan, staged: Staged, a: Assembly, lying: Any, given: Options) -> Program:
-    """The program with its optimizer; refuses optimizers that ranks have set otherwise."""
+def _make_program(
+    plan: Plan, staged: Staged, a: Assembly, offloaded: Any, options: Options
+) -> Program:
+    """Return the program with its optimizer; refuse an optimizer whose settings differ by rank."""
     from schedlang.runtime.comm.agreement import agree, shared_store
     from schedlang.runtime.program import Program
     from schedlang.runtime.step_batch import Comparing
 
     whole = optimizer = comparing = None
-    if given.optimizer is not None:
+    if options.optimizer is not None:
         if a.stage_axis is not None or any(h.layout.splits for h in a.holdings.values()):
-            check_places(plan, a.stage_axis, a.holdings, given.optimizer)
-        whole = whole_step(a, staged, given.optimizer)
-        optimizer = _optimizer(a, given.optimizer)
-    if given.compare != "nothing" and not given.on_meta and shared_store() is not None:
+            check_places(plan, a.stage_axis, a.holdings, options.optimizer)
+        whole = whole_step(a, staged, options.optimizer)
+        every = {n for n, p in plan.model.model.named_parameters() if p.requires_grad}
+        optimizer = _make_optimizer(a, options.optimizer, every)
+    if options.compare != "nothing" and not options.on_meta and shared_store() is not None:
         names = {id(parameter): name for name, parameter in a.parameters.items()}
-        if given.optimizer is not None:  # alike on all ranks, those too that train nothing
-            agree(optimized_by(optimizer, names), given.wait)
+        if options.optimizer is not None:  # on all ranks, also those that train no parameter
+            agree(optimized_by(optimizer, names), options.wait)
         settings = partial(optimized_by, optimizer, names)
-        comparing = Comparing(settings, given.compare == "batches")
+        comparing = Comparing(settings, options.compare == "batches")
     return Program(
         a,
         optimizer,
-        given.clip,
+        options.clip,
         whole=whole,
-        offloaded=lying,
+        offloaded=offloaded,
         loss_scale=loss_scale(plan) if plan.casts else None,
         comparing=comparing,
     )
 
 
-def _prepared(plan: Plan, batch: Mapping[str, Any], given: Options) -> Prepared:
-    """Prepare a plan on each rank alike; the first rank's table of bits holds for all."""
+def _prepare(plan: Plan, batch: Mapping[str, Any], options: Options) -> Prepared:
+    """Prepare a plan on each rank; the table of bits is broadcast from the first rank."""
     from schedlang.runtime.batch import sample_of
     from schedlang.runtime.comm import world
 
     with at_the_forward(plan.model.model):
-        sample = sample_of(batch, 1 if given.local else plan.dealt, plan.micro)
-    found = prepare(plan, sample, given.loss, given.weight, trains=False)
-    # each rank has measured its own table of bits, on a machine of its own: the first one's counts
+        sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
+    found = prepare(plan, sample, options.loss, options.weight, trains=False)
+    # tables of bits were measured on each rank's machine, and may differ
     return replace(found, bits=world.broadcast_object(0, found.bits)) if found.bits else found
 
 
-def _dropout_options(plan: Plan, batch: Mapping[str, Any], given: Options) -> DropoutOptions:
-    """Return the kind of dropout that the options ask for, its seed, and the rows of a
-    microbatch."""
+def _make_dropout(
+    builder: Builder, prepared: Prepared, batch: Mapping[str, Any], options: Options
+) -> Dropout:
+    """Return the random draws of this rank, of the kind that the options request."""
     from schedlang.runtime.batch import rows_of, sample_of
 
-    kind = given.dropout or ("logical" if given.seed is not None else None)
-    sample = sample_of(batch, 1 if given.local else plan.dealt, plan.micro)
-    return DropoutOptions(kind, given.seed, rows_of(sample), given.on_meta)
+    plan = builder.plan
+    kind = options.dropout or ("logical" if options.seed is not None else None)
+    sample = sample_of(batch, 1 if options.local else plan.dealt, plan.micro)
+    requested = DropoutOptions(kind, options.seed, rows_of(sample), options.on_meta)
+    return dropout_of(plan, prepared, builder.ranks, builder.module, requested)
 
 
-def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
-    """List the fields of an assembly that only a model of several stages has."""
+def _stage_fields(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
+    """Return the fields of an Assembly that only a model of several stages has."""
     frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
     last = dict.fromkeys(plan.mesh.sizes, 0) | {axis: staged.ranks[-1]}
     return {
@@ -396,21 +412,28 @@ def _of_stages(plan: Plan, staged: Staged, axis: str) -> dict[str, Any]:
         "buffer_homes": next(iter(buffer_homes(staged)), {}),
         "last_rank": plan.mesh.rank(last),
         "outputs_missing": staged.cut.missing,
-        # stages send on what is frozen: no gradient comes back to what it was made of
+        # stages forward tensors of frozen modules: their origins get no gradient
         "ends_early": frozen and staged.cut.constant,
     }
 
 
-def _optimizer(
-    a: Assembly, make: Callable[..., torch.optim.Optimizer]
+def _make_optimizer(
+    a: Assembly, make: Callable[..., torch.optim.Optimizer], trained_anywhere: Container[str]
 ) -> torch.optim.Optimizer | None:
-    """Make the optimizer of what this rank trains; None where there is nothing."""
-    from schedlang.runtime.optim.whole_step import check_closure
+    """Return the optimizer of this rank's trained parameters; None if it has no such parameter.
+
+    `trained_anywhere` names the parameters that any rank trains.
+    """
+    from schedlang.runtime.optim.whole_step import check_closure, dims_of, fill_groups, groups_of
 
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if not trained:
         return None
-    made = make(trained)
+    names = {id(p): name for name, p in trained}
+    dims = {name: count for name, count in dims_of(a.holdings).items() if name in trained_anywhere}
+    staged = a.stage_axis is not None
+    whole = groups_of(make, dims, set(names.values())) if staged else ()
+    made = make(trained)  # the last that is made: the function may keep it
     check_closure(made)
     groups = getattr(made, "param_groups", ())
     held, ours = {id(p) for g in groups for p in g["params"]}, {id(p) for _, p in trained}
@@ -421,6 +444,7 @@ def _optimizer(
             notes=("a program trains copies of the model's parameters, and parts of them",),
             helps=("take those that are given: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",),
         )
+    fill_groups(made, whole, names)
     return made
 
 
@@ -434,15 +458,18 @@ def check_job(plan: Plan, on_meta: bool = False) -> Ranks:
     check_axes(plan)
     if on_meta:
         return Ranks(plan.mesh)
-    lies = next((one.device for one in plan.model.model.parameters()), None)
-    return Ranks(plan.mesh, world.here().device_for(lies))
+    device = next((one.device for one in plan.model.model.parameters()), None)
+    return Ranks(plan.mesh, world.here().device_for(device))
 
 
-# -- what lies where ---------------------------------------------------------------------------
+# -- the local copy ----------------------------------------------------------------------------
 
 
-def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) -> nn.Module:
-    """The model with this rank's part of every parameter before slicing; others have no values."""
+def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, options: Options) -> nn.Module:
+    """Return a copy of the model with this rank's shard of each parameter, before slicing.
+
+    Parameters that this rank does not hold are on the meta device.
+    """
     import torch
     from torch import nn
 
@@ -453,12 +480,12 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
     from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 
     _check_state(plan)
-    mesh, rank, on_meta, model = plan.mesh, ranks.rank, given.on_meta, plan.model.model
+    mesh, rank, on_meta, model = plan.mesh, ranks.rank, options.on_meta, plan.model.model
     if not on_meta and (prepared.tokens is not None or prepared.slicing is not None):
-        _check_tried(model)
-    bare = given.weights is not None or any(p.is_meta for p in model.parameters())
-    # the record, and other names in files, are of the model that was given
-    source = source_of(plan.model.base.model, given.weights) if bare and not on_meta else None
+        _check_has_values(model)
+    bare = options.weights is not None or any(p.is_meta for p in model.parameters())
+    # recorded initial values, and names in files, are those of the user's model
+    source = source_of(plan.model.base.model, options.weights) if bare and not on_meta else None
     rooms: list[Room] = []
 
     def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -467,7 +494,7 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
             return meta_parameter(parameter)
         if on_meta:
             return meta_parameter(parameter, holding.local_shape(mesh, rank))
-        here = source is None or (given.weights is None and not parameter.is_meta)
+        here = source is None or (options.weights is None and not parameter.is_meta)
         make = None if here else plan.model.drawn(name)
         if here or make is not None:
             value = parameter.detach() if make is None else make(parameter)
@@ -498,7 +525,7 @@ def _local_copy(plan: Plan, prepared: Prepared, ranks: Ranks, given: Options) ->
 
 
 def _no_values(model: nn.Module, tensor: torch.Tensor) -> Refusal:
-    """Refuse a tensor on the meta device that no file of weights has."""
+    """Return S623: a tensor on the meta device is in no file of weights."""
     names = (
         f"{prefix}.{name}".strip(".")
         for prefix, module in model.named_modules()
@@ -513,8 +540,8 @@ def _no_values(model: nn.Module, tensor: torch.Tensor) -> Refusal:
     )
 
 
-def _check_tried(model: nn.Module) -> None:
-    """Refuse a model without values where its forward on parts of sequences has to be tried."""
+def _check_has_values(model: nn.Module) -> None:
+    """Refuse (S623) a model without values where a forward on parts of sequences must be probed."""
     if any(p.is_meta for p in model.parameters()):
         raise Refusal.of(
             "S623",
@@ -525,7 +552,7 @@ def _check_tried(model: nn.Module) -> None:
 
 
 def _check_state(plan: Plan) -> None:
-    """Refuse state that is neither parameter nor buffer: no layout could keep it."""
+    """Refuse (S624) state that is neither parameter nor buffer: it cannot be sharded or saved."""
     model = plan.model.model
     known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
     extra = [key for key in model.state_dict() if key not in known]
@@ -539,7 +566,7 @@ def _check_state(plan: Plan) -> None:
 
 
 def _loss_dtype(plan: Plan) -> torch.dtype:
-    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    """Return float64 for a float64 model, else float32: losses are sums of many terms."""
     import torch
 
     wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())

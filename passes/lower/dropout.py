@@ -1,9 +1,9 @@
-"""Random draws of a program: by torch's dropout, with which modules forked, or logically, and why.
+"""Random draws of a program: native (torch's dropout, with forked generators), or logical masks.
 
-Who draws what follows from the layouts of the trace.  An activation differs along the axes of rows,
-tokens and stages, so a step is seeded by the places along them; a mask that is split over further
-axes, or the same along one of these, is a fork.  Ranks that hold the same part of a tensor (heads
-of keys that several share) draw as one.
+Which ranks draw equal masks follows from the layouts of the trace. An activation differs along the
+axes of rows, tokens and stages, so the generators of a step are seeded by the places along these
+axes. A draw forks the generator if its mask is split over further axes, or equal along one of
+these. Ranks that hold the same shard of a tensor (shared heads of keys) draw equal masks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from schedlang.runtime.rng.logical_dropout import LogicalDropout, Slices, Window
     from schedlang.runtime.rng.native import Fork, Forked, NativeDropout
 
-# by axis: the place whose masks each place draws
+# (axis, for each place along the axis the place whose mask it draws)
 Along = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """A draw that is no other rank's but of those that `along` names.
+    """A draw from a forked generator, whose mask depends on the places in `along`.
 
-    every   it has no dim of samples: one draw for all rows of a batch
+    every   the mask has no dim of samples: one draw serves all rows of a batch
     """
 
     along: Along
@@ -42,11 +42,11 @@ class Apart:
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a plan: the axes of a step's seed, and those that are not of it.
+    """The draws of a plan: the axes in a step's seed, and the draws from forked generators.
 
-    base   axes along which the numbers of a step differ
-    sites  module -> its draws in the order of its calls, None: with the numbers of the step
-    why    why masks are drawn logically all the same; "": they are drawn natively
+    base   axes along which the random numbers of a step differ
+    sites  module -> its draws in the order of calls; None: from the generator of the step
+    why    the reason why masks must be drawn logically; "": they can be drawn natively
     """
 
     base: tuple[str, ...] = ()
@@ -55,8 +55,10 @@ class Draws:
 
 
 def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
-    """Return which draws of a plan are alike on which ranks; `rows` are those of a traced
-    microbatch."""
+    """Return which draws of a plan are equal on which ranks.
+
+    `rows` is the number of rows of a traced microbatch.
+    """
     staged, traced = prepared.staged, prepared.traced
     stage = plan.mesh.fold(staged.axis) if staged.axis is not None else ()
     base = tuple(axis for axis in plan.mesh.sizes if axis in (*plan.data_axes, *stage))
@@ -64,11 +66,11 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
     sites: dict[str, list[Apart | None]] = {}
     for (site, turn), shape in traced.drawn.items():
         every = traced.unbatched.get((site, turn), False)
-        if shape and shape[0] % rows and not every and not _recurrent(plan, site):
+        if shape and shape[0] % rows and not every and not _is_recurrent(plan, site):
             return Draws(why=f"`{site or 'the model'}` draws {shape}, not rows of {rows} samples")
         axes = dict.fromkeys(a for a in base if not (every and a in plan.data_axes))
         try:
-            split = _split(plan, prepared, (site, turn))
+            split = _split_axes(plan, prepared, (site, turn))
         except LookupError as error:
             return Draws(why=str(error.args[0]))
         if prepared.tokens is not None:
@@ -76,7 +78,7 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
             if dims is None:
                 return Draws(why=f"how `{site}` draws along the sequence is not known")
             weights = len(shape) == 4 and shape[-2] == shape[-1] and dims[-2] == "rows"
-            if "rows" not in dims or weights:  # ranks of a sequence have it whole, or agree on it
+            if "rows" not in dims or weights:  # equal on all ranks of a sequence
                 axes = {a: None for a in axes if a not in plan.context_axes}
         if stage and not any(inside(site, unit) for unit in units):  # several stages compute it
             if any(inside(unit, site) for unit in units):
@@ -85,30 +87,33 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
             axes = {a: None for a in axes if a not in stage}
         same = not split and tuple(axes) == base
         along = tuple((a, tuple(range(plan.mesh.size(a)))) for a in axes) + split
-        apart = None if same and not every else Apart(along, every)
-        sites.setdefault(site, []).append(apart)
+        draw = None if same and not every else Apart(along, every)
+        sites.setdefault(site, []).append(draw)
     return Draws(base, {site: tuple(found) for site, found in sites.items()})
 
 
 def drawn_logically(plan: Plan, prepared: Prepared, rows: int) -> str:
-    """Return why masks of a training on several ranks are drawn logically; "" if they are not."""
+    """Return why training on several ranks draws logical masks; "" if it draws native ones."""
     if plan.mesh.world == 1 or not prepared.traced.random:
         return ""
     return draws_of(plan, prepared, rows).why
 
 
-def _recurrent(plan: Plan, site: str) -> bool:
+def _is_recurrent(plan: Plan, site: str) -> bool:
     import torch
 
     return isinstance(plan.model.model.get_submodule(site), torch.nn.RNNBase)
 
 
-def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
-    """The axes over which a mask is split, and which places hold the same part of it."""
+def _split_axes(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
+    """Return the axes over which a mask is split, and which places hold the same shard.
+
+    Raises LookupError where shards overlap.
+    """
     whole, tags = prepared.traced.masks.get(draw, ((), {}))
     found = []
     for axis, tag in sorted(tags.items()):
-        first = _holders(tag, whole[tag.dim], plan.mesh.size(axis))
+        first = _first_holders(tag, whole[tag.dim], plan.mesh.size(axis))
         if first is None:
             raise LookupError(f"ranks of `{axis}` share parts of what `{draw[0]}` draws")
         found.append((axis, first))
@@ -116,8 +121,8 @@ def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
 
 
 @functools.lru_cache(1024)
-def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
-    """Return, for each place, the first that holds the same; None where some share a part."""
+def _first_holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
+    """Return, for each place, the first place with the same shard; None where shards overlap."""
     held = [frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)]
     different = set(held)
     if sum(map(len, different)) != len(frozenset().union(*different)):
@@ -130,33 +135,38 @@ def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Dropout:
-    """The draws of this rank in training; `native` also where a proof draws logically."""
+    """The draws of this rank in training.
+
+    used    the draws in effect; None: torch's default generator
+    native  the native draws, also where logical masks are in effect
+    why     the reason for logical masks
+    """
 
     used: LogicalDropout | NativeDropout | None = None
     native: NativeDropout | None = None
-    why: str = ""  # why logically
+    why: str = ""
 
 
 def dropout_of(
     plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
 ) -> Dropout:
-    """Return what draws on this rank; change modules whose draws are forks."""
+    """Return the draws of this rank; wrap the modules that draw from forked generators."""
     if not prepared.traced.random or (options.kind is None and plan.mesh.world == 1):
         return Dropout()
     logical = options.kind == "logical" or options.on_meta
     native, why = None, ""
     if not options.on_meta:
-        native, why = _native(plan, prepared, ranks, module, options)
+        native, why = _make_native(plan, prepared, ranks, module, options)
     if native is not None and not logical:
         return Dropout(native, native)
     if native is not None:
         native.on = False
-    return Dropout(_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
+    return Dropout(_make_logical(plan, prepared, ranks, module, options.seed or 0), native, why)
 
 
 @dataclass(frozen=True)
 class DropoutOptions:
-    """The draws that `build` was given for: their kind, their seed, and rows of a microbatch."""
+    """The options of dropout: its kind and seed, and the number of rows of a microbatch."""
 
     kind: str | None
     seed: int | None
@@ -164,10 +174,10 @@ class DropoutOptions:
     on_meta: bool = False
 
 
-def _native(
+def _make_native(
     plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, options: DropoutOptions
 ) -> tuple[NativeDropout | None, str]:
-    """Torch's own dropout on this rank; None where it cannot be told who draws what, and why."""
+    """Return native dropout of this rank, or None and the reason why it is impossible."""
     import torch
 
     from schedlang.runtime.comm import world
@@ -179,19 +189,19 @@ def _native(
         return None, draws.why
     mesh, rank = plan.mesh, ranks.rank
 
-    def fork(apart: Apart) -> Fork:
-        places = tuple((axis, first[mesh.index(rank, axis)]) for axis, first in apart.along)
-        return Fork(places, apart.every)
+    def fork_of(draw: Apart) -> Fork:
+        places = tuple((axis, first[mesh.index(rank, axis)]) for axis, first in draw.along)
+        return Fork(places, draw.every)
 
     at = {
-        site: tuple(None if apart is None else fork(apart) for apart in found)
+        site: tuple(None if draw is None else fork_of(draw) for draw in found)
         for site, found in draws.sites.items()
     }
-    forks, plain, why = _forks(module, at, prepared.traced.entries)
+    forks, plain, why = _find_forks(module, at, prepared.traced.entries)
     if why:
         return None, why
     seed = options.seed
-    if seed is None:  # ranks may have seeded apart, as for what they read
+    if seed is None:  # ranks may have different seeds, for example for reading data
         seed = world.broadcast_object(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
@@ -199,34 +209,35 @@ def _native(
     return native, ""
 
 
-def _forks(
+def _find_forks(
     module: nn.Module, sites: Mapping[str, Sequence[Fork | None]], entries: Mapping[str, int]
 ) -> tuple[dict[str, Forked], list[str], str]:
-    """The modules to be changed, those inside of them that draw with the step, and what cannot be.
+    """Return (forked modules, modules inside these that draw from the step's generator, reason).
 
-    A compiled module is one: what is inside of it draws in its graph.
+    The reason says why native draws are impossible, or is "". A compiled module counts as one
+    module: its graph draws for all modules inside.
     """
     from schedlang.runtime.rng.native import Forked
 
     forks: dict[str, Forked] = {}
     framed: list[str] = []
-    left = dict(sites)
-    for name, kind in _compiled(module).items():
-        within = {site: left.pop(site) for site in list(left) if inside(site, name)}
+    remaining = dict(sites)
+    for name, kind in _compiled_modules(module).items():
+        within = {site: remaining.pop(site) for site in list(remaining) if inside(site, name)}
         found = {one for draws in within.values() for one in draws}
         if len(found) > 1:
             if kind == "pattern":
                 return {}, [], f"the fused `{name}` draws some masks alike and some apart"
-            _eager(module, name)
-            left |= within
+            _make_eager(module, name)
+            remaining |= within
         elif found and None not in found:
             forks[name] = Forked(name, tuple(found), True)
         elif found:
-            left[name] = (None,)
-    for name, draws in left.items():
+            remaining[name] = (None,)
+    for name, draws in remaining.items():
         if all(one is None for one in draws):
             continue
-        below = {one for site, found in left.items() if inside(site, name) for one in found}
+        below = {one for site, found in remaining.items() if inside(site, name) for one in found}
         if len(below) == 1 and name:
             forks[name] = Forked(name, (draws[0],), True)
             continue
@@ -237,13 +248,15 @@ def _forks(
         forks[name] = Forked(name, tuple(draws[:each]) or (draws[0],), False)
         framed.append(name)
     inside_one = [
-        name for name in left if name not in forks and any(inside(name, outer) for outer in framed)
+        name
+        for name in remaining
+        if name not in forks and any(inside(name, outer) for outer in framed)
     ]
     return forks, inside_one, ""
 
 
-def _compiled(module: nn.Module) -> dict[str, str]:
-    """The outermost modules that are compiled: whole, or where a pattern matches."""
+def _compiled_modules(module: nn.Module) -> dict[str, str]:
+    """Return the outermost compiled modules: "whole", or "pattern" for matches of a pattern."""
     from schedlang.runtime.forward import layer_of
     from schedlang.runtime.fusion.fuse import Fuse
 
@@ -255,7 +268,7 @@ def _compiled(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _eager(module: nn.Module, name: str) -> None:
+def _make_eager(module: nn.Module, name: str) -> None:
     from schedlang.runtime.forward import layer_of
     from schedlang.runtime.fusion.fuse import Fuse
 
@@ -264,10 +277,10 @@ def _eager(module: nn.Module, name: str) -> None:
     layer.eager = "in training it draws some masks alike on all ranks, and some apart"
 
 
-def _logical(
+def _make_logical(
     plan: Plan, prepared: Prepared, ranks: Ranks, module: nn.Module, seed: int
 ) -> LogicalDropout:
-    """Masks that do not depend on the layout."""
+    """Return dropout with masks that do not depend on the layout."""
     from schedlang.runtime.rng.logical_dropout import LogicalDropout
     from schedlang.runtime.scope import named_sites
 
@@ -279,11 +292,11 @@ def _logical(
 
 
 def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
-    """The part of a logical mask that shards of this rank hold."""
+    """Return a function that gives the window of a logical mask that this rank's shard covers."""
     from schedlang.runtime.rng.logical_dropout import Window, is_unbatched, of_evaluation
     from schedlang.runtime.scope import current
 
-    # not the plan itself: a program that keeps it keeps the original model with it
+    # the closure must not hold the plan, which holds the original model
     mesh, masks, rank = plan.mesh, prepared.traced.masks, ranks.rank
     unbatched = prepared.traced.unbatched
     split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
@@ -295,7 +308,7 @@ def windows_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Slices:
             whole, tags = of_evaluation(masks, site, len(shape), split)
         if not tags:
             return None
-        # dim 0 holds the samples: alone, or with something that each of them has several of
+        # dim 0 holds the samples, alone or merged with another dim
         first = int(not is_unbatched(unbatched, site, call) and len(shape) < len(whole))
         logical = list(shape)
         index: list[Any] = [None] * len(shape)

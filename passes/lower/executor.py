@@ -1,8 +1,8 @@
-"""Build what runs a step on this rank: stages, process groups, gradient sums and sharded state.
+"""Build the runtime parts of a step on this rank; called by `build` in a fixed order.
 
-* Sums after the last backward and slices over data-parallel ranks, put into a rank's module.
-* What runs the timeline on this rank: its stages, its sums, and the groups that they use.
-* What does not lie on the device, and the modules that fetch it.
+* Sliced state (fully_shard), gradient reductions, compressed reductions.
+* The pipeline: stages, their process groups, stand-ins for units of other stages.
+* Offloaded parameters, gradients and optimizer state, and the modules that fetch them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 def slice_state(
     plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
 ) -> dict[int, Sliced]:
-    """Put fully_shard around the units of each stage of this rank."""
+    """Apply fully_shard to the units of each stage of this rank; return the slices by stage."""
     from schedlang.runtime.grad_reduction.zero import Sliced, Unit, join
 
     staged, holdings = prepared.staged, prepared.holdings
@@ -67,7 +67,7 @@ def slice_state(
         return {}
     axes = plan.mesh.fold(sliced.axes)
     every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
-    meshes = {over: ranks.device_mesh(over) for over in every}  # by all ranks, in one order
+    meshes = {over: ranks.device_mesh(over) for over in every}  # created by all ranks, in one order
     ignored = {
         p
         for n, p in module.named_parameters()
@@ -75,7 +75,7 @@ def slice_state(
     }
     place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     reached = prepared.traced.reached
-    # where values choose among modules, those of a later batch may reach what this one did not
+    # where values choose among modules, a later batch may reach other parameters
     anywhere = bool(prepared.traced.wanders)
     met = {p for n, p in module.named_parameters() if anywhere or n in reached}
     out = {}
@@ -86,7 +86,7 @@ def slice_state(
             over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
             low = gathered_in(plan, names)
             overwrites = fqn in prepared.traced.overwrites
-            unit = Unit(not fqn, _waits(plan, fqn), tier, low, overwrites)
+            unit = Unit(not fqn, _has_late_compute(plan, fqn), tier, low, overwrites)
             one.add(module.get_submodule(fqn), meshes[over], unit, met)
         one.prefetch(sliced.prefetch)
     if staged.axis is not None:
@@ -94,8 +94,8 @@ def slice_state(
     return out
 
 
-def _waits(plan: Plan, fqn: str) -> bool:
-    """Return whether a row lets something in this module compute after its forward."""
+def _has_late_compute(plan: Plan, fqn: str) -> bool:
+    """Return whether a kernel inside this module computes after the module's forward."""
     late = (action for action, row in plan.rows_with(Injected) if row.waits)
     return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
@@ -103,23 +103,26 @@ def _waits(plan: Plan, fqn: str) -> bool:
 def sums_of(
     plan: Plan, planned: Sequence[Reduction], found: Mapping[str, nn.Parameter], ranks: Ranks
 ) -> tuple[Sum, ...]:
-    """The reductions after the last backward: over ties, over parts, over whole replicas."""
+    """Return the gradient reductions of this rank after the last backward.
+
+    All ranks create all process groups, in one order.
+    """
     from schedlang.runtime.grad_reduction.gradient import Sum
 
     sums = []
     if data := plan.data_axes:
         for axes in (data, plan.row_axes, plan.context_axes):
-            ranks.group(axes)  # made on every rank: outputs are gathered over it on some
+            ranks.group(axes)  # created on all ranks, although only some gather outputs over it
     for one in planned:
         names = tuple(name for name in one.names if name in found)
-        if one.stages is not None:  # every rank takes part in making these groups
+        if one.stages is not None:  # every rank takes part in creating these groups
             ends = sorted(one.stages)
             groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
             group = ranks.subset(one.axes[0], groups)
         else:
             group = ranks.group(one.axes)
             if one.kind == "replicas" and plan.overlapping("gradients"):
-                # begun in the middle of a backward, beside what that itself sends
+                # begins during a backward, which sends on the other group
                 group = replace(group, pg=ranks.again(one.axes, "early"))
         if one.kind != "compressed" and group is not None and names:
             sums.append(Sum(group, names, one.kind, one.bucket))
@@ -133,7 +136,7 @@ def compressor_of(
     found: Mapping[str, nn.Parameter],
     ranks: Ranks,
 ) -> Compressor | None:
-    """Return what does the compressed sums of this rank; None where there is nobody to sum with."""
+    """Return the compressor of this rank's gradients; None without a compressed reduction."""
     from schedlang.runtime.checkpointing.holding import cleaned
     from schedlang.runtime.grad_reduction.compressed import Compressor
 
@@ -160,7 +163,10 @@ def pipeline_of(
     weight: Weight | None,
     sliced: Mapping[int, Any],
 ) -> Pipeline:
-    """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
+    """Return the pipeline of this rank: its stages and the timeline of the plan.
+
+    `sliced`: the slices of `zero`, by stage.
+    """
     from schedlang.pipeline.timeline.table import Kind
     from schedlang.runtime.adapters.torch_compile import keep_buffers
     from schedlang.runtime.grad_reduction.zero import gathering
@@ -174,9 +180,11 @@ def pipeline_of(
         slices = slices_of(prepared.slicing, module, prepared.traced, weight)
     halves: Mapping[int, Mapping[str, Any]] = {}
     if (staged.timeline.kind == Kind.W).any():
-        late = _late(plan)
+        late = _late_parameters(plan)
         each = range(staged.cut.stages)
-        halves = {s: {"split": _splits(plan, staged, s, sliced), "late": late} for s in each}
+        halves = {
+            s: {"split": _can_split_backward(plan, staged, s, sliced), "late": late} for s in each
+        }
         keep_buffers()
     if staged.axis is None:
         stage = Stage(module, staged.cut, 0, loss=loss, **halves.get(0, {}))
@@ -187,7 +195,7 @@ def pipeline_of(
     down = ranks.between(staged.axis, "down") if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
-    stub = _stub(plan, prepared, ranks)
+    stub = _stub_of(plan, prepared, ranks)
     stages = {
         s: Stage(
             module,
@@ -211,23 +219,23 @@ def pipeline_of(
         device=device,
         lookahead=plan.ahead,
         slices=slices,
-        parks=_parks(staged, ranks),
+        parks=_eviction_groups(staged, ranks),
         picked=bool(on_peers(plan, "activations")),
         handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )
 
 
-class _Last(threading.local):
-    """The stand-ins that were made last in a thread, and of what: ranks may be threads."""
+class _LastStub(threading.local):
+    """The last stand-ins made in a thread, with plan and preparation: ranks may be threads."""
 
     made: tuple[ref[Plan], ref[Prepared], Stub] | None = None
 
 
-_last = _Last()
+_last = _LastStub()
 
 
-def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
-    """Stand-ins for units of other stages; programs of one preparation share what these find."""
+def _stub_of(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
+    """Return stand-ins for units of other stages; programs of one preparation share them."""
     from schedlang.runtime.pipeline.stage import Stub
 
     if _last.made is not None:
@@ -244,12 +252,12 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
         return skeleton
 
     model, recorded = plan.model.model, prepared.staged.recorded
-    told = {} if recorded is None else recorded.known_of(model)
-    if prepared.outputs:  # found by a proof, of which next to nothing is asked that it has not
-        made = Stub(model, cut, {**told, **prepared.outputs}, copied)
+    known_outputs = {} if recorded is None else recorded.known_of(model)
+    if prepared.outputs:  # known from a proof: the copy is hardly ever needed
+        made = Stub(model, cut, {**known_outputs, **prepared.outputs}, copied)
     else:
-        made = Stub(copied(), cut, told)
-    if prepared.tokens is None:  # else it holds the groups of this rank
+        made = Stub(copied(), cut, known_outputs)
+    if prepared.tokens is None:  # else the copy has process groups of this rank
         _last.made = of, ready, made
     return made
 
@@ -257,7 +265,7 @@ def _stub(plan: Plan, prepared: Prepared, ranks: Ranks) -> Stub:
 def early_sums(
     plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
 ) -> EarlySums | None:
-    """The sums that begin before the step ends, where a row lets them."""
+    """Return the reductions that begin before the step ends, if a row allows this; else None."""
     from schedlang.runtime.pipeline.overlapped_sums import EarlySums
 
     if plan.overlapping("gradients") is None:
@@ -269,11 +277,11 @@ def early_sums(
     return EarlySums(found, sums, stages)
 
 
-def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
-    """Return whether a stage's backward is run in halves, where the order has halves.
+def _can_split_backward(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Return whether a stage's backward can run in two halves (input and weight gradients).
 
-    Not where weights are gathered, which are gone again when the second half needs them, nor where
-    activations are computed again: each part of a backward would compute all of them.
+    It cannot where weights are gathered, since they are freed before the second half, nor where
+    activations are recomputed, since each half would recompute all of them.
     """
     if stage in sliced:
         return False
@@ -282,18 +290,18 @@ def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -
     return not any(meet(unit, site) for unit in units for site in again)
 
 
-def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
-    """Groups for activations that are parked on partners, where some are."""
+def _eviction_groups(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Return the process groups for activations that are evicted to a partner rank."""
     from schedlang.pipeline.timeline.table import Kind
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    ways = [ranks.between(staged.axis, f"parked {way}") for way in range(4)]
-    return (*ways, ranks.on_host(staged.axis, "parked sizes"))
+    groups = [ranks.between(staged.axis, f"parked {way}") for way in range(4)]
+    return (*groups, ranks.on_host(staged.axis, "parked sizes"))
 
 
-def _late(plan: Plan) -> frozenset[str] | None:
-    """Parameters whose gradients may wait, under every name; None: all."""
+def _late_parameters(plan: Plan) -> frozenset[str] | None:
+    """Return the parameters whose gradients may be computed late, by all names; None: all."""
     if plan.late is None:
         return None
     inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
@@ -306,7 +314,7 @@ def _late(plan: Plan) -> frozenset[str] | None:
 
 
 def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
-    """Put this rank's parts of weights that lie in codes into them, and let modules decode them."""
+    """Encode this rank's shards of quantized weights, and install decoding in their modules."""
     from schedlang.runtime.offload.decoded import decode
     from schedlang.runtime.storage.coded import Coded
 
@@ -319,7 +327,7 @@ def encode_weights(builder: Builder, found: Mapping[str, nn.Parameter]) -> None:
                 decode(builder.at(each.rpartition(".")[0]), held)
 
 
-# -- what does not lie on the device ---------------------------------------------------------------
+# -- offload ---------------------------------------------------------------------------------------
 
 
 def offload_state(
@@ -329,7 +337,7 @@ def offload_state(
     sliced: Mapping[int, Sliced],
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> Offloaded | None:
-    """Put this rank's parameters where they lie; None where all is on the device."""
+    """Move this rank's parameters to their tiers; return None if everything stays on the device."""
     from schedlang.runtime.adapters.fully_shard import Shard
     from schedlang.runtime.offload.parameters import Window
     from schedlang.runtime.offload.step import Offloaded
@@ -344,29 +352,29 @@ def offload_state(
         return None
     scratch, window = builder.shared("scratch", Scratch), Window()
     tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
-    homes = {**_sliced(found, sliced, scratch, tiers)}
-    homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
+    homes = {**_offload_slices(found, sliced, scratch, tiers)}
+    homes |= _stream_parameters(builder, staged, found, window, scratch, tiers, frozenset(homes))
     for tier, to in ((CPU, None), (DISK, scratch)):
         leave = {name: found[name] for name, one in tiers.items() if one.gradient == tier}
-        # fully_shard copies gradients to where slices lie, and waits for it where there are hooks
-        told = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
-        offload_gradients(leave.values(), to, told if to is None else ())
+        # fully_shard copies gradients to the tier of slices, and waits for this if there are hooks
+        shards = [p for n, p in leave.items() if n in homes and isinstance(homes[n], Shard)]
+        offload_gradients(leave.values(), to, shards if to is None else ())
     dims = dims_of(holdings)
-    alone = optimizer is None or is_tensorwise(optimizer, dims)
+    tensorwise = optimizer is None or is_tensorwise(optimizer, dims)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     ring = peer_of(builder, found, tiers, optimizer, dims)
-    made = Offloaded(found, tiers, homes, window, scratch, disk, files, alone, ring)
+    made = Offloaded(found, tiers, homes, window, scratch, disk, files, tensorwise, ring)
     made.check("the program was not built")
     return made
 
 
-def _sliced(
+def _offload_slices(
     found: Mapping[str, nn.Parameter],
     sliced: Mapping[int, Sliced],
     scratch: Scratch,
     tiers: Mapping[str, Tiers],
 ) -> dict[str, Home]:
-    """Slices that fully_shard gathers from the host."""
+    """Mark or write the slices that fully_shard gathers from the host or from disk."""
     from schedlang.runtime.adapters.fully_shard import shards_of
     from schedlang.runtime.storage.tiers import DEVICE, DISK, mark
 
@@ -383,7 +391,7 @@ def _sliced(
     return held
 
 
-def _streamed(
+def _stream_parameters(
     builder: Builder,
     staged: Staged,
     found: Mapping[str, nn.Parameter],
@@ -392,7 +400,7 @@ def _streamed(
     tiers: Mapping[str, Tiers],
     sliced: frozenset[str],
 ) -> dict[str, Home]:
-    """Move whole parameters to their homes, and let modules fetch them."""
+    """Move unsliced parameters to their tiers, and install fetching in their modules."""
     from schedlang.runtime.offload.parameters import StreamedParameter, stream
     from schedlang.runtime.storage.tiers import DISK, plain_copy
 
@@ -415,7 +423,10 @@ def peer_of(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
     dims: Mapping[str, int],
 ) -> Peer | None:
-    """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    """Return this rank's end of the ring of peers; None without state on peers or an optimizer.
+
+    Refuses (S851) an optimizer that is not elementwise.
+    """
     from schedlang.runtime.comm import world
     from schedlang.runtime.offload.step import Peer
     from schedlang.runtime.optim.whole_step import is_elementwise, is_tensorwise

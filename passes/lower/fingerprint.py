@@ -1,4 +1,4 @@
-"""The fingerprint of a program, item by item, on which ranks agree before it is built."""
+"""The fingerprint of a program: items that must be equal on all ranks before it is built."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.holding import Holding
     from schedlang.runtime.comm.agreement import Item
 
-_OPTIONS = ("clip", "seed", "dropout", "local", "compare")  # of `build`, told as they are
+_OPTIONS = ("clip", "seed", "dropout", "local", "compare")  # options of `build`, shown by value
 _NUMBERS = (bool, int, float, str)
 _OWN_TO_A_RANK = ("rank", "device", "host", "node", "pid", "path", "dir", "file")
 
 
 def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Item]:
-    """All that a program is made of, item by item; the first that differs is what is named."""
+    """Return the items of which a program is built; messages name the first different item."""
     import torch
 
     import schedlang
@@ -58,16 +58,16 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
     return [
         Item("version", versions, helps=("install the same on all nodes",)),
         Item("mesh", mesh),
-        Item("model", dict(_modules(plan)), helps=(same_model,)),
+        Item("model", dict(_module_items(plan)), helps=(same_model,)),
         Item(
             "code of the model",
-            dict(_codes(model)),
+            dict(_code_items(model)),
             shown=False,
             helps=("check that all nodes have the same files",),
         ),
         Item(
             "schedule",
-            dict(_rows(plan)),
+            dict(_row_items(plan)),
             helps=("load the same file, with the same knobs, on every rank",),
         ),
         Item("options of `build`", options),
@@ -80,7 +80,7 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
         Item("batch to build from", kinds),
         Item(
             "initial weights",
-            dict(_values(model, plan.model.base.model, given)),
+            dict(_weight_items(model, plan.model.base.model, given)),
             shown=False,
             helps=(seed, "or load the same checkpoint on every rank"),
         ),
@@ -88,17 +88,19 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
 
 
 def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[Item]:
-    """The optimizer and its settings of each parameter that this rank trains.
+    """Return one item: the optimizer and its settings for each parameter that this rank trains.
 
-    `names` are those of parameters, by id.  Ranks of other stages hold others, or none.
+    `names` maps ids of parameters to names. Ranks of other stages have other parameters, or none.
     """
     from schedlang.runtime.comm.agreement import Item
 
     if optimizer is None:
         return [Item("optimizer", {}, held=True)]
-    parts = {"class": type(optimizer).__qualname__} | _plain(optimizer.defaults)
+    parts = {"class": type(optimizer).__qualname__} | _plain_settings(optimizer.defaults)
     for group in optimizer.param_groups:
-        own = _plain({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        own = _plain_settings(
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        )
         unusual = {k: v for k, v in own.items() if parts.get(k) != v}
         said = ", ".join(f"{k} {v}" for k, v in unusual.items()) or "as usual"
         parts |= {names[id(p)]: said for p in group["params"] if id(p) in names}
@@ -109,11 +111,11 @@ def optimized_by(optimizer: torch.optim.Optimizer | None, names: Mapping[int, st
 def check_places(
     plan: Plan, axis: str | None, holdings: Mapping[str, Holding], make: Callable[..., Any]
 ) -> None:
-    """Refuse (S622) settings that follow from places in the list, or from sizes: a stage's list is
-    another, and so is the size of what a rank holds of a sharded parameter.
+    """Refuse (S622) optimizer settings that depend on the order or the sizes of parameters.
 
-    The optimizer is made of stand-ins without values: of all parameters, whole, and of what each
-    stage of `axis` holds.  One that takes no such tensors is not looked at.
+    A stage has another list of parameters, and a rank has smaller shards. The optimizer is made
+    from meta tensors: once from all full parameters, and once from the parameters of each stage of
+    `axis`. An optimizer that rejects meta tensors is not checked.
     """
     from schedlang.runtime.tracing.meta import meta_parameter
 
@@ -123,7 +125,7 @@ def check_places(
     def stand_in(name: str, rank: int | None) -> Any:
         if rank is None or not holdings[name].layout.splits:
             return meta_parameter(model[name])
-        held = replace(holdings[name], sliced=())  # slices are DTensors, which tell whole sizes
+        held = replace(holdings[name], sliced=())  # slices are DTensors, which have full sizes
         return meta_parameter(model[name], held.local_shape(plan.mesh, rank))
 
     def settings(names: Iterable[str], rank: int | None = None) -> Mapping[str, str]:
@@ -133,7 +135,7 @@ def check_places(
         return parts  # the defaults are among them
 
     moved: dict[str, tuple[str, str]] = {}
-    with suppress(Exception):  # whatever it raises is told where it is called in earnest
+    with suppress(Exception):  # its errors are reported when the real optimizer is made
         every = settings(trained)
         for place in range(1 if axis is None else plan.mesh.size(axis)):
             at = dict.fromkeys(plan.mesh.sizes, 0) | ({} if axis is None else {axis: place})
@@ -154,8 +156,8 @@ def check_places(
         )
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers and words as text; a tensor (a learning rate that is captured) by its value."""
+def _plain_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings as text, without functions; a tensor (a captured learning rate) by value."""
     return {
         name: repr(value.item() if hasattr(value, "item") and value.numel() == 1 else value)
         for name, value in settings.items()
@@ -166,8 +168,11 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 # -- items -------------------------------------------------------------------------------------
 
 
-def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Class and plain settings of each module, those named for a rank left out; parameters."""
+def _module_items(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield class and plain settings of each module, then dtype and shape of each parameter.
+
+    Settings whose names suggest that they differ by rank are left out.
+    """
     for name, module in plan.model.model.named_modules():
         said = f"{type(module).__qualname__}({module.extra_repr()})"
         own = (
@@ -185,7 +190,7 @@ def _modules(plan: Plan) -> Iterator[tuple[str, str]]:
         yield name, f"{fact.dtype} {tuple(fact.shape)}{frozen}{tied}"
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def _row_items(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "knobs", str(dict(plan.decisions))
     for place, action in enumerate(plan.actions, 1):
         where = next(iter(action.sites), "") or "the model"
@@ -196,10 +201,10 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "relaxed", str(sorted(plan.relaxed))
 
 
-def _values(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
-    """A checksum of each tensor of the state dict, and of what gives values to those without.
+def _weight_items(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple[str, str]]:
+    """Yield a checksum of each tensor of the state dict, and a digest of the source of values.
 
-    `base` is the model that was given, of which `model` may be a changed copy.
+    `base` is the user's model; `model` may be a changed copy of it.
     """
     from schedlang.runtime.comm.agreement import checksum
     from schedlang.runtime.initial.sources import source_of
@@ -217,25 +222,24 @@ def _values(model: nn.Module, base: nn.Module, given: Options) -> Iterator[tuple
 # -- code --------------------------------------------------------------------------------------
 
 
-def _codes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Return a digest of what each class of a model computes; torch's own, which its version names,
-    left out."""
-    classes = dict.fromkeys(  # in the model's order: a class and one made of it may share a name
+def _code_items(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Return a digest of the code of each class of a model, without torch's classes."""
+    classes = dict.fromkeys(  # in the model's order: a class and its subclass may share a name
         base
         for module in model.modules()
         for base in type(module).__mro__
         if base is not object and not base.__module__.startswith("torch.")
     )
-    told: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     for one in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
         found = [(name, code(value)) for name, value in sorted(vars(one).items())]
-        own = told.setdefault(one.__qualname__, [])
+        own = digests.setdefault(one.__qualname__, [])
         own.extend(f"{name} {said}" for name, said in found if said)
-    return ((name, " ".join(said)) for name, said in told.items())
+    return ((name, " ".join(said)) for name, said in digests.items())
 
 
 def code(function: Callable[..., Any] | Any) -> str:
-    """A digest of what a function computes, without names of files and numbers of lines."""
+    """Return a digest of a function's code, without file names and line numbers; "" for others."""
     inner = getattr(function, "__func__", function)
     inner = getattr(inner, "__wrapped__", inner)
     found = getattr(inner, "__code__", None)
@@ -244,17 +248,17 @@ def code(function: Callable[..., Any] | Any) -> str:
     return _digest(found)
 
 
-@lru_cache(maxsize=1 << 12)  # of each program of a proof the same
+@lru_cache(maxsize=1 << 12)  # the programs of one proof have the same code
 def _digest(found: CodeType) -> str:
-    return hashlib.blake2b(repr(_constant(found)).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(_plain_constant(found)).encode(), digest_size=8).hexdigest()
 
 
-def _constant(value: object) -> object:
+def _plain_constant(value: object) -> object:
     if isinstance(value, CodeType):
-        inside = [_constant(one) for one in value.co_consts]
+        inside = [_plain_constant(one) for one in value.co_consts]
         return (value.co_code, value.co_names, value.co_varnames, value.co_freevars, inside)
     if isinstance(value, frozenset):  # its order is another in every process
         return sorted(map(repr, value))
     if isinstance(value, tuple):
-        return [_constant(one) for one in value]
+        return [_plain_constant(one) for one in value]
     return repr(value)

@@ -1,4 +1,7 @@
-"""A program whose rank writes down what it does: names of its modules, and the rows at them."""
+"""Connect a program to the record of its rank's calls: names of modules, and rows at them.
+
+The record (runtime/launch/record.py) is read when a job dies or gets stuck.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def begin() -> None:
-    """Start the record of this rank where one is asked for; all ranks at the same place."""
+    """Start the record of this rank, if the job writes records. Called by all ranks together."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.launch import record
     from schedlang.runtime.launch.recorded_calls import tell
@@ -28,7 +31,7 @@ def begin() -> None:
 
 
 def known(plan: Plan, program: Program) -> None:
-    """Tell the record, if there is one, of the modules of a program and of its steps."""
+    """Give the record, if there is one, the modules and parameters of a program, and its steps."""
     from schedlang.runtime.launch import record
 
     made, a = record.here(), program.assembly
@@ -40,27 +43,32 @@ def known(plan: Plan, program: Program) -> None:
     step: Any = program.train_step
 
     @wraps(step)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         made.stepped(program.step)
         return result
 
-    program.train_step = told  # type: ignore[method-assign]
+    program.train_step = recorded_step  # type: ignore[method-assign]
 
 
 def rows_of(plan: Plan) -> Callable[[str, Sequence[int]], str]:
-    """A function that names the row behind a collective of ranks for a module, or at a module."""
+    """Return a function (name, ranks) -> text of the rows behind a collective.
+
+    `name` is a module or parameter; without `ranks` the function names the rows at the module.
+    """
 
     def row(whose: str, ranks: Sequence[int]) -> str:
         name = whose.partition(" ")[0]
         site = plan.model.owner(name).fqn if name in plan.model.parameters else name
-        return ", ".join(map(_text, _between(plan, site, ranks) if ranks else _at(plan, site)))
+        return ", ".join(
+            map(_row_text, _rows_between(plan, site, ranks) if ranks else _rows_at(plan, site))
+        )
 
     return row
 
 
-def _text(action: Action) -> str:
-    """A row: where it stands, and as it is written."""
+def _row_text(action: Action) -> str:
+    """Return a row as text: its place, and its source text."""
     span = action.span
     if not span:
         return str(action.primitive)
@@ -69,9 +77,9 @@ def _text(action: Action) -> str:
     return f"{span}  {line[span.col - 1 : end] or action.primitive}"
 
 
-def _between(plan: Plan, site: str, ranks: Sequence[int]) -> list[Action]:
-    """The row that brings the axis along which these ranks differ."""
-    if max(ranks) >= plan.mesh.world:  # a part of a job, which counts its own ranks
+def _rows_between(plan: Plan, site: str, ranks: Sequence[int]) -> list[Action]:
+    """Return the row of the axis along which these ranks differ."""
+    if max(ranks) >= plan.mesh.world:  # a sub-job, with its own numbers of ranks
         return []
     at = [plan.mesh.coordinates(rank) for rank in ranks]
     axes = [name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1]
@@ -79,8 +87,8 @@ def _between(plan: Plan, site: str, ranks: Sequence[int]) -> list[Action]:
     return [] if row is None else [row]
 
 
-def _at(plan: Plan, site: str) -> list[Action]:
-    """The rows that act on a module, or on the nearest one around it."""
+def _rows_at(plan: Plan, site: str) -> list[Action]:
+    """Return the rows that act on a module, or on the nearest enclosing module with rows."""
     while site and site in plan.model.sites:
         if found := [one for one in plan.rows_at(site) if one.acts]:
             return found

@@ -1,6 +1,7 @@
-"""Train a few steps under a plan, and say how the loss went and what it took.
+"""Train a few steps under a plan (the verb `run`): losses, speed and memory.
 
-* A pipeline's step as it ran, beside its timeline under the costs that were measured.
+For a pipeline the operations of the last steps are timed, and compared with the timeline simulated
+under the measured costs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-WAITED = 2e-5  # seconds from which on an operation has waited for its inputs
+WAITED = 2e-5  # seconds; an operation that starts later than this has waited for its inputs
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One step: planned rows, and when each had its turn, started and ended, in seconds."""
+    """One measured step: for each planned row the times of its turn, start and end, in seconds."""
 
     timeline: Timeline
     turn: Floats
@@ -44,7 +45,7 @@ class Measured:
 
     @cached_property
     def times(self) -> Timing:
-        """Return the measured times, from the first operation of all ranks on."""
+        """Return the measured times, counted from the first operation of all ranks."""
         zero = self.start.min(initial=np.inf) if len(self.start) else 0.0
         none = np.zeros(self.timeline.ranks, dtype=np.int64)
         return Timing(
@@ -53,7 +54,7 @@ class Measured:
 
     @cached_property
     def costs(self) -> Floats:
-        """Return, for each row, the mean time of its kind at its stage."""
+        """Return, for each row, the mean time of operations of its kind at its stage."""
         t, took = self.timeline, self.end - self.start
         key = (t.kind.astype(np.int64) * t.stages + t.stage) * t.replicas + t.replica
         count = np.maximum(np.bincount(key), 1)
@@ -62,29 +63,32 @@ class Measured:
 
     @cached_property
     def transfer(self) -> float:
-        """The median time between the end of a value's maker and its arrival, where one waited."""
+        """Return the median time from the end of a value's producer to the start of its consumer.
+
+        Only consumers that waited for the value count.
+        """
         t = self.timeline
         made, used = dependencies(t)
-        apart = t.rank[made] != t.rank[used]
+        remote = t.rank[made] != t.rank[used]
         latest = np.full(len(t), -np.inf)
-        np.maximum.at(latest, used[apart], self.end[made[apart]])
+        np.maximum.at(latest, used[remote], self.end[made[remote]])
         waited = np.isfinite(latest) & (self.start - self.turn > WAITED) & (latest >= self.turn)
         return max(0.0, float(np.median((self.start - latest)[waited]))) if waited.any() else 0.0
 
     @cached_property
     def planned(self) -> Timing:
-        """The same timeline, simulated with the means of what was measured."""
+        """Return the timeline simulated with the mean measured costs."""
         return timing(self.timeline, self.costs, self.transfer)
 
     def means(self) -> dict[tuple[str, int], float]:
-        """Mean seconds of each kind of operation at each stage."""
+        """Return the mean seconds of each kind of operation at each stage."""
         t = self.timeline
         pairs = zip(t.kind.tolist(), t.stage.tolist(), self.costs.tolist())
         work = {(Kind(kind).name, stage): cost for kind, stage, cost in pairs if Kind(kind) in WORK}
         return dict(sorted(work.items(), key=lambda item: (Kind[item[0][0]], item[0][1])))
 
     def to_json(self) -> dict[str, Any]:
-        """Figures, and the means that the simulated ones come from; seconds."""
+        """Return measured and simulated figures, and the mean costs, in seconds."""
         return {
             "micro": self.timeline.microbatches,
             "slices": self.timeline.slices,
@@ -98,7 +102,7 @@ class Measured:
         }
 
     def text(self) -> str:
-        """One line for people."""
+        """Return one line for display."""
         real, ideal = self.times, self.planned
         return (
             f"bubble {float(real.bubble):.1%} measured, {float(ideal.bubble):.1%} simulated   "
@@ -117,9 +121,9 @@ def _figures(times: Timing) -> dict[str, float]:
 
 
 def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
-    """Join what each place of a pipeline noted of one step, in the order of its rows.
+    """Join the notes of each place of a pipeline on one step, in the order of the rows.
 
-    Rows that are not noted (parked activations, updates) stand where the row before them ended.
+    Rows without notes (evicted activations, updates) get the time when the row before ended.
     """
     t = timeline.compute()
     turn, start, end = (np.zeros(len(t)) for _ in range(3))
@@ -137,7 +141,7 @@ def measured(timeline: Timeline, ran: Sequence[Sequence[Ran]]) -> Measured:
 
 
 def settled(timeline: Timeline, steps: Sequence[Sequence[Sequence[Ran]]]) -> Measured:
-    """The median step by its time, of several: [place][step]."""
+    """Return the step of median duration; `steps` is indexed [place][step]."""
     found = [measured(timeline, one) for one in zip(*steps)]
     return sorted(found, key=lambda one: float(one.times.makespan))[len(found) // 2]
 
@@ -147,7 +151,7 @@ RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
 
 @dataclass(frozen=True)
 class Course:
-    """The training of a plan, as every rank needs it; `batch(seed)` gives the batch of a step."""
+    """The settings of a training, sent to every rank; `batch(seed)` returns the batch of a step."""
 
     plan: Plan
     batch: Callable[[int], Mapping[str, Any]]
@@ -157,19 +161,19 @@ class Course:
     optimizer: str = "adamw"
     rate: float | None = None
     seed: int = 0
-    watched: int = 0  # of how many steps at the end the operations are timed
-    prepared: Prepared | None = None  # what is known of the plan before there are ranks
-    check: Callable[..., None] | None = None  # of `build`: asked before anything is built
+    watched: int = 0  # number of last steps whose operations are timed
+    prepared: Prepared | None = None  # the prepared plan, if known
+    check: Callable[..., None] | None = None  # option of `build`
 
     @property
     def lr(self) -> float:
-        """The learning rate, that of the optimizer where none is given."""
+        """Return the learning rate; without `rate`, the default of the optimizer."""
         return RATES[self.optimizer] if self.rate is None else self.rate
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its loss, the seconds that it took, and how much its batch held."""
+    """One step: its loss and duration in seconds, and the work (tokens or rows) of its batch."""
 
     number: int
     loss: float
@@ -180,31 +184,31 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """The steps as rank 0 saw them, and the memory of every rank after the last."""
+    """The result of a training: steps of this rank, and memory of all ranks after the last step."""
 
     steps: tuple[Step, ...]
     memory: tuple[Memory, ...]
     measured: Measured | None = None
-    left: tuple[Left, ...] = ()  # calls that kernels left to the model, on any rank
+    left: tuple[Left, ...] = ()  # calls that kernels declined, on any rank
 
     @property
     def settled(self) -> tuple[Step, ...]:
-        """The steps that count for speed: the first one also warms up."""
+        """Return the steps that count for speed: without the first one, which warms up."""
         return self.steps[1:] or self.steps
 
     @property
     def median(self) -> float:
-        """Seconds of the median step."""
+        """Return the seconds of the median step."""
         return statistics.median(step.seconds for step in self.settled)
 
     @property
     def per_second(self) -> float:
-        """Tokens (or rows) of all ranks together a second."""
-        settled = self.settled
-        return sum(step.work for step in settled) / sum(step.seconds for step in settled)
+        """Return the tokens (or rows) per second of all ranks together."""
+        steps = self.settled
+        return sum(step.work for step in steps) / sum(step.seconds for step in steps)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all results as JSON values."""
         return {
             "losses": [step.loss for step in self.steps],
             "first_loss": self.steps[0].loss,
@@ -222,16 +226,17 @@ Tell = Callable[[Step], None]
 
 
 def train(course: Course, tell: Tell | None = None) -> Trained:
-    """Run the course on this rank, which stands in the job's process group; all ranks together.
+    """Run the training on this rank. All ranks of the job call it together.
 
-    `tell` is called after each step, on every rank.  Without it a rank of a Pool tells its parent.
+    `tell` is called after each step, on every rank. By default a rank of a Pool reports to its
+    parent process.
     """
     from schedlang.passes.lower.build import build
     from schedlang.runtime.launch.pool import progress
     from schedlang.runtime.left import merged
 
     tell = tell or progress
-    home = _home(course.plan)
+    home = _to_model_device(course.plan)
     batch = home(course.batch(course.seed))
     program = build(
         course.plan,
@@ -244,7 +249,7 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
         prepared=course.prepared,
         check=course.check,
     )
-    watch = _watch(program) if course.watched else None
+    watch = _make_watch(program) if course.watched else None
     steps = []
     for number in range(course.steps):
         batch = home(course.batch(course.seed + number)) if number else batch
@@ -252,21 +257,21 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
         with program.watch.step() if program.watch is not None else nullcontext():
             steps.append(_step(program, number, batch))
         tell(steps[-1])
-    seen = None if watch is None else _measured(course.plan, program, watch)
-    everyone = _everyones(program)
+    seen = None if watch is None else _median_watched(course.plan, program, watch)
+    everyone = _gather_ranks(program)
     left = merged(one for _, mine in everyone for one in mine)
     return Trained(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
 
 
-def _watch(program: Program) -> Watch:
+def _make_watch(program: Program) -> Watch:
     from schedlang.runtime.pipeline.measured import Watch
 
     device = program.assembly.pipeline.mail.device
     return Watch(program.assembly.pipeline, device)
 
 
-def _measured(plan: Plan, program: Program, watch: Watch) -> Measured:
-    """The median watched step of the pipeline at place 0 of all other axes."""
+def _median_watched(plan: Plan, program: Program, watch: Watch) -> Measured:
+    """Return the median timed step of the pipeline at place 0 of all other axes."""
     from schedlang.runtime.pipeline.measured import gathered
 
     everyone, axis = gathered(watch), plan.cuts[0].axis
@@ -283,8 +288,8 @@ def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
     return Step(number, loss, time.perf_counter() - start, *work_in(batch))
 
 
-def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
-    """Gather each rank's memory, and the calls that kernels left to the model there."""
+def _gather_ranks(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
+    """Gather the memory and the declined kernel calls of all ranks."""
     from schedlang.runtime.comm import world
     from schedlang.runtime.left import left_in
     from schedlang.runtime.measure import memory_of
@@ -292,8 +297,8 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     return tuple(world.all_gather_object((memory_of(program), left_in(program.assembly.module))))
 
 
-def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Puts batches where the model's parameters are."""
+def _to_model_device(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function that moves a batch to the device of the model's parameters."""
     from torch import Tensor
 
     from schedlang.ir import pytree
@@ -304,7 +309,7 @@ def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def optimizer(name: str, rate: float) -> Callable[..., Any]:
-    """A function from named parameters to the optimizer of this name."""
+    """Return a function from named parameters to the optimizer of this name."""
     import torch
 
     kinds: Mapping[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -313,7 +318,7 @@ def optimizer(name: str, rate: float) -> Callable[..., Any]:
 
 
 def check(course: Course) -> None:
-    """Refuse numbers and names that no training can have (S109)."""
+    """Refuse (S109) an unknown optimizer and numbers out of range."""
     if course.optimizer not in RATES:
         _refuse(
             f"unknown optimizer: `--optimizer {course.optimizer}`", f"choose {' or '.join(RATES)}"

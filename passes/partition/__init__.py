@@ -1,1 +1,1 @@
-"""Stages: where a model is cut, and who runs what."""
+"""Pipeline stages of a plan: where the model is split, and which rank runs which stage when."""

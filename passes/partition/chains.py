@@ -1,7 +1,8 @@
-"""Rows that fit modules into memory, and stages balanced with what they recompute (AdaPipe).
+"""Recomputation under a memory limit: costs of modules, choices of rows, balanced stages (AdaPipe).
 
-* Rows that fit modules into memory: what each costs on a rank, and what is chosen for it.
-* Stages cut so that their times are in balance, what each repeats within its memory included.
+* `chains_of`: for rows with a memory limit, which modules of each stage are recomputed.
+* `time_of`: weights for stages of equal time, with the recomputation that memory requires.
+* `running`: the local model after a forward on the meta device.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ if TYPE_CHECKING:
     from schedlang.runtime.tracing.graph import StageGraph
 
 
-# the sites of a row -> the chains that it forms, each with what is done: a tree, choices, a budget
+# sites of a row -> its chains (modules of one stage) with the choice for each: tree, choices, limit
 Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Any], ...]]
 
 
 @dataclass(frozen=True)
 class Counting:
-    """The subject of counts of modules: the plan's local model, and one microbatch."""
+    """The subject of cost counts: the local model of a plan, and one microbatch."""
 
     plan: Plan
     traced: Traced
-    staged: Staged | None  # None: before it is cut
+    staged: Staged | None  # None: before stages are known
     sample: Mapping[str, Any]
     loss: Loss | None = None
     tokens: Tokens | None = None
 
 
 def chains_of(counting: Counting) -> Chains:
-    """Return the choices of rows with a limit of memory, from counts on the meta device.
+    """Return the choices of rows with a memory limit, from counts on the meta device.
 
-    The limit is that of a rank. Where a pipeline keeps several microbatches at a time, each has an
-    equal part of it; so early stages, which keep more of them, recompute more (Sun et al., AdaPipe,
-    2024). Raises Refusal S841 at a row for which there is too little.
+    The limit is that of a rank. Microbatches in flight have equal shares of the limit; so early
+    stages, with more microbatches in flight, recompute more (Sun et al., AdaPipe, 2024). Raises
+    Refusal S841 at a row whose limit is too small.
     """
     plan = counting.plan
     rows = [(a, row.budget) for a, row in plan.rows_with(Recomputing) if row.budget is not None]
@@ -58,21 +59,21 @@ def chains_of(counting: Counting) -> Chains:
         return {}
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(counting, names)))
-    return {a.sites: tuple(_chosen(counting, a, budget, costs)) for a, budget in rows}
+    return {a.sites: tuple(_choose(counting, a, budget, costs)) for a, budget in rows}
 
 
-def _chosen(
+def _choose(
     counting: Counting, action: Action, budget: Budgeted, costs: Mapping[str, Cost]
 ) -> list[tuple[tuple[str, ...], Any]]:
     from schedlang.diagnostics.diagnostic import Refusal
 
     found = []
     assert counting.staged is not None
-    for names, share in _by_stage(counting.staged, action.sites):
+    for names, share in _sites_by_stage(counting.staged, action.sites):
         try:
             chain = [costs[name] for name in names]
-            play = partial(_played, counting, budget, names)
-            chosen = budget.fit(chain, int(budget.memory / share), play)
+            run = partial(_run_with_choice, counting, budget, names)
+            chosen = budget.fit(chain, int(budget.memory / share), run)
         except Refusal as refusal:
             raise refusal.at(action.span) from None
         found.append((names, chosen))
@@ -80,7 +81,7 @@ def _chosen(
 
 
 def told(plan: Plan, chains: Chains) -> list[str]:
-    """Describe the choices of rows with a limit of memory, a line for each stage."""
+    """Return descriptions of the choices of rows with a memory limit, one line per stage."""
     return [
         f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
         f" {row.budget.said(found)}"
@@ -90,8 +91,11 @@ def told(plan: Plan, chains: Chains) -> list[str]:
     ]
 
 
-def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
-    """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
+def _sites_by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
+    """Return (sites, microbatches in flight) of each stage.
+
+    The microbatches are those of all stages on the stage's rank that have sites.
+    """
     if staged.axis is None:
         return [(sites, 1.0)]
     graph, stage_of = staged.cut.graph, staged.cut.stage_of
@@ -106,30 +110,30 @@ def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, .
     alive = in_flight(staged.timeline)
     found = []
     for stage, names in homes.items():
-        beside = max(
+        in_flight_there = max(
             sum(alive[other] for other in staged.stages_at(place) if other in homes)
             for place in staged.places(stage)
         )
-        found.append((tuple(names), max(1.0, beside)))
+        found.append((tuple(names), max(1.0, in_flight_there)))
     return found
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The model that rows are lowered into without ranks: local, on the meta device."""
+    """A local model on the meta device, into which rows are lowered without ranks."""
 
     plan: Plan
     module: Any
     chains: Chains
-    bits: Mapping[str, Any] = field(default_factory=dict)  # of saved tensors, by modules
+    bits: Mapping[str, Any] = field(default_factory=dict)  # of saved tensors, by module
 
     def at(self, fqn: str) -> Any:
-        """The module of this name."""
+        """Return the module of this name."""
         return self.module.get_submodule(fqn)
 
 
 def alone(counting: Counting) -> Counting:
-    """Return the counting of the untouched model of one process."""
+    """Return the subject with the unmodified model of a single process."""
     from schedlang.passes.propagate.propagate import Traced
 
     plan = replace(counting.plan, layouts={})
@@ -137,7 +141,7 @@ def alone(counting: Counting) -> Counting:
 
 
 def run_again(plan: Plan, model: Any, chains: Chains) -> None:
-    """Let modules of a throwaway model run again as rows say that start from fewer bits."""
+    """Install in a temporary model the recomputation that starts from compressed activations."""
     from schedlang.passes.propagate.saved_parts import experts_of, meeting
     from schedlang.runtime.storage.saved import put_inside, uncoded
 
@@ -147,8 +151,10 @@ def run_again(plan: Plan, model: Any, chains: Chains) -> None:
         row.lower(sites, Skeleton(plan, model, chains))
 
 
-def _played(counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen: Any) -> Any:
-    """The local model, in which these modules did as chosen, after a forward and a backward."""
+def _run_with_choice(
+    counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen: Any
+) -> Any:
+    """Return the local model after a forward and a backward with a choice for some modules."""
 
     def change(model: Any) -> None:
         budget.lower([(names, chosen)], Skeleton(counting.plan, model, {}))
@@ -163,7 +169,10 @@ def _played(counting: Counting, budget: Budgeted, names: tuple[str, ...], chosen
 def running(
     counting: Counting, change: Callable[[Any], None], watch: Callable[[Any], Any] = nullcontext
 ) -> Iterator[tuple[Any, Any]]:
-    """The local model after a forward on the meta device, and where its backward begins."""
+    """Yield the local model after a forward on the meta device, and the root of its backward.
+
+    `change` changes the model before the forward; the forward runs inside `watch(model)`.
+    """
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import on_its_tokens
     from schedlang.passes.propagate.propagate import backward_root
@@ -180,7 +189,7 @@ def running(
 
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
-    """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
+    """Return costs of modules on one rank: operations of the forward, saved and input bytes."""
     from schedlang.runtime.activation_memory.costs import Menu
     from schedlang.runtime.tracing.record import counted
 
@@ -188,7 +197,7 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
 
     with running(counting, lambda model: None, lambda model: counted(menu, model, names)):
         pass
-    known = sum(menu.flops)  # without a formula for any operator all count the same
+    known = sum(menu.flops)  # 0: no operator has a formula; then all modules count the same
     own = zip(menu.flops, menu.saved, menu.given)
     return [
         Cost(
@@ -204,12 +213,12 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     ]
 
 
-BACKWARD = 2.0  # of a unit's forward
+BACKWARD = 2.0  # time of a backward in forwards
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row whose modules have a limit: of each unit how many of them begin before it."""
+    """A row with a memory limit; `before[unit]` is the number of its modules before a unit."""
 
     repeated: Repeated
     before: tuple[int, ...]
@@ -221,20 +230,25 @@ def time_of(
     graph: StageGraph,
     timeline: Timeline,
 ) -> Weight:
-    """The work of a run of units in forward, backward and second runs, which rows with a limit
-    keep to what the memory of a stage makes them repeat."""
+    """Return the weight function for stages of equal time.
+
+    The weight of a run of units is the work of forward, backward, and of the recomputation that
+    rows with a memory limit need in the memory of the stage.
+    """
     tokens = tokens_of(counting.plan, counting.traced, counting.sample, counting.loss, None)
     whole = replace(counting, tokens=tokens)
     names = tuple(dict.fromkeys(site for action, _ in rows for site in action.sites))
     costs = dict(zip(names, costs_of(whole, names)))
-    homes = _homes(graph.units, costs)
+    homes = _limited_modules(graph.units, costs)
     works = [float(flops) if home is None else 0.0 for flops, home in zip(graph.flops, homes)]
     for name, cost in costs.items():
         if name in homes:
             works[homes.index(name)] += cost.forward
     sums = [0.0, *accumulate(works)]
-    beside = _beside(timeline)
-    made = [_row(action.sites, budget, costs, homes, beside) for action, budget in rows]
+    in_flight_there = _stage_in_flight(timeline)
+    made = [
+        _make_row(action.sites, budget, costs, homes, in_flight_there) for action, budget in rows
+    ]
 
     def weight(stage: int, low: int, high: int) -> float:
         again = sum(r.repeated.of(stage, r.before[low], r.before[high]) for r in made)
@@ -243,8 +257,8 @@ def time_of(
     return weight
 
 
-def _homes(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
-    """The module with a limit that each unit is, or lies in."""
+def _limited_modules(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
+    """Return, for each unit, the module with a memory limit that is or contains the unit."""
     found = []
     for unit in units:
         above = unit
@@ -254,24 +268,26 @@ def _homes(units: Sequence[str], costs: Mapping[str, Any]) -> list[str | None]:
     return found
 
 
-def _row(
+def _make_row(
     sites: Sequence[str],
     budget: Budgeted,
     costs: Mapping[str, Cost],
     homes: Sequence[str | None],
-    beside: Sequence[float],
+    in_flight_there: Sequence[float],
 ) -> _Row:
     firsts = {name: place for place, name in reversed(list(enumerate(homes))) if name is not None}
     mine = sorted((firsts[name], name) for name in sites if name in firsts)
     starts = [place for place, _ in mine]
     before = tuple(sum(place < unit for place in starts) for unit in range(len(homes) + 1))
-    memory = [int(budget.memory / share) for share in beside]
+    memory = [int(budget.memory / share) for share in in_flight_there]
     return _Row(Repeated([costs[name] for _, name in mine], memory), before)
 
 
-def _beside(timeline: Timeline) -> list[float]:
-    """Return for each stage the most microbatches, of all stages of a rank of it, kept at a
-    time."""
+def _stage_in_flight(timeline: Timeline) -> list[float]:
+    """Return, for each stage, the largest number of microbatches in flight on its ranks.
+
+    All stages of a rank count.
+    """
     alive = in_flight(timeline)
     homes = timeline.homes.tolist()
     found = []

@@ -1,11 +1,11 @@
-"""Stages cut from a chain of units: one dynamic programme, whose objective is a value.
+"""Partition of a chain of units into stages: one dynamic program for all objectives.
 
-Planners that cut models differ in what they take a step to last, and in what a stage may choose
-from.  The first is an `Objective` here, the second a menu: a function from units and devices to the
-ways in which a stage may run them.  The programme goes from the last unit to the first, and keeps
-for each (first unit, first device, number of stages) those ends of a pipeline that no other beats
-in all that the objective still reads of it.  What it finds is optimal for the objective, since
-every objective grows with each of these numbers.
+Published planners differ in their model of step time, and in the options of a stage. The first is
+an `Objective` here, the second a menu: a function from units and devices to the options of a stage.
+The program goes from the last unit to the first. For each (first unit, first device, number of
+stages) it stores the Pareto front of the last stages of a pipeline, in the numbers that the
+objective still reads. The result is optimal, since an objective never decreases when one of these
+numbers grows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Vector = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the units of a stage: seconds of a microbatch, and bytes of one device.
+    """An option to run the units of a stage: seconds of a microbatch, and bytes of one device.
 
-    sync  seconds in which gradients meet, once a step
-    held  bytes without activations; `kept` bytes of the activations of each microbatch in flight
-    name  what was chosen, for whoever reads the result
+    sync  seconds of the gradient reduction, once a step
+    held  bytes without activations
+    kept  bytes of activations of each microbatch in flight
+    name  the choice, for readers of the result
     """
 
     forward: float
@@ -37,19 +38,20 @@ class Way:
 
     @property
     def both(self) -> float:
-        """Seconds of forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Measure of a step, told from the last stage to the first.
+    """A measure of a step that is minimized, computed from the last stage to the first.
 
-    empty  what is known of a pipeline without stages
-    stage  (known, way, micro, after) with one stage more in front of `after` others
-    link   (known, seconds, micro) with a link in front, which takes so long each way
-    total  (known, micro) the value that is to be least
-    All three grow, or stay, with each number of `known`, else what is found need not be the least.
+    empty  the vector `known` of a pipeline without stages
+    stage  (known, way, micro, after) -> `known` with one more stage in front of `after` stages
+    link   (known, seconds, micro) -> `known` with a link in front; seconds in each direction
+    total  (known, micro) -> the value to be minimized
+    All three functions must not decrease when a number of `known` grows; otherwise the result may
+    not be optimal.
     """
 
     name: str
@@ -59,8 +61,8 @@ class Objective:
     total: Callable[[Vector, int], float]
 
 
-def _as_stage(stage: Callable[[Vector, Way, int, int], Vector]) -> Callable[..., Vector]:
-    """A link that works as a stage does: messages of other microbatches pass meanwhile."""
+def _link_as_stage(stage: Callable[[Vector, Way, int, int], Vector]) -> Callable[..., Vector]:
+    """Return the function of a link that behaves like a stage: transfers overlap."""
 
     def link(known: Vector, seconds: float, micro: int) -> Vector:
         return stage(known, Way(seconds, seconds), micro, 0) if seconds else known
@@ -68,35 +70,35 @@ def _as_stage(stage: Callable[[Vector, Way, int, int], Vector]) -> Callable[...,
     return link
 
 
-def _sent_both_ways(known: Vector, seconds: float, micro: int) -> Vector:
+def _link_both_directions(known: Vector, seconds: float, micro: int) -> Vector:
     first, ended, below = known
     return 2 * seconds + first, seconds + ended, 2 * seconds + below
 
 
-def _slowest(known: Vector, way: Way, micro: int, after: int) -> Vector:
+def _stage_slowest(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return (max(known[0], way.both),)
 
 
-def _added(known: Vector, way: Way, micro: int, after: int) -> Vector:
+def _stage_sum(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return known[0] + way.both, max(known[1], way.both)
 
 
-def _added_and_synced(known: Vector, way: Way, micro: int, after: int) -> Vector:
-    return (*_added(known[:2], way, micro, after), max(known[2], way.sync))
+def _stage_sum_and_sync(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    return (*_stage_sum(known[:2], way, micro, after), max(known[2], way.sync))
 
 
-def _fullest(known: Vector, way: Way, micro: int, after: int) -> Vector:
+def _stage_peak(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return (max(known[0], way.held + min(after + 1, micro) * way.kept),)
 
 
-def _through(known: Vector, way: Way, micro: int, after: int) -> Vector:
-    """Longest ways through the pipeline, that turn in one stage and stay there for the rest."""
+def _stage_pivot(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    """Return the longest paths that turn in one stage and stay there for the other microbatches."""
     first = max(micro * way.both, way.both + known[0])
     return first, max(way.forward + known[1], first + way.sync)
 
 
-def _rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
-    """The same, and ways that go down and up all stages, then once more from one that stays."""
+def _stage_rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
+    """Extend `_stage_pivot` by paths that go down and up all stages, then again from one stage."""
     first, ended, below = known
     below += way.both
     stays = micro - 2 - after
@@ -105,7 +107,7 @@ def _rounds(known: Vector, way: Way, micro: int, after: int) -> Vector:
     return first, max(way.forward + ended, first + way.sync), below
 
 
-def _phases(known: Vector, way: Way, micro: int, after: int) -> Vector:
+def _stage_phases(known: Vector, way: Way, micro: int, after: int) -> Vector:
     """AdaPipe's phases of 1F1B: begin, end, and a microbatch of the steady phase."""
     begin, end, steady = known
     return (
@@ -120,8 +122,8 @@ def _phases(known: Vector, way: Way, micro: int, after: int) -> Vector:
 SLOWEST = Objective(
     "slowest",
     (0.0,),
-    _slowest,
-    _as_stage(_slowest),
+    _stage_slowest,
+    _link_as_stage(_stage_slowest),
     lambda known, micro: known[0],
 )
 
@@ -130,47 +132,47 @@ SLOWEST = Objective(
 SUM = Objective(
     "sum",
     (0.0, 0.0),
-    _added,
-    _as_stage(_added),
+    _stage_sum,
+    _link_as_stage(_stage_sum),
     lambda known, micro: known[0] + (micro - 1) * known[1],
 )
 
-# The same, and the longest sum of gradients behind it.
+# The same, and the longest gradient reduction after it.
 SUM_AND_SYNC = Objective(
     "sum and sync",
     (0.0, 0.0, 0.0),
-    _added_and_synced,
+    _stage_sum_and_sync,
     lambda known, seconds, micro: (*SUM.link(known[:2], seconds, micro), known[2]),
     lambda known, micro: SUM.total(known[:2], micro) + known[2],
 )
 
-# Bytes of the fullest device under 1F1B: mCAP, which cares for nothing else.
+# Bytes of the fullest device under 1F1B: the only objective of mCAP.
 PEAK = Objective(
     "peak",
     (0.0,),
-    _fullest,
+    _stage_peak,
     lambda known, seconds, micro: known,
     lambda known, micro: known[0],
 )
 
-# Warm-up, steady phase and ending about a pivot, then the sum of gradients.  DAPPLE (Fan et al.,
-# PPoPP 2021) picks the pivot by a rule; here it is the one that makes the step longest.
+# Warm-up, steady phase and ending around a pivot stage, then the gradient reduction. DAPPLE (Fan et
+# al., PPoPP 2021) chooses the pivot by a rule; here it is the stage that makes the step longest.
 PIVOT = Objective(
     "pivot",
     (0.0, 0.0),
-    _through,
-    _as_stage(_through),
+    _stage_pivot,
+    _link_as_stage(_stage_pivot),
     lambda known, micro: known[1],
 )
 
-# The same with the rounds of 1F1B: a rank takes a forward for each backward, so that the second
-# microbatch of a stage waits for the first to come back from all stages below.  No paper's; ways
-# that are in 1F1B, hence below its timeline, and nearer to it than a pivot alone.
+# The same with the rounds of 1F1B: a rank runs one forward for each backward, so that the second
+# microbatch of a stage waits until the first returns from all later stages. From no paper. These
+# are paths of 1F1B: a lower bound of its timeline, closer than PIVOT alone.
 ROUNDS = Objective(
     "rounds",
     (0.0, 0.0, 0.0),
-    _rounds,
-    _sent_both_ways,
+    _stage_rounds,
+    _link_both_directions,
     lambda known, micro: known[1],
 )
 
@@ -178,28 +180,31 @@ ROUNDS = Objective(
 PHASES = Objective(
     "phases",
     (0.0, 0.0, 0.0),
-    _phases,
+    _stage_phases,
     lambda known, seconds, micro: (known[0] + seconds, known[1] + seconds, known[2]),
     lambda known, micro: known[0] + known[1] + max(0, micro - 1) * known[2],
 )
 
 OBJECTIVES = {each.name: each for each in (SLOWEST, SUM, SUM_AND_SYNC, PIVOT, ROUNDS, PHASES, PEAK)}
 
-# (first unit, unit behind the last, devices, stages behind it) -> ways
+# (first unit, unit after the last, devices, number of later stages) -> options
 Menu = Callable[[int, int, range, int], Iterable[Way]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Chain that is cut into stages.
+    """A chain of units to be split into stages.
 
-    units    of the chain; `menu` the ways of a stage of them
+    units    number of units of the chain
+    menu     the options of a stage, see `Menu`
     micro    microbatches of a step
-    devices  in a row, of which each stage takes the next; `sizes` how many a stage may take
-    stages   how many (None: any number); `long`: of equal ends that whose first is longest
-    send     (unit, device) seconds of a message to the stage that begins there
-    memory   bytes of a device; `flight` microbatches whose activations a stage keeps, with so many
-             stages behind it
+    devices  number of devices in a row; each stage gets the next ones
+    sizes    numbers of devices that a stage may have
+    stages   number of stages; None: any number
+    long     of equal results, prefer the one whose first stage has the most units
+    send     (unit, device) -> seconds of a message to the stage that begins there
+    memory   bytes of a device
+    flight   number of later stages -> microbatches in flight in a stage
     """
 
     units: int
@@ -214,11 +219,11 @@ class Problem:
     long: bool = False
 
     def flying(self, after: int) -> float:
-        """Microbatches whose activations a stage keeps, with so many stages behind it."""
+        """Return the microbatches in flight in a stage with `after` later stages."""
         return self.flight(after) if self.flight else min(after + 1, self.micro)
 
     def ways(self, first: int, last: int, devices: range, after: int) -> Iterator[Way]:
-        """The ways of a stage that fit in the memory of its devices."""
+        """Yield the options of a stage that fit in the memory of its devices."""
         flight = self.flying(after)
         for way in self.menu(first, last, devices, after):
             if way.held + flight * way.kept <= self.memory:
@@ -227,7 +232,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Cut:
-    """Stages as found, first to last: units and devices of each, and how it runs them."""
+    """The stages found, first to last: numbers of units and devices, and options."""
 
     value: float
     units: tuple[int, ...]
@@ -237,7 +242,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The last stages of a pipeline."""
+    """The last stages of a pipeline: a stage of `units` and the stages after it (`rest`)."""
 
     known: Vector
     units: int = 0
@@ -250,19 +255,19 @@ Ends = dict[tuple[int, int], list[_End]]  # by first unit and first device
 
 
 def cut(problem: Problem, objective: Objective) -> Cut | None:
-    """The stages whose value is least; None where none fit in memory.
+    """Return the stages with the smallest value; None where no stages fit in memory.
 
-    All devices are used.  Takes a pass that keeps one end of each kind for a first value, which
-    bounds the pass that keeps all.
+    All devices are used. A first pass, which stores one end per state, gives a bound for the pass
+    that stores the full fronts.
     """
-    quick = _least(problem, objective, _even(problem, objective), 1)
+    quick = _minimize(problem, objective, _even_value(problem, objective), 1)
     if len(objective.empty) == 1:
         return quick
-    return _least(problem, objective, quick.value if quick else math.inf, None) or quick
+    return _minimize(problem, objective, quick.value if quick else math.inf, None) or quick
 
 
-def _even(problem: Problem, objective: Objective) -> float:
-    """Value of stages of as many units each, as a first bound; infinite where there is none."""
+def _even_value(problem: Problem, objective: Objective) -> float:
+    """Return the value of stages with equal numbers of units, a bound; infinite if impossible."""
     stages, micro = problem.stages, problem.micro
     if stages is None or stages != problem.devices or 1 not in problem.sizes:
         return math.inf
@@ -279,7 +284,9 @@ def _even(problem: Problem, objective: Objective) -> float:
     return objective.total(known, micro) * (1 + 1e-12)
 
 
-def _least(problem: Problem, objective: Objective, limit: float, width: int | None) -> Cut | None:
+def _minimize(
+    problem: Problem, objective: Objective, limit: float, width: int | None
+) -> Cut | None:
     most = problem.stages or min(problem.units, problem.devices)
     ends: Ends = {(problem.units, problem.devices): [_End(objective.empty)]}
     best: _End | None = None
@@ -288,27 +295,27 @@ def _least(problem: Problem, objective: Objective, limit: float, width: int | No
         return objective.total(end.known, problem.micro)
 
     for after in range(most):
-        ends = _longer(problem, objective, ends, after, limit, width)
+        ends = _add_stage(problem, objective, ends, after, limit, width)
         whole = ends.pop((0, 0), [])
         if whole and problem.stages in (None, after + 1):
             best = min(whole + ([best] if best else []), key=total)
             limit = min(limit, total(best))
-    return _told(total(best), best) if best else None
+    return _cut_of(total(best), best) if best else None
 
 
-def _longer(
+def _add_stage(
     problem: Problem, objective: Objective, ends: Ends, after: int, limit: float, width: int | None
 ) -> Ends:
-    """Ends with one stage more, those alone that another one of the same kind does not beat."""
+    """Return the ends with one more stage, without ends that another end dominates."""
     found: Ends = {}
     micro = problem.micro
-    left = problem.stages - after - 1 if problem.stages else None  # stages still to come
+    remaining = problem.stages - after - 1 if problem.stages else None  # stages still to add
     for (last, behind), tails in ends.items():
         seconds = problem.send(last, behind) if after else 0.0
         known = [objective.link(tail.known, seconds, micro) for tail in tails]
         if min(objective.total(before, micro) for before in known) > limit:
             continue
-        for first, at in _places(problem, last, behind, left):
+        for first, at in _first_places(problem, last, behind, remaining):
             for way in problem.ways(first, last, range(at, behind), after):
                 for tail, before in zip(tails, known, strict=True):
                     vector = objective.stage(before, way, micro, after)
@@ -317,27 +324,29 @@ def _longer(
                         found.setdefault((first, at), []).append(end)
     if problem.long:
         found = {key: sorted(ends, key=lambda end: -end.units) for key, ends in found.items()}
-    return {key: _unbeaten(ends, objective, micro, width) for key, ends in found.items()}
+    return {key: _pareto_front(ends, objective, micro, width) for key, ends in found.items()}
 
 
-def _places(
-    problem: Problem, last: int, behind: int, left: int | None
+def _first_places(
+    problem: Problem, last: int, behind: int, remaining: int | None
 ) -> Iterator[tuple[int, int]]:
-    """First unit and first device of a stage, with so many stages still to come (None: any)."""
+    """Yield (first unit, first device) of a stage, with `remaining` stages to add (None: any)."""
     for size in problem.sizes:
         at = behind - size
-        if left == 0:
+        if remaining == 0:
             if at == 0:
                 yield 0, 0
-        elif at >= (left or 0):
-            # a first stage has all that is left, both of units and of devices
-            lowest = left if left else 1
+        elif at >= (remaining or 0):
+            # the first stage has all remaining units and devices
+            lowest = remaining if remaining else 1
             yield from ((first, at) for first in range(lowest, last) if at)
-            if left is None and at == 0:
+            if remaining is None and at == 0:
                 yield 0, 0
 
 
-def _unbeaten(ends: list[_End], objective: Objective, micro: int, width: int | None) -> list[_End]:
+def _pareto_front(
+    ends: list[_End], objective: Objective, micro: int, width: int | None
+) -> list[_End]:
     if width:
         return sorted(ends, key=lambda end: objective.total(end.known, micro))[:width]
     front: list[_End] = []
@@ -347,7 +356,7 @@ def _unbeaten(ends: list[_End], objective: Objective, micro: int, width: int | N
     return front
 
 
-def _told(value: float, end: _End) -> Cut:
+def _cut_of(value: float, end: _End) -> Cut:
     stages: list[_End] = []
     at: _End | None = end
     while at is not None and at.way is not None:
@@ -358,10 +367,10 @@ def _told(value: float, end: _End) -> Cut:
 
 
 def ceilings(problem: Problem) -> Cut | None:
-    """The stages of least `SUM`, as Alpa finds them: by a ceiling on the slowest stage.
+    """Return the stages with the smallest `SUM` by Alpa's algorithm.
 
-    For each time that a stage can take, from the least, a programme on the sum alone; no further
-    once the ceiling by itself costs more than the best step.
+    Each possible time of a stage, in increasing order, is a ceiling for the slowest stage, under
+    which the sum alone is minimized. Stops when the ceiling alone costs more than the best step.
     """
     added = Objective(
         "added",
@@ -371,7 +380,7 @@ def ceilings(problem: Problem) -> Cut | None:
         lambda known, micro: known[0],
     )
     best: Cut | None = None
-    for ceiling in sorted(set(_times(problem))):
+    for ceiling in sorted(set(_stage_times(problem))):
         if best and (problem.micro - 1) * ceiling >= best.value:
             break
 
@@ -379,7 +388,7 @@ def ceilings(problem: Problem) -> Cut | None:
             ways = problem.menu(first, last, devices, after)
             return (way for way in ways if way.both <= most)
 
-        found = _least(replace(problem, menu=below), added, math.inf, 1)
+        found = _minimize(replace(problem, menu=below), added, math.inf, 1)
         if found:
             slowest = max(way.both for way in found.ways)
             value = found.value + (problem.micro - 1) * slowest
@@ -387,7 +396,7 @@ def ceilings(problem: Problem) -> Cut | None:
     return best
 
 
-def _times(problem: Problem) -> Iterator[float]:
+def _stage_times(problem: Problem) -> Iterator[float]:
     most = problem.stages or min(problem.units, problem.devices)
     for last in range(1, problem.units + 1):
         for first in range(last):
@@ -410,11 +419,14 @@ def partition(
     memory: float = math.inf,
     flight: Callable[[int], float] | None = None,
 ) -> tuple[int, ...] | None:
-    """Units of each stage, first to last; None where no partition fits in memory.
+    """Return the number of units of each stage, first to last; None where nothing fits in memory.
 
-    times  (forward, backward) seconds of each unit, for one microbatch; as long as the chain
-    sends  seconds of the message behind each unit (none: 0); `held` and `kept` bytes of each unit,
-           of which a stage of 1F1B keeps `kept` min(stages behind it + 1, micro) times
+    times  (forward, backward) seconds of each unit, for one microbatch
+    sends  seconds of the message after each unit (none: 0)
+    held   bytes of each unit without activations
+    kept   bytes of activations of each unit; a stage of 1F1B has them min(later stages + 1, micro)
+           times
+    memory, flight  see `Problem`
     Raises ValueError where there are fewer units than stages.
     """
     count = len(times)

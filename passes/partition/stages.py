@@ -1,7 +1,6 @@
-"""Weights of runs of units, for stages in balance: parameters, time or memory.
+"""Assignment of units to stages: at named modules, evenly, or balanced by a weight.
 
-* Cut points to the stage of every unit: by name, evenly, or by the lightest heaviest stage.
-* What a run of units weighs on its stage, for cuts in balance: parameters, time or memory.
+The weight of a run of units on a stage is its parameters, its time or its memory (`weight_of`).
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ LISTS = ("ModuleList", "ModuleDict", "Sequential")
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit in call order: its name, its parameters, and whether it belongs to the trunk.
+    """A unit in call order: its name, number of parameters, and whether it belongs to the trunk.
 
-    Only trunk units are counted when stages are made even; what stands before and after them
-    goes with the first and the last.
+    Only trunk units are counted for even stages; units before and after the trunk belong to the
+    first and the last stage.
     """
 
     name: str
@@ -45,9 +44,9 @@ class Unit:
 
 
 def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
-    """A new stage starts at each unit named. Gives the stage of every unit."""
+    """Return the stage of each unit, where a new stage starts at each module in `starts` (S613)."""
     names = [unit.name for unit in units]
-    places = [_place(names, start) for start in starts]
+    places = [_index_of(names, start) for start in starts]
     if len(places) != len(set(places)) or 0 in places:
         raise refusal(
             "S613",
@@ -57,11 +56,11 @@ def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
             else "two stages start at one module",
             f"stages may start at {quoted(names[1:])}",
         )
-    return _stages(len(units), places)
+    return _stage_numbers(len(units), places)
 
 
-def _place(names: Sequence[str], start: str) -> int:
-    """The first unit that is a module or lies inside it."""
+def _index_of(names: Sequence[str], start: str) -> int:
+    """Return the index of the first unit that is the module `start` or is inside it."""
     for place, name in enumerate(names):
         if name == start or name.startswith((f"{start}.", f"{start}#")):
             return place
@@ -72,44 +71,49 @@ def _place(names: Sequence[str], start: str) -> int:
 
 
 def even(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
-    """Trunk units in equal runs; where they do not divide, earlier stages take one more.
+    """Return the stage of each unit, with equal numbers of trunk units per stage.
 
-    The last stage also holds what follows the trunk, so it is among the smaller ones.
+    Where the numbers cannot be equal, earlier stages have one more unit, since the last stage also
+    has the units after the trunk.
     """
     trunk = [unit.name for unit in units if unit.trunk]
-    _enough(len(trunk), stages)
+    _check_count(len(trunk), stages)
     size, more = divmod(len(trunk), stages)
     starts = list(accumulate(size + (k < more) for k in range(stages - 1)))
     return at_units(units, [trunk[start] for start in starts])
 
 
 def balanced(units: Sequence[Unit], stages: int, weight: Weight | None = None) -> tuple[int, ...]:
-    """The cut whose heaviest stage is lightest; every stage has a trunk unit.
+    """Return the stage of each unit such that the largest weight of a stage is smallest.
 
-    `weight(stage, first, after)` of the units first to after - 1 on a stage, which need not be a
-    sum over units; by default their parameters. Exact. Of equal cuts the one with the earliest
-    starts.
+    Every stage has a trunk unit. `weight(stage, first, after)` is the weight of units first to
+    after - 1 on a stage, not necessarily a sum over units; by default the number of parameters. The
+    result is exact. Of equal results it is the one with the earliest starts.
     """
     trunk = [k for k, unit in enumerate(units) if unit.trunk]
-    _enough(len(trunk), stages)
-    bounds = [0, *trunk[1:], len(units)]  # units before the trunk go with its first, and so on
+    _check_count(len(trunk), stages)
+    bounds = [
+        0,
+        *trunk[1:],
+        len(units),
+    ]  # units before the trunk belong to its first unit, units after it to its last
     count, sums = len(trunk), [0, *accumulate(unit.params for unit in units)]
 
     def menu(first: int, last: int, devices: range, after: int) -> Iterator[Way]:
-        """One way of a stage; the programme goes from the last unit to the first, so turned."""
+        """Yield the option of a stage; the order of units is reversed."""
         low, high = bounds[count - last], bounds[count - first]
         yield Way(weight(after, low, high) if weight else sums[high] - sums[low], 0.0)
 
     found = cut_of(Problem(count, menu, devices=stages, stages=stages, long=True), SLOWEST)
-    assert found is not None  # no memory was given
-    return _stages(len(units), [bounds[at] for at in accumulate(found.units[:0:-1])])
+    assert found is not None  # there is no memory limit
+    return _stage_numbers(len(units), [bounds[at] for at in accumulate(found.units[:0:-1])])
 
 
 REGIONS = {Facet.RECOMPUTE: "recomputes", Facet.STRUCTURE: "computes"}
 
 
 def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> None:
-    """Refuse a cut inside of what a row recomputes or computes as one (S603)."""
+    """Refuse (S603) a cut inside modules that a row recomputes or computes as one region."""
     rows = [(a, f) for a in plan.actions for f in REGIONS if a.changes(f)]
     for action, facet in rows:
         for region in action.together:
@@ -143,8 +147,7 @@ def _quoted(name: str) -> str:
 
 
 def elements(plan: Plan, cut: StageCut) -> tuple[str, ...]:
-    """Return the modules in the lists of a cut, before a forward has shown what is called how
-    often."""
+    """Return the modules in the lists of a cut, repeated for unrolled calls, without a forward."""
     unrolled = dict(plan.unrolled)
 
     def calls(fqn: str) -> int:
@@ -160,13 +163,13 @@ def elements(plan: Plan, cut: StageCut) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _enough(units: int, stages: int) -> None:
+def _check_count(units: int, stages: int) -> None:
     if stages < 1 or units < stages:
         reason = f"{units} modules of the list cannot be cut into {stages} stages"
         raise refusal("S613", "", reason, f"1 to {units} stages")
 
 
-def _stages(count: int, starts: Sequence[int]) -> tuple[int, ...]:
+def _stage_numbers(count: int, starts: Sequence[int]) -> tuple[int, ...]:
     stage, found = 0, []
     for unit in range(count):
         stage += unit in starts
@@ -175,31 +178,31 @@ def _stages(count: int, starts: Sequence[int]) -> tuple[int, ...]:
 
 
 def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -> Weight:
-    """The weight of a run of units.
+    """Return the weight function of a kind of balance.
 
-    params  elements of the parameters that the run holds; one that several units share counts once
-    time    floating-point operations of the forward, counted on the meta device; the backward of
-            each is twice that, so it changes no cut
-    memory  bytes at the peak: parameters, gradients and AdamW's state as they lie on a rank, and
-            what the forward saves for the backward, for as many microbatches as the order keeps
-            alive on that stage; a unit that is recomputed whole keeps its arguments only
+    params  elements of the parameters of the run; a parameter of several units counts once
+    time    floating-point operations of the forward, counted on the meta device; backwards have
+            twice as many, and change no cut
+    memory  bytes at the peak: parameters, gradients and AdamW's state on a rank, and saved
+            activations of the stage's microbatches in flight; a recomputed unit saves only its
+            inputs
     """
     if balance == "time":
         sums = [0, *accumulate(graph.flops)]
         return lambda stage, low, high: sums[high] - sums[low]
-    held = _held(plan, graph)
+    held = _parameters_read(plan, graph)
     if balance == "params":
-        table = _distinct(held, {n: float(f.numel) for n, f in plan.model.unique.items()})
+        table = _distinct_sums(held, {n: float(f.numel) for n, f in plan.model.unique.items()})
         return lambda stage, low, high: table[low][high]
-    table = _distinct(held, {name: state_bytes(plan, name) for name in plan.model.unique})
-    alive, sums = in_flight(timeline), [0, *accumulate(_kept(plan, graph))]
+    table = _distinct_sums(held, {name: state_bytes(plan, name) for name in plan.model.unique})
+    alive, sums = in_flight(timeline), [0, *accumulate(_saved_bytes(plan, graph))]
     return lambda stage, low, high: table[low][high] + alive[stage] * (sums[high] - sums[low])
 
 
 def in_flight(timeline: Timeline) -> tuple[float, ...]:
-    """The most microbatches of each stage that are between forward and backward at one time.
+    """Return the largest number of microbatches in flight for each stage.
 
-    A slice of a microbatch counts as its share.
+    A slice of a microbatch counts as a fraction.
     """
     t = timeline
     made = (t.kind == Kind.F).astype(np.int64) - ((t.kind == Kind.B) | (t.kind == Kind.W))
@@ -215,7 +218,7 @@ def in_flight(timeline: Timeline) -> tuple[float, ...]:
 
 
 def state_bytes(plan: Plan, name: str) -> float:
-    """Bytes of a parameter, its gradient and moments on one rank, between the cut's other rows."""
+    """Return the bytes of a parameter's shard, its gradient and moments on one rank."""
     fact = plan.model.unique[name]
     part = float(fact.itemsize)
     for dim in plan.held(name).local_shape(plan.mesh):
@@ -230,8 +233,8 @@ def state_bytes(plan: Plan, name: str) -> float:
     return total
 
 
-def _held(plan: Plan, graph: StageGraph) -> list[set[str]]:
-    """The parameters (first names) that each unit reads itself."""
+def _parameters_read(plan: Plan, graph: StageGraph) -> list[set[str]]:
+    """Return the parameters (first names) that each unit reads."""
     held: list[set[str]] = [set() for _ in graph.units]
     for name, owners in graph.owners.items():
         for unit in owners:
@@ -239,8 +242,8 @@ def _held(plan: Plan, graph: StageGraph) -> list[set[str]]:
     return held
 
 
-def _distinct(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list[float]]:
-    """Entry [low][high]: the sum over what units low to high - 1 hold, each name once."""
+def _distinct_sums(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list[float]]:
+    """Return a table [low][high] of sums over the names of units low to high - 1, each once."""
     table = []
     for low in range(len(held)):
         seen: set[str] = set()
@@ -253,10 +256,10 @@ def _distinct(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list
     return table
 
 
-def _kept(plan: Plan, graph: StageGraph) -> list[int]:
-    """Bytes that each unit keeps for the backward of one microbatch."""
+def _saved_bytes(plan: Plan, graph: StageGraph) -> list[int]:
+    """Return the bytes that each unit saves for the backward of one microbatch."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
-    first = {  # module -> the first of those that are recomputed with it, whose input is kept
+    first = {  # module -> the first module of its recomputed region, whose input is saved
         site: region[0] for action in rows for region in action.together for site in region
     }
     found = []

@@ -1,6 +1,8 @@
-"""The stages of a plan: the model cut by replay, the order of the pipeline, and who runs what.
+"""Stages of a plan (the door `stages_of`): units assigned to stages, the timeline, homes of stages.
 
-* Activations on the next rank of the pipeline: which stages give them away, and their rows.
+The model is split into units by a recorded forward, which each stage replays. This file also
+installs redistributions around sharded modules, and adds EVICT and LOAD operations to the timeline
+of stages that offload activations to the next rank of the pipeline.
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList",
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage.
+    """The stages of a plan: the recorded cut, the timeline, and the place of each stage.
 
-    `homes[replica][stage]` is a place along the pipeline's axis. `trunk`: modules that are gathered
-    one by one, where rows slice or move parameters. `outside`: modules that are called
-    while a module around them does not run (DiT's first block lends its embedding), and that one.
-    `lent`: parameters that are read, or replaced, while a unit of the cut around them does not run,
-    or written into by the forward. `recorded`: what units gave when the model was recorded.
+    homes     homes[replica][stage] is a place along the pipeline's axis
+    trunk     modules that are gathered one by one, where rows slice or move parameters
+    outside   (module, enclosing module): called while the enclosing module does not run (in DiT
+              other code calls the embedding of the first block)
+    lent      parameters that are read or replaced while their unit of the cut does not run, or that
+              the forward writes into
+    recorded  outputs of units when the model was recorded
     """
 
     cut: Cut
@@ -63,18 +67,17 @@ class Staged:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The place of every stage of replica 0."""
+        """Return the place of each stage of replica 0."""
         return self.homes[0]
 
     def stages_at(self, place: int) -> tuple[int, ...]:
-        """The stages that a place runs, of any replica; all of them without a pipeline."""
+        """Return the stages of any replica that a place runs; all stages without a pipeline."""
         if self.axis is None:
             return tuple(range(self.cut.stages))
         return tuple(s for s in range(self.cut.stages) if place in self.places(s))
 
     def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
-        """Return the number of a step's microbatches in a stage at a place, or in one replica of
-        it."""
+        """Return the number of microbatches per step of a stage at a place, or of one replica."""
         from schedlang.pipeline.timeline.table import Kind
 
         t = self.timeline
@@ -82,12 +85,12 @@ class Staged:
         return int((here if replica is None else here & (t.replica == replica)).sum())
 
     def places(self, *stages: int) -> frozenset[int]:
-        """The places that hold some of these stages, over all replicas."""
+        """Return the places that hold any of these stages, over all replicas."""
         return frozenset(row[stage] for row in self.homes for stage in stages)
 
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
-    """The local model on the meta device: right shapes, crossings that send nothing."""
+    """Return the local model on the meta device, with local shapes and without process groups."""
     from schedlang.runtime.tracing.meta import meta_model
 
     shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -98,9 +101,9 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 
 def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], Any]) -> None:
-    """Divide the numbers that modules count by, and put redistributions around sharded modules.
+    """Divide numbers in attributes of modules, and wrap redistributions around sharded modules.
 
-    `with_group` gives an edge the process group of this rank, or leaves it without one.
+    `with_group` returns an edge with the process group of this rank, or the edge itself.
     """
     from schedlang.runtime.forward import wrap
     from schedlang.runtime.grad_reduction.batch_statistics import gather_statistics, over
@@ -117,10 +120,10 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         own = tuple(replace(part, edge=with_group(part.edge)) for part in parts)
         module = model.get_submodule(fqn)
         wrap(module, "parts", Parts(module, own))
-    arrivals = _arrivals(model, traced) if traced.sharing else {}
+    arrivals = _shared_arrivals(model, traced) if traced.sharing else {}
     for fqn, edges in traced.edges.items():
-        module, near = model.get_submodule(fqn), arrivals.get(fqn)
-        grouped = tuple(replace(with_group(edge), arrivals=near) for edge in edges)
+        module, cache = model.get_submodule(fqn), arrivals.get(fqn)
+        grouped = tuple(replace(with_group(edge), arrivals=cache) for edge in edges)
         wrap(module, "sharded", Sharded(module, traced.kinds[fqn], grouped))
     for fqn in traced.uncalled:
         module = model.get_submodule(fqn)
@@ -130,10 +133,10 @@ def shard_modules(model: nn.Module, traced: Traced, with_group: Callable[[Any], 
         gather_statistics(model, mine.sums, over(mine.group))
 
 
-def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
-    """Return a memory of what arrived for sharded modules that take one tensor.
+def _shared_arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
+    """Return a cache of redistributed inputs for each sharded module that shares its input.
 
-    Modules in the outermost block of a list share one, and so do those in no list.
+    Modules in the same outermost block of a list share one cache, and so do modules in no list.
     """
     from torch.nn import Module
 
@@ -153,14 +156,17 @@ def _arrivals(model: nn.Module, traced: Traced) -> dict[str, Arrivals]:
     found: dict[str, Arrivals] = {}
     for block, inside in blocks.items():
         if len(inside) > 1:
-            near = Arrivals(traced.written)
-            wrap(model.get_submodule(block), "arrivals", near)
-            found |= dict.fromkeys(inside, near)
+            cache = Arrivals(traced.written)
+            wrap(model.get_submodule(block), "arrivals", cache)
+            found |= dict.fromkeys(inside, cache)
     return found
 
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
-    """Cut the model as the plan asks; without cuts everything is one stage."""
+    """Return the stages of a plan; without cuts the model is one stage.
+
+    Raises Refusal at the row of the cut where the model cannot be split so.
+    """
     from schedlang.runtime.kept_outside import kept_outside
     from schedlang.runtime.tracing.graph import UNCUT, cut
     from schedlang.runtime.training import Training
@@ -169,11 +175,11 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
         if plan.unrolled and traced.entries:
-            _as_often(plan, traced)
+            _check_call_counts(plan, traced)
         trunk = _trunk(plan) if plan.replicas or plan.stores else frozenset()
-        trunk -= {around for _, around in traced.lent}  # it would not be gathered: the model is
+        trunk -= {around for _, around in traced.lent}  # the root module gathers instead
         outside = traced.outside
-        if traced.wanders:  # ranks would gather, and sum, different ones together
+        if traced.wanders:  # ranks would gather and reduce different modules together
             trunk -= {around for fqn, around in outside if fqn in traced.wanders} | traced.wanders
             outside = frozenset(one for one in outside if traced.wanders.isdisjoint(one))
         return Staged(UNCUT, timeline, ((0,),), None, trunk, outside, traced.rewritten)
@@ -182,7 +188,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         with kept_outside(plan.model.model, loss):
-            graph, recorded = _graph(plan, traced, skeleton, batch, loss)
+            graph, recorded = _record_graph(plan, traced, skeleton, batch, loss)
             counting = Counting(plan, traced, None, batch, loss)
             numbers = _stage_numbers(counting, graph, timeline)
         check_regions(plan, graph, numbers)
@@ -194,18 +200,20 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     lent = frozenset(name for name, around in traced.lent if around in graph.units)
     lent |= traced.rewritten
-    # casts around units, slices and a rank's own tokens decide there, too, what a unit gives
+    # with casts, slices or split tokens the outputs of units differ from the recorded outputs
     sure = not plan.casts and not plan.contexts and timeline.slices == 1
     known = recorded if sure else None
     staged = Staged(made, timeline, homes, axis, _trunk(plan), traced.outside, lent, known)
     return with_parking(plan, staged)
 
 
-def _graph(
+def _record_graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
 ) -> tuple[StageGraph, Recorded]:
-    """Record what units read of each other, and give; ask for their calls once more where the
-    trace lacks them."""
+    """Record which outputs units read of each other, and the outputs.
+
+    Runs another forward to count calls where the trace does not have each unit called once.
+    """
     from schedlang.runtime.pipeline.stage import Recorded
     from schedlang.runtime.tracing.calls import once
     from schedlang.runtime.tracing.record import record
@@ -220,14 +228,14 @@ def _graph(
             recorded = Recorded(skeleton, names)
             return record(skeleton, names, batch, loss=loss, met=recorded), recorded
         except Refusal:
-            pass  # a forward that is called by its name is no unit; what is refused is told below
+            pass  # a forward called by name is no unit; the next lines refuse where necessary
     names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
     recorded = Recorded(skeleton, names)
     return record(skeleton, names, batch, loss=loss, met=recorded), recorded
 
 
-def _as_often(plan: Plan, traced: Traced) -> None:
-    """Refuse a row about another number of calls than the model makes (S601)."""
+def _check_call_counts(plan: Plan, traced: Traced) -> None:
+    """Refuse (S601) an `unroll` row with another number of calls than the model makes."""
     from schedlang.runtime.tracing.units import check_calls
 
     try:
@@ -237,17 +245,17 @@ def _as_often(plan: Plan, traced: Traced) -> None:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The order of the plan, with backwards in halves where rows ask for it."""
+    """Return the timeline of the plan's order, with split backwards where rows request them."""
     from schedlang.pipeline.timeline.table import ONE, halved
 
-    made = _ordered(plan) if plan.cuts or plan.order is not None else ONE
+    made = _timeline_of_order(plan) if plan.cuts or plan.order is not None else ONE
     return made if plan.late is None else halved(made)
 
 
-def _ordered(plan: Plan) -> Timeline:
-    """The order alone; a plan that cuts nothing runs its microbatches one by one.
+def _timeline_of_order(plan: Plan) -> Timeline:
+    """Return the timeline of the order alone; without stages microbatches run one by one.
 
-    Raises Refusal S608 for sizes that the order does not run.
+    Raises Refusal S608 for sizes that the order does not support.
     """
     from schedlang.pipeline.schedules import OrderError, find, order
 
@@ -261,17 +269,17 @@ def _ordered(plan: Plan) -> Timeline:
         known = None if wanted.table else find(wanted.name)
         if known is not None and (wanted.slices > 1 or known.relaxed):
             return wanted.timeline(1)
-        # of one stage: each forward, then its backward.  Slices on the host would be gathered for
-        # the microbatch before, too: nobody waits for that before the optimizer writes there
+        # one stage: each forward, then its backward. With 1F1B, parameters on the host would be
+        # gathered also for the microbatch before, and the optimizer would not wait for this
         away = any(one.what == "parameters" for one in plan.stores)
         return order("GPipe" if away else "1F1B", 1, wanted.micro)
     except OrderError as error:
-        told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise placed(Refusal(told), plan, Facet.ORDER) from error
+        diagnostic = Diagnostic("S608", error.reason, helps=(error.legal,))
+        raise placed(Refusal(diagnostic), plan, Facet.ORDER) from error
 
 
 def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan."""
+    """Return the stage of each unit, from the cuts of the plan."""
     from schedlang.runtime.tracing.units import in_trunk
 
     plan = counting.plan
@@ -291,7 +299,7 @@ def _stage_numbers(counting: Counting, graph: StageGraph, timeline: Timeline) ->
 
 
 def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight | None:
-    """Return the weight by which stages are balanced; None: they are even."""
+    """Return the weight function that balances the stages; None: equal numbers of units."""
     plan = counting.plan
     planned = plan.rows_with(Recomputing)
     rows = [(action, row.budget) for action, row in planned if row.budget and row.budget.cuts]
@@ -302,7 +310,10 @@ def _weight(counting: Counting, graph: StageGraph, timeline: Timeline) -> Weight
 
 
 def _check_derived(traced: Traced, graph: StageGraph) -> None:
-    """Refuse (S610) a forward that takes a gradient between units: no stage has all its graph."""
+    """Refuse (S610) a forward that takes a gradient through several units.
+
+    No stage has the full autograd graph.
+    """
     for fqn, line in traced.derives.items():
         if not any(f"{fqn}.".startswith(f"{unit}.") for unit in graph.units):
             raise Refusal.of(
@@ -317,10 +328,11 @@ def _check_derived(traced: Traced, graph: StageGraph) -> None:
 
 
 def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) -> None:
-    """Refuse (S610) a unit in a reentrant checkpoint that stands between units, but in the last
-    stage: later stages go through the same code, and their backward would run it again.
+    """Refuse (S610) a unit inside a reentrant checkpoint around several units.
 
-    So is one in a function of the model's whose backward is its own (reversible layers).
+    Only in the last stage is the unit allowed: later stages replay the same code, and their
+    backward would run the checkpoint again. Refuse also a unit inside an `autograd.Function` of
+    the model with its own backward (reversible layers).
     """
     for unit, stage in zip(graph.units, numbers):
         function = traced.ungraded.get(unit, "")
@@ -343,7 +355,7 @@ def _check_reentered(traced: Traced, graph: StageGraph, numbers: Sequence[int]) 
 
 
 def _trunk(plan: Plan) -> frozenset[str]:
-    """The elements of the outermost module lists: what is gathered one by one."""
+    """Return the elements of the outermost module lists, which are gathered one by one."""
     lists = [
         fqn
         for fqn, site in plan.model.sites.items()
@@ -356,7 +368,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
 
 
 def _elements(plan: Plan, fqn: str) -> Iterator[str]:
-    """Yield the modules in a list that are called, also those in lists and dicts within it."""
+    """Yield the modules in a list, with those of nested lists and dicts."""
     for child in plan.model.sites[fqn].children:
         name = f"{fqn}.{child}"
         if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
@@ -366,13 +378,13 @@ def _elements(plan: Plan, fqn: str) -> Iterator[str]:
 
 
 def placed(refusal: Refusal, plan: Plan, facet: Facet) -> Refusal:
-    """The refusal at the first row that writes a facet."""
+    """Return the refusal placed at the first row that changes a facet."""
     row = next(iter(plan.rows_changing(facet)), None)
     return at_its_row(refusal, row)
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
-    """Buffer -> the places along the pipeline's axis that hold it; empty without stages."""
+    """Return, by buffer, the places along the pipeline's axis that hold it; {} without stages."""
     if staged.axis is None:
         return {}
     found: dict[str, set[int]] = {}
@@ -383,9 +395,10 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
 
 
 def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
-    """Return the place that keeps each buffer, for each replica of the stages; none without stages.
+    """Return, for each replica of the stages, the place whose value of each buffer is saved.
 
-    Replicas of a stage that share a place share its buffers; else each has its own.
+    Returns () without stages. Replicas of a stage at the same place share buffers; otherwise each
+    replica has its own buffers.
     """
     if staged.axis is None:
         return ()
@@ -398,17 +411,17 @@ def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
 
 
 def on_peers(plan: Plan, *what: str) -> list[Stored]:
-    """Return the stores of a plan on a peer, of these kinds or of any."""
+    """Return the offloads of a plan to a peer, of the given kinds or of all kinds."""
     return [s for s in plan.stores if s.tier == "peer" and (not what or s.what in what)]
 
 
 def with_parking(plan: Plan, staged: Staged) -> Staged:
-    """The same stages; those with modules that rows say give away what these save.
+    """Return the stages with EVICT and LOAD operations for activations offloaded to a peer.
 
-    What a stage gave is called back as early as the farthest of its rows says.  Raises Refusal S851
-    where the order says by itself what forwards keep.
+    The largest `ahead` of a stage's rows decides how early its activations are loaded. Raises
+    Refusal S851 where the order has such operations itself.
     """
-    ahead = _ahead(plan, staged)
+    ahead = _load_ahead(plan, staged)
     if not ahead:
         return staged
     from schedlang.pipeline.timeline.memory import with_parks
@@ -418,27 +431,27 @@ def with_parking(plan: Plan, staged: Staged) -> Staged:
 
 
 def without_parking(plan: Plan, staged: Staged) -> Staged:
-    """The same stages, all of which keep what they save."""
+    """Return the stages without EVICT and LOAD operations that `with_parking` added."""
     from schedlang.pipeline.timeline.table import Kind
 
     t = staged.timeline
-    if not _ahead(plan, staged):
+    if not _load_ahead(plan, staged):
         return staged
     return replace(staged, timeline=t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD)))
 
 
 def meet(one: str, other: str) -> bool:
-    """Return whether a module is, holds or lies in another."""
+    """Return whether two modules are equal, or one is inside the other."""
     a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
     return a.startswith(b) or b.startswith(a)
 
 
-def _ahead(plan: Plan, staged: Staged) -> dict[int, int]:
-    """Stage -> before how many operations its activations come home."""
+def _load_ahead(plan: Plan, staged: Staged) -> dict[int, int]:
+    """Return, by stage, how many operations ahead its activations are loaded."""
     found: dict[int, int] = {}
     for one in on_peers(plan, "activations"):
         if one.over != staged.axis:
-            continue  # what is refused
+            continue  # refused elsewhere
         for stage in range(staged.cut.stages):
             units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
             if any(meet(unit, one.fqn) for unit in units):

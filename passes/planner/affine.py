@@ -1,4 +1,7 @@
-"""Chains of many rows from those of few: all that units cost grows by as much with each row."""
+"""Extrapolation of chains in rows: all costs of a unit are affine functions of a microbatch's rows.
+
+`profile` simulates two small microbatches, and derives other numbers of rows from them.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ from dataclasses import replace
 from schedlang.passes.planner.values import Chain, Operator, Run, Sent, Unit, Work
 
 Line = Callable[[float, float], float]
-CARRIED = 22, 8  # operators that carry keys to a slice, and their gradients back, as a Llama's do
-SIZES = ("kept", "input", "most", "handed", "entering", "waiting")
+CARRIED = 22, 8  # operators that pass keys to a slice, and their gradients back, as in a Llama
 
 
 def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
-    """The chain of so many rows cut into slices, one of them in the mean; None as for rows alone.
+    """Extrapolate to microbatches of `rows` that are split into slices along the sequence; a unit's
+    cost is that of a mean slice.  None as in `of_rows`.
 
-    It has the tokens of so many fewer rows; its attention sees half of all keys, and half its own;
-    keys and values are carried from each slice to the next, and stay.
+    A slice has as many tokens as so many fewer rows.  Its attention sees half of all earlier keys,
+    and half of its own.  Keys and values are passed from each slice to the next, and stay saved.
     """
     found = of_rows(few, more, rows, slices)
     if found is None:
         return None
 
-    def of(work: Work, carried: int) -> Work:
+    def with_slices(work: Work, carried: int) -> Work:
         calls = [one for one in work.operators if one.kind == "attention"]
         seen, later = (slices + 1) / (2 * slices), carried * (slices - 1) / slices
         some = [one for one in work.operators if one.kind != "attention"]
@@ -34,7 +37,7 @@ def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
     def cut(one: Unit) -> Unit:
         calls = (op for op in one.forward.operators if op.kind == "attention")
         keys = sum(op.moved / 2 * op.count for op in calls)  # with values: about half of all
-        ahead, back = of(one.forward, CARRIED[0]), of(one.backward, CARRIED[1])
+        ahead, back = with_slices(one.forward, CARRIED[0]), with_slices(one.backward, CARRIED[1])
         return replace(one, forward=ahead, backward=back, kept=one.kept + keys)
 
     runs = tuple(Run(cut(run.unit), run.count) for run in found.runs)
@@ -42,10 +45,10 @@ def of_slices(few: Chain, more: Chain, rows: int, slices: int) -> Chain | None:
 
 
 def of_rows(few: Chain, more: Chain, rows: int, parts: int = 1) -> Chain | None:
-    """The chain of so many rows, or of such a part of them, from two of the same placement but for
-    theirs.
+    """Extrapolate to `rows` rows, or to one of `parts` parts of them, from two chains of the same
+    placement but for their rows.
 
-    None where the two are not alike: other operators ran, or others of them were equal.
+    None where the two differ: other operators ran, or other units were equal.
     """
     low, high = few.placement.rows, more.placement.rows
     share = (rows / parts - low) / (high - low)
@@ -70,9 +73,7 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
     if forward is None or backward is None:
         return None
-    kept, given, most, handed, entering, waiting = (
-        line(getattr(one, name), getattr(other, name)) for name in SIZES
-    )
+    kept, given, most, handed, entering, waiting = map(line, _sizes(one), _sizes(other))
     return replace(
         one,
         forward=forward,
@@ -86,17 +87,22 @@ def _unit(one: Unit, other: Unit, line: Line) -> Unit | None:
     )
 
 
+def _sizes(one: Unit) -> tuple[float, ...]:
+    """All bytes of a unit."""
+    return one.kept, one.input, one.most, one.handed, one.entering, one.waiting
+
+
 def _work(one: Work, other: Work, line: Line) -> Work | None:
     """The work of a unit; operators are paired by size within their kind."""
     pairs = list(zip(_each(one), _each(other)))
     sent = list(zip(one.sent, other.sent))
-    alike = (
+    same = (
         len(_each(one)) == len(_each(other))
         and all(a.kind == b.kind for a, b in pairs)
         and len(one.sent) == len(other.sent)
         and all((a.op, a.axis, a.count) == (b.op, b.axis, b.count) for a, b in sent)
     )
-    if not alike:
+    if not same:
         return None
     often = Counter((a.kind, line(a.flops, b.flops), line(a.moved, b.moved)) for a, b in pairs)
     return Work(
@@ -106,6 +112,6 @@ def _work(one: Work, other: Work, line: Line) -> Work | None:
 
 
 def _each(work: Work) -> list[Operator]:
-    """Every operator as often as it runs."""
+    """Repeat every operator as often as it runs."""
     found = [replace(one, count=1) for one in work.operators for _ in range(round(one.count))]
     return sorted(found, key=lambda one: (one.kind, one.flops, one.moved))

@@ -1,7 +1,6 @@
-"""Aims other than the time of a step: money or energy of a training, within a deadline.
+"""Aims other than the time of a step: money or energy of a training, within a deadline (`--aim`).
 
-* The nodes, their power limits and the batch for which a training is worth least.
-* The cost of a run in energy and time (Zeus).
+Searches which nodes, power limits and batch give the cheapest training; an energy cost as in Zeus.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 # -- a training ------------------------------------------------------------------------------------
 
 AIMS = TIME, COST, ENERGY = ("time", "cost", "energy")
-NEEDS = {COST: "price", ENERGY: "power"}  # of each node
-MOST = 1000  # offers
+NEEDS = {COST: "price", ENERGY: "power"}  # the field that each node must have
+MOST = 1000  # maximal number of offers
 KWH = 3.6e6
 
 
 @dataclass(frozen=True)
 class Aim:
-    """The figure of a training that is to be least, and until when it must end.
+    """The figure of a training to minimise, and its deadline.
 
     name      "time", "cost" or "energy"
-    samples   rows of a step -> rows that a training with such steps takes to its target
-    deadline  seconds of all steps, at most
-    eta       share of the energy; the rest is time, at the watts of all nodes (`energy_cost`)
+    samples   rows of a step -> rows that a training with such steps needs until its target
+    deadline  maximal seconds of all steps
+    eta       weight of the energy; the rest weighs time, at the watts of all nodes (`energy_cost`)
     """
 
     name: str
@@ -50,7 +49,7 @@ class Aim:
     eta: float = 1.0
 
     def worth(self, seconds: float, on: Cluster, most: float) -> float:
-        """Seconds, money, or joules as Zeus weighs them, of a training on some nodes."""
+        """Return the seconds, money, or joules as Zeus weights them, of a training on nodes."""
         if self.name == TIME or not isinstance(on, Nodes):
             return seconds
         if self.name == COST:
@@ -58,7 +57,7 @@ class Aim:
         return energy_cost(Run(seconds, on.watts(on.ranks)), most, self.eta)
 
     def told(self, seconds: float, on: Cluster) -> str:
-        """41.2 h, 1,204.50: of a training on some nodes."""
+        """Describe a training on nodes: `41.2 h, 1,204.50`."""
         found = [_duration(seconds)]
         if self.name == COST and isinstance(on, Nodes):
             found.append(f"{seconds * on.rate(on.ranks):,.2f} at these prices")
@@ -69,14 +68,15 @@ class Aim:
 
 @dataclass(frozen=True)
 class Offer:
-    """Nodes, each as it is or held to a limit of power, with a batch; `steps` of a training."""
+    """Some of the nodes, each at full power or limited, with a batch; `steps` of a training."""
 
     job: Job
     steps: int
     text: str
 
     def floor(self, chain: object) -> float:
-        """Seconds below which no training is: operations of `chain`, a row, at all speeds."""
+        """Lower bound of seconds of a training: operations of `chain` (one row) at the speed of all
+        ranks."""
         if not isinstance(chain, Chain):
             return 0.0
         flops = sum(
@@ -91,7 +91,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Bid:
-    """The best setting that was found on an offer; seconds of a training, and what it is worth."""
+    """The best setting that was found for an offer: seconds of a training, and its worth."""
 
     offer: Offer
     found: Found
@@ -100,7 +100,7 @@ class Bid:
 
 
 def check(aim: Aim, cluster: Cluster) -> None:
-    """Refuse (S109) a cluster that does not say what is aimed at."""
+    """Refuse (S109) a cluster without the figure that the aim needs."""
     need = NEEDS.get(aim.name)
     if need is None:
         return
@@ -117,7 +117,7 @@ def check(aim: Aim, cluster: Cluster) -> None:
 
 
 def offers(job: Job, aim: Aim) -> list[Offer]:
-    """All numbers of nodes of each kind, for energy each held to one of its limits too, with each
+    """List all numbers of nodes of each kind (for energy also under each power limit), with each
     batch; for time all nodes.
 
     Raises Refusal S109 for too many.
@@ -135,7 +135,7 @@ def offers(job: Job, aim: Aim) -> list[Offer]:
 
 
 def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
-    """Some nodes of each kind, the first of it, and how they are told."""
+    """Yield subsets of nodes, the first ones of each kind, and their descriptions."""
     kinds: dict[Node, list[int]] = {}
     for at, one in enumerate(nodes.nodes):
         kinds.setdefault(one, []).append(at)
@@ -161,10 +161,10 @@ def _chosen(nodes: Nodes, limited: bool) -> Iterator[tuple[Nodes, str]]:
 
 @dataclass
 class Auction:
-    """Offers of a job, each searched when no other can be worth less.
+    """Best-first search over offers: an offer is evaluated when no other can be worth less.
 
-    find  the best on a job
-    seen  bids so far, those that end too late as well
+    find  finds the best setting of a job
+    seen  evaluated offers, including those that end too late
     """
 
     profiles: Callable[[Placement], object]
@@ -180,8 +180,8 @@ class Auction:
         self.most = whole.watts(whole.ranks) if isinstance(whole, Nodes) else 0.0
 
     def bids(self) -> Iterator[Bid]:
-        """Bids that end within the deadline, the least worth first (lambda-DNN, Xu et al., IEEE
-        Transactions on Computers 2022)."""
+        """Yield bids that end within the deadline, the least worth first (lambda-DNN, Xu et al.,
+        IEEE Transactions on Computers 2022)."""
         row, turn = self.profiles(Placement()), count()
         heap: list[tuple[float, int, Offer | Bid]] = []
         for one in self.offers:
@@ -202,28 +202,28 @@ class Auction:
                 heapq.heappush(heap, (bid.worth, next(turn), bid))
 
     def worth(self, offer: Offer, seconds: float) -> float:
-        """Weigh a training of so many seconds there."""
+        """Weight the seconds of a training on an offer's nodes."""
         return self.aim.worth(seconds, offer.job.cluster, self.most)
 
     def told(self, bid: Bid) -> Rejected:
-        """A bid that was not taken, in words."""
+        """Describe a bid that was not chosen."""
         said = self.aim.told(bid.seconds, bid.offer.job.cluster)
         late = ": too late" if bid.seconds > self.aim.deadline else ""
         return Rejected(bid.offer.text, bid.found.best, said + late)
 
 
 def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tuned]:
-    """The bid of least worth whose own simulated steps end within the deadline, and its job.
+    """Return the cheapest bid whose simulated steps end within the deadline, and its job.
 
-    Of a job on all nodes; without such a bid nothing is written, and what is quickest is told.
-    Raises Refusal S109 for a cluster that does not say what is aimed at, and what `tuned` does.
+    Without such a bid nothing is written: the result lists the quickest bids as rejected.  Raises
+    Refusal S109 for a cluster without the figure that the aim needs, and what `tuned` raises.
     """
     auction = Auction(profiles, job, aim, lambda job: find(profiles, job))
     best: tuple[float, Job, Tuned] | None = None
     for tries, bid in enumerate(auction.bids(), 1):
         if best is not None and bid.worth >= best[0]:
             break
-        made = _played(profiles, auction, bid, find)
+        made = _tuned_bid(profiles, auction, bid, find)
         took = math.inf if made.written is None else bid.offer.steps * made.written.seconds
         worth = auction.worth(bid.offer, took)
         if took <= aim.deadline and (best is None or worth < best[0]):
@@ -241,14 +241,14 @@ def aimed(profiles: Profiles, job: Job, aim: Aim, find: Find) -> tuple[Job, Tune
     return job, Tuned(Found(None, 0.0, Counts(), tuple(late), done=True), None, job)
 
 
-def _played(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned:
-    """The schedule of a bid, with the others as its reasons."""
+def _tuned_bid(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned:
+    """Write and simulate the schedule of a bid, with the other bids as reasons."""
     offer, aim = bid.offer, auction.aim
     others = sorted((one for one in auction.seen if one is not bid), key=lambda one: one.worth)
     rejected = (*map(auction.told, others[: REASONS - 1]), *bid.found.rejected)
     first = replace(bid.found, rejected=rejected)
 
-    def again(profiles: Profiles, job: Job) -> Found:
+    def find_first(profiles: Profiles, job: Job) -> Found:
         return first if job is offer.job else find(profiles, job)
 
     def say(took: float) -> Iterator[str]:
@@ -258,7 +258,7 @@ def _played(profiles: Profiles, auction: Auction, bid: Bid, find: Find) -> Tuned
         best = f"least {aim.name} of {len(auction.offers)} choices{within}"
         yield f"On {offer.text}: {best}, of which {len(auction.seen)} were searched."
 
-    return tuned(profiles, offer.job, again, say)
+    return tuned(profiles, offer.job, find_first, say)
 
 
 def _duration(seconds: float) -> str:
@@ -273,14 +273,14 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """Training to a target, as it was measured or is expected: seconds, and mean watts."""
+    """Training to a target, measured or expected: seconds, and mean watts."""
 
     seconds: float
     watts: float
 
 
 def energy_cost(run: Run, most: float, eta: float = 0.5) -> float:
-    """Cost of a run in joules: eta of its energy, and the rest of its time at the `most` watts.
+    """Cost of a run in joules: eta of its energy, and 1 - eta of its time at `most` watts.
 
     Zeus (You et al., NSDI 2023).
     """

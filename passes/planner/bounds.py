@@ -1,7 +1,7 @@
-"""Bounds from below of what ways cost: no cuts, and no recomputation, make one cheaper.
+"""Lower bounds of what candidates cost: no split into stages and no recomputation is cheaper.
 
-* Of every way of a placement, by columns: before anything is cut.
-* Of one way whose cuts are known: before its order is played.
+`search` prunes with them: all candidates of a placement at once, by columns, before stages are
+known; and one candidate whose stages are known, before its order is simulated.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from schedlang.passes.planner.span import homes
 from schedlang.passes.planner.values import Chain, Setting, Unit
 from schedlang.passes.simulate.machine import Cluster
 
-FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # a backward is whole, and one stage is on a rank
-WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # a backward is whole
+FLUSHED = ("1F1B", "GPipe", "Eager1F1B")  # backwards are not split, and a rank has one stage
+WHOLE = (*FLUSHED, "Interleaved1F1B", "BFS", "Seq1F1B", "TeraPipe")  # backwards are not split
 
 
-# -- of all ways of a placement --------------------------------------------------------------------
+# -- all candidates of a placement -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a chain's units, by runs: forward, backward, and computed again; at the least.
+    """Lower bounds of seconds of a chain's units, by runs: forward, backward, and recomputation.
 
-    They depend on how far apart the ranks of its own axes lie.
+    They depend on how far apart the ranks of the chain's own axes are.
     """
 
     chain: Chain
@@ -49,26 +49,29 @@ class Clock:
     _spans: dict[object, float] = field(default_factory=dict)
 
     def cut(self, way: Setting) -> tuple[Setting, float]:
-        """Cut a way so that its slowest stage is as quick as can be; with the floor of its span."""
+        """Split into stages so that the slowest is as quick as possible; also return the pipeline's
+        floor."""
         if way.cuts:
             return way, span_floor(self, way)
         key = way.pp, way.chunks, self.near(way)
         if (cuts := self._cuts.get(key)) is None:
             each = tuple(self.times(way)[:2].sum(0).tolist())
             cuts = self._cuts[key] = even(self.chain, way.pp * way.chunks, each)
-        made, known = replace(way, cuts=cuts), (*key, way.order)
+        split, known = replace(way, cuts=cuts), (*key, way.order)
         if (span := self._spans.get(known)) is None:
-            span = self._spans[known] = span_floor(self, made)
-        return made, span
+            span = self._spans[known] = span_floor(self, split)
+        return split, span
 
     def near(self, setting: Setting) -> tuple[int, ...]:
-        """Ranks of each axis of its own that share a node, on which its times hang alone."""
+        """Ranks of each of the chain's axes that share a node: times depend on nothing else."""
         where, node = axes_of(setting), self.job.cluster.node
         return tuple(max(1, min(size, node // far)) for _, size, far in where if size > 1)
 
     def times(self, setting: Setting | None = None) -> Floats:
-        """Return [3, runs] for the axes of a setting, whatever its rows and offloading; without one
-        those of ranks that lie side by side on every axis, which are no quicker in any."""
+        """Return seconds [3, runs] for the axes of a setting, whatever its rows and offloading.
+
+        Without a setting: seconds as if ranks of every axis were adjacent, which no setting beats.
+        """
         one = self.chain.placement
         where = axes_of(Setting(one) if setting is None else replace(setting, placement=one))
         if setting is None:
@@ -83,31 +86,33 @@ class Clock:
 
 
 def seconds_bounds(ways: Ways, clocks: Sequence[Clock], laid: bool = True) -> tuple[Floats, Floats]:
-    """Seconds that a step of each way takes at least, however it is cut, and that it may take; in
-    whatever order its axes lie, where it is not `laid`.
+    """Lower bounds and estimates of the seconds of a step of each candidate, for any split into
+    stages; also for any order of its axes where it is not `laid`.
 
-    A rank computes its share of a step, the fullest at least the mean of them.  With one stage on
-    each rank more can be said: how long some rank waits before and after, for any cut.  The second
-    is no bound, but the order in which to look at them: stages alike, idle as orders are by their
-    closed forms, a whole share of a microbatch for each rank but one, less by the stages on a rank,
-    a third of it where backwards are halved.
+    A rank computes its share of a step; the busiest rank computes at least the mean.  With one
+    stage on each rank the bound adds how long some rank waits before and after, for any split.  The
+    estimate is not a bound: it sorts candidates.  It assumes equal stages, and bubbles by the
+    closed forms of orders: one microbatch's share for each other rank, divided by the stages on a
+    rank, and a third of that where backwards are split.
     """
     ahead, back, longest = _units(ways, clocks, laid)
     both, share = ahead + back, (ahead + back) / ways.pp / clocks[0].job.worth
     busy = ways.passes * np.maximum(share, longest)
     alone = (ways.chunks == 1) & (ways.pp > 1)
-    waits = _waiting(both, ways.pp, ways.passes)
-    first = ahead * _first(ways.chain.placement.slices)
-    last = _last(first, both - first, ways.pp, ways.passes)
-    waits = np.where(_of(ways, FLUSHED), waits, last)
-    idle = np.where(_of(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
+    waits = _flushed_seconds(both, ways.pp, ways.passes)
+    first = ahead * _first_slice_share(ways.chain.placement.slices)
+    last = _last_rank_seconds(first, both - first, ways.pp, ways.passes)
+    waits = np.where(_has_order(ways, FLUSHED), waits, last)
+    idle = np.where(_has_order(ways, WHOLE), 1.0, 1 / 3) * (ways.pp - 1) / ways.chunks
     hoped: Floats = share * (ways.passes + idle)
     return np.where(alone, np.maximum(busy, waits), busy), hoped
 
 
 def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Floats, Floats]:
-    """Seconds of all units forward and backward, and of the longest of them, for each way."""
-    each, near = _near(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
+    """Seconds of all units, forward and backward, and of the longest unit, for each candidate."""
+    each, near = (
+        _distinct_settings(ways, clocks) if laid else ([None], np.zeros(len(ways), dtype=np.int64))
+    )
     which, at = _distinct(ways.one, near)
     pairs = zip(ways.one[at].tolist(), near[at].tolist())
     table = np.array([_unit_times(clocks[one], each[place]) for one, place in pairs])
@@ -116,14 +121,17 @@ def _units(ways: Ways, clocks: Sequence[Clock], laid: bool) -> tuple[Floats, Flo
 
 
 def _unit_times(clock: Clock, near: Setting | None) -> tuple[float, float, float]:
-    """The same of one chain: its runs are its own, units alike in few rows may differ in many."""
+    """Seconds of all units of one chain, and of its longest unit.
+
+    Each chain has runs of its own: units that are equal for few rows may differ for many.
+    """
     times = clock.times(near)[:2]
     ahead, back = times @ [run.count for run in clock.chain.runs]
     return ahead, back, times.sum(0).max()
 
 
-def _near(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], Ints]:
-    """Settings whose units take other times, and the place of that of each way."""
+def _distinct_settings(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], Ints]:
+    """List settings whose units take different times, and the index of each candidate's setting."""
     which, at = _distinct(ways.pp, ways.axes)
     settings: list[Setting | None] = []
     places, found = dict[tuple[int, ...], int](), []
@@ -135,35 +143,37 @@ def _near(ways: Ways, clocks: Sequence[Clock]) -> tuple[list[Setting | None], In
     return settings, np.array(found, dtype=np.int64)[which]
 
 
-def _of(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
-    """Find the ways whose order is one of these."""
+def _has_order(ways: Ways, orders: Sequence[str]) -> NDArray[np.bool_]:
+    """Find the candidates whose order is one of `orders`."""
     found: NDArray[np.bool_] = np.array([name in orders for name in ways.names])[ways.order]
     return found
 
 
-def _first(slices: int) -> float:
-    """Share of a mean slice that the first takes at least: that of attention, the keys it sees."""
+def _first_slice_share(slices: int) -> float:
+    """Share of the mean slice's time that the first slice takes at least: attention to fewer
+    keys."""
     return 2 / (slices + 1)
 
 
-def _waiting(both: Floats, ranks: Ints, micro: Ints) -> Floats:
-    """Seconds of a pipeline whose backwards are whole, whatever its cuts.
+def _flushed_seconds(both: Floats, ranks: Ints, micro: Ints) -> Floats:
+    """Seconds of a pipeline whose backwards are not split, for any split into stages.
 
-    The first microbatch goes down to a rank, this computes, the last one goes back up: the rank of
-    place s needs sum(t[:s]) + m t[s].  Of all cuts that one is the least for which all are alike.
-    With more microbatches than ranks 1F1B needs more: all of the first microbatch, then what is on
-    its way below s, then s alone, T + sum(t[s:]) + (m - 1 - p + s) t[s]; and all are alike for
-    even stages.
+    The first microbatch goes down to a rank, the rank computes, and the last one goes back up: the
+    rank at place s needs sum(t[:s]) + m t[s].  The minimum over all splits makes all of these
+    equal.  With more microbatches than ranks 1F1B needs more: all of the first microbatch, then the
+    microbatches in flight below s, then s alone: T + sum(t[s:]) + (m - 1 - p + s) t[s]; these are
+    all equal for equal stages.
     """
     down = both / (1 - (1 - 1 / micro) ** ranks)
     return np.where(micro > ranks, np.maximum(down, both * (1 + (micro - 1) / ranks)), down)
 
 
-def _last(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
-    """Seconds of any pipeline with one stage on each rank, whatever its cuts.
+def _last_rank_seconds(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
+    """Seconds of any pipeline with one stage on each rank, for any split into stages.
 
-    The last rank waits for the first forward, F + (m - 1) t; if it has little itself, the others
-    have more than the mean, m (T - t) / (p - 1).  Both are alike for the t that is the least.
+    The last rank waits for the first forward, F + (m - 1) t.  If its own t is small, the other
+    ranks have more than the mean, m (T - t) / (p - 1).  The smallest bound has the t that makes
+    both equal.
     """
     both = ahead + back
     least = np.maximum(0.0, (micro * both - ahead * (ranks - 1)) / (micro * ranks - ranks + 1))
@@ -172,21 +182,24 @@ def _last(ahead: Floats, back: Floats, ranks: Ints, micro: Ints) -> Floats:
 
 
 def sums_floor(ways: Ways, job: Job, laid: bool = True) -> tuple[Floats, Floats]:
-    """Seconds in which each way's replicas send at least, however it is cut, and in whatever order
-    its axes lie where it is not `laid`.
+    """Lower bounds of the seconds in which each candidate's replicas send, for any split into
+    stages; also for any order of its axes where it is not `laid`.
 
-    The first beside the computing, so that a step takes at least as long; the second after the last
-    backward, with the update.  The fullest rank has at least the mean of the numbers.
+    The first result is sent while ranks compute, so a step takes at least as long; the second is
+    sent after the last backward, and includes the update.  The fullest rank has at least the mean
+    of the parameters.
     """
-    one, numbers = ways.chain.placement, _numbers(ways.chain)
+    one, numbers = ways.chain.placement, _count_parameters(ways.chain)
     held = np.array([numbers[0] - numbers[1], numbers[1]], dtype=float)
     ranks = job.ranks // (one.tp * one.cp)
 
     @cache
     def summed(pp: int, axes: int) -> Floats:
-        """Seconds of a sum, of a scattering, of a gathering."""
+        """Seconds of an all-reduce, of a reduce-scatter, of an all-gather."""
         setting = Setting(one, ranks // pp, pp, axes=LAYS[axes])
-        return np.array([_summed(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)])
+        return np.array(
+            [_collective_floor(op, ways.chain, setting, job) for op in (SUM, SCATTER, GATHER)]
+        )
 
     @cache
     def updated(hosted: bool, pp: int) -> list[float]:
@@ -214,7 +227,7 @@ SUM, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
 
 
 def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Find the combination of columns of each row, and a row that has each of these."""
+    """Number the distinct combinations of columns: the number of each row, and a row of each."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for one in columns:
         key = key * (int(one.max(initial=0)) + 1) + one
@@ -222,25 +235,27 @@ def _distinct(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
     return which, at
 
 
-def _summed(op: str, chain: Chain, setting: Setting, job: Job) -> float:
-    """Seconds of one collective of replicas over the mean share of all numbers."""
+def _collective_floor(op: str, chain: Chain, setting: Setting, job: Job) -> float:
+    """Seconds of one collective of replicas over the mean share of all parameters."""
     one, recipe = setting.placement, job.recipe
     far, ranks = replicas_apart(setting, job.cluster), setting.dp * one.cp
     size = (recipe.parameter if op == GATHER else recipe.gradient) / setting.pp
-    numbers, spread = _numbers(chain)
-    plain = _sent(job.cluster, op, (numbers - spread) * size, ranks, far)
+    numbers, spread = _count_parameters(chain)
+    plain = _collective_seconds(job.cluster, op, (numbers - spread) * size, ranks, far)
     if not spread:
         return plain
-    return plain + _sent(job.cluster, op, spread * size, ranks // one.ep, far * one.ep)
+    return plain + _collective_seconds(
+        job.cluster, op, spread * size, ranks // one.ep, far * one.ep
+    )
 
 
 @lru_cache(100_000)
-def _sent(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
+def _collective_seconds(cluster: Cluster, op: str, size: float, ranks: int, apart: int) -> float:
     return collective(cluster, op, size, ranks, apart)
 
 
-def _numbers(chain: Chain) -> tuple[int, int]:
-    """Parameters of a chain, shared ones once, and those of experts among them."""
+def _count_parameters(chain: Chain) -> tuple[int, int]:
+    """Parameters of a chain (tied ones once), and the experts' parameters among them."""
     tied = {max(pair) for pair in chain.tied}
     runs = [run for at, run in enumerate(chain.runs) if at not in tied]
     return (
@@ -250,17 +265,17 @@ def _numbers(chain: Chain) -> tuple[int, int]:
 
 
 def bytes_floor(ways: Ways, job: Job) -> Floats:
-    """Bytes that the fullest rank of each way holds at least, however it is cut.
+    """Lower bound of the bytes of the fullest rank of each candidate, for any split into stages.
 
-    The fullest holds at least the mean: of the state, and of what one microbatch keeps where all
-    units are computed again, less gradients that may not be there yet.
+    The fullest rank holds at least the mean: of the state, and of what one microbatch saves where
+    all units are recomputed, less gradients that may not exist yet.
     """
     recipe, one = job.recipe, ways.chain.placement
-    numbers, spread = _numbers(ways.chain)
+    numbers, spread = _count_parameters(ways.chain)
     each = []
     for chain in ways.chains:
         at = chain.placement
-        kept = sum(_least(run.unit, at.parked) * run.count for run in chain.runs)
+        kept = sum(_least_saved(run.unit, at.parked) * run.count for run in chain.runs)
         least = min(run.unit.most for run in chain.runs)
         each.append((recipe.state(at.hosted), max(0.0, kept - numbers * recipe.gradient), least))
     state, kept, least = np.array(each, dtype=float)[ways.one].T
@@ -273,21 +288,21 @@ def bytes_floor(ways: Ways, job: Job) -> Floats:
     return found
 
 
-def _least(unit: Unit, parked: bool) -> float:
+def _least_saved(unit: Unit, parked: bool) -> float:
     return 0.0 if parked and unit.input < unit.kept else min(unit.kept, unit.input)
 
 
-# -- of one way ------------------------------------------------------------------------------------
+# -- one candidate ---------------------------------------------------------------------------------
 
 
 def span_floor(clock: Clock, setting: Setting) -> float:
-    """Seconds that the pipeline of a setting with cuts takes at least, whatever its order.
+    """Lower bound of the seconds of the pipeline of a setting with stages, for any order.
 
     Each rank waits for the first microbatch to reach its first stage, computes, and, where
-    backwards are whole, waits until the last one has gone back to the first stage of all.
+    backwards are not split, waits until the last one has gone back to the first stage of the model.
     """
     ahead, back, once_more = clock.times(setting)
-    first = _first(setting.placement.slices)
+    first = _first_slice_share(setting.placement.slices)
     made, again = composition(clock.chain, setting.cuts, setting.again)
     forward, backward = made @ ahead, made @ back + again @ once_more
     rank = homes(setting.order, setting.pp, setting.chunks)

@@ -1,4 +1,4 @@
-"""Stages cut as evenly as can be."""
+"""Split of a chain into stages so that the slowest stage is as quick as possible."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Array = NDArray[np.float64]
 
 
 def even(chain: Chain, stages: int, times: tuple[float, ...]) -> tuple[int, ...]:
-    """Cut a chain so that its slowest stage is as quick as can be; `times` of one of each run.
+    """Split a chain into `stages` so that the slowest is as quick as possible.
 
-    Of such cuts that whose ends lie nearest to equal parts, one after the other.  Raises ValueError
-    for fewer units than stages.
+    `times` are seconds of one unit of each run.  Of such splits the one whose stages end closest to
+    equal shares, stage by stage.  Raises ValueError for fewer units than stages.
     """
     return _even(tuple(run.count for run in chain.runs), stages, times)
 
@@ -47,7 +47,7 @@ def _even(counts: tuple[int, ...], stages: int, times: tuple[float, ...]) -> tup
 
 
 def _reached(total: list[float], most: float, stages: int) -> int:
-    """Count the units that so many stages take, each as many as `most` seconds allow."""
+    """Count the units that so many stages hold, each as many as `most` seconds allow."""
     at = 0
     for _ in range(stages):
         at = bisect_right(total, total[at] + most) - 1
@@ -55,7 +55,7 @@ def _reached(total: list[float], most: float, stages: int) -> int:
 
 
 def _latest(total: Array, most: float, stages: int) -> list[int]:
-    """The least end of each stage from which those that follow still take all units."""
+    """Smallest end of each stage from which the stages behind it can still hold all other units."""
     at, found = len(total) - 1, [len(total) - 1]
     for _ in range(stages):
         at = int(np.searchsorted(total, total[at] - most, side="left"))

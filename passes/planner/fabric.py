@@ -1,24 +1,19 @@
-"""Direct-connect fabrics beside a plan: rings by strides, routes, and plans that suit each other.
+"""Direct-connect fabrics for a plan: rings by strides, and routes (`schedlang fabric`).
 
-TopoOpt (Wang et al., NSDI 2023) wires each host to `degree` others.  An all-reduce may go round any
-ring over the hosts, so rings are chosen whose strides carry the other messages well too: a stride
-that has no factor in common with the number of hosts makes a ring (TotientPerms).
-
-* The traffic of a plan between hosts.
-* Strides, and what a set of them makes of the traffic.
-* The best set, by all of them or by one after the other.
-* Plan and fabric in turns.
+TopoOpt (Wang et al., NSDI 2023) wires each host to `degree` others.  An all-reduce may use any ring
+over the hosts, so rings are chosen whose strides also carry the other messages well: a stride that
+has no common factor with the number of hosts makes a ring (TotientPerms).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from schedlang.passes.simulate.machine import SHARES
 
@@ -27,13 +22,17 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.traffic import Collective
 
 Strides = tuple[int, ...]
-Messages = Mapping[tuple[int, int], float]  # bytes from a host to another
+Messages = Mapping[tuple[int, int], float]  # (source host, target host) -> bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a step: `reduced` by an all-reduce over all hosts, messages between pairs, and what
-    each link of a ring over some hosts carries, in whatever order it goes round."""
+    """Bytes of a step between hosts.
+
+    reduced   of an all-reduce over all hosts
+    messages  between pairs of hosts
+    rings     hosts of a ring -> bytes on each of its links, in whatever order it visits the hosts
+    """
 
     reduced: float
     messages: Messages
@@ -41,10 +40,10 @@ class Traffic:
 
 
 def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int]) -> Traffic:
-    """Bytes that an account's collectives send between hosts.
+    """Count the bytes that an account's collectives send between hosts.
 
-    A group of ranks goes round the hosts that it lies on once, a ring of ranks likewise; all to
-    all is a message from each rank to each, and so is what stages hand on.
+    A group of ranks, or a ring of ranks, visits each of its hosts once.  An all-to-all is a message
+    from each rank to each other rank; sends between stages are messages too.
     """
     messages: defaultdict[tuple[int, ...], float] = defaultdict(float)
     rings: defaultdict[tuple[int, ...], float] = defaultdict(float)
@@ -65,7 +64,8 @@ def traffic_of(plan: Rows, sent: Iterable[Collective], host: Callable[[int], int
 
 
 def _groups(plan: Rows, one: Collective) -> Iterator[tuple[int, ...]]:
-    """The ranks of each group that joins in a collective; the ends of each message of a stage."""
+    """Yield the ranks of each group of a collective; for sends of stages the two ends of each
+    message."""
     mesh, axis = plan.mesh, plan.cuts[0].axis if plan.cuts else ""
     for ranks in mesh.groups(one.axes):
         at = {rank: mesh.coordinates(rank).get(axis, 0) for rank in ranks}
@@ -77,16 +77,17 @@ def _groups(plan: Rows, one: Collective) -> Iterator[tuple[int, ...]]:
 
 
 def strides(hosts: int) -> Strides:
-    """Strides that make one ring of so many hosts: those with no factor in common with them."""
+    """Return the strides that make one ring of all hosts: those without a common factor with
+    `hosts`."""
     return tuple(k for k in range(1, hosts) if math.gcd(k, hosts) == 1)
 
 
 def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float:
-    """Seconds of the fullest link: rings are dealt out to all strides that go round their hosts,
-    messages take the shortest ways, as do rings that no stride goes round.
+    """Seconds of the most loaded link.
 
-    A host has one link of `link` bytes a second for each stride.  Infinite where hosts do not reach
-    each other.
+    Rings are spread over all strides that visit exactly their hosts.  Messages take shortest
+    routes, and so do rings that no stride fits.  A host has one link of `link` bytes a second for
+    each stride.  Infinite where hosts cannot reach each other.
     """
     if math.gcd(hosts, *chosen) > 1:
         return math.inf
@@ -109,7 +110,8 @@ def seconds(hosts: int, chosen: Strides, traffic: Traffic, link: float) -> float
 
 
 def ringed(hosts: int, chosen: Strides, group: tuple[int, ...]) -> Strides:
-    """The strides that go round just these hosts: as far apart from each other, all the way."""
+    """Return the strides that visit exactly these hosts: hosts at equal distances all the way
+    round."""
     apart = hosts // len(group)
     if group != tuple(range(group[0], hosts, apart)) or len(group) * apart != hosts:
         return ()
@@ -118,8 +120,7 @@ def ringed(hosts: int, chosen: Strides, group: tuple[int, ...]) -> Strides:
 
 @lru_cache(4096)
 def routes(hosts: int, chosen: Strides) -> tuple[Strides, ...]:
-    """A shortest way to the host at each distance, as strides; the first found, in their order;
-    none where there is no way."""
+    """Find a shortest route to the host at each distance, as strides; empty where there is none."""
     found: dict[int, Strides] = {0: ()}
     queue = deque([0])
     while queue:
@@ -133,8 +134,10 @@ def routes(hosts: int, chosen: Strides) -> tuple[Strides, ...]:
 
 
 def wired(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
-    """The strides whose step is shortest, of all sets of so many, with its seconds; of more than
-    `SETS` sets as `wired_in_turn` finds them."""
+    """Choose the set of `degree` strides with the shortest step, and return its seconds.
+
+    More than `SETS` sets are not enumerated: see `wired_in_turn`.
+    """
     if math.comb(hosts - 1, degree) > SETS:
         return wired_in_turn(hosts, degree, traffic, link)
     sets = combinations(range(1, hosts), degree)
@@ -142,7 +145,7 @@ def wired(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strid
 
 
 def wired_in_turn(hosts: int, degree: int, traffic: Traffic, link: float) -> tuple[Strides, float]:
-    """Strides chosen one after the other, each the one that helps most: for many hosts."""
+    """Choose strides greedily, each the one that helps most: for many hosts."""
     chosen: Strides = ()
     for _ in range(degree):
         left = [k for k in range(1, hosts) if k not in chosen]
@@ -153,44 +156,3 @@ def wired_in_turn(hosts: int, degree: int, traffic: Traffic, link: float) -> tup
 
 
 SETS = 4000
-
-# -- plans -----------------------------------------------------------------------------------------
-
-Plan = TypeVar("Plan")
-
-
-@dataclass(frozen=True)
-class Wired(Generic[Plan]):
-    """A plan and the fabric for it; `turns` are the seconds after each turn, which never rise."""
-
-    plan: Plan
-    strides: Strides
-    turns: tuple[float, ...]
-
-
-def in_turns(
-    hosts: int,
-    degree: int,
-    link: float,
-    plans: Sequence[tuple[Plan, float, Traffic]],
-    wire: Callable[..., tuple[Strides, float]] = wired,
-) -> Wired[Plan]:
-    """Choose the plan for the fabric, then the fabric for the plan, until neither is better.
-
-    plans  with seconds of computing, and the traffic of each
-    The first turn is on the fabric that suits the first plan.  What is found is the best in either
-    direction, and need not be the best of all pairs.
-    """
-    chosen, _ = wire(hosts, degree, plans[0][2], link)
-    turns: list[float] = []
-    while True:
-        plan, computing, traffic = min(
-            plans, key=lambda one: one[1] + seconds(hosts, chosen, one[2], link)
-        )
-        again, sent = wire(hosts, degree, traffic, link)
-        before = seconds(hosts, chosen, traffic, link)
-        if sent < before:
-            chosen = again
-        turns.append(computing + min(sent, before))
-        if len(turns) > 1 and turns[-1] >= turns[-2]:
-            return Wired(plan, chosen, tuple(turns))

@@ -1,4 +1,4 @@
-"""One way, filled in: its cuts, and the fewest units computed again with which it fits."""
+"""Evaluation of one candidate: its stages, and the fewest recomputed units with which it fits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from schedlang.passes.planner.space import Floats, Ints, Job
 from schedlang.passes.planner.span import homes, in_flight
 from schedlang.passes.planner.values import Chain, Priced, Setting
 
-LONG = 1_000_000  # ranks of a pipeline, times units twice: more take the programme too long
+LONG = 1_000_000  # maximum of ranks * units ** 2: a larger programme takes too long
 Again = tuple[int, ...]
-FAR = 16  # stages apart between which a unit is moved
+FAR = 16  # largest distance, in stages, over which a unit is moved
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A setting that was looked at.
+    """An evaluated setting.
 
-    least   seconds that it takes at least
-    needs   bytes of its fullest rank; `room` of that rank, where ranks are not alike
-    priced  None where it was not worth a price: it is too slow by its bound, or does not fit
+    least   lower bound of its seconds; its price where it has one
+    needs   bytes of its fullest rank; `room` the memory of that rank, where ranks are not equal
+    priced  None where no price was needed: the setting is too slow by its bound, or does not fit
     """
 
     setting: Setting
@@ -38,13 +38,14 @@ class Filled:
 
 
 def worth(one: Filled) -> tuple[bool, float, float]:
-    """Less is better: what fits by its time, what does not by how full it is."""
+    """Return a sort key, smaller is better: settings that fit by time, others by how full they
+    are."""
     return one.priced is None, one.least, one.needs / (one.room or np.inf)
 
 
 @dataclass(frozen=True)
 class Filler:
-    """Ways filled in for one job; times of chains are kept."""
+    """Evaluates candidates of one job; caches how many units must be recomputed."""
 
     job: Job
     limits: Limits = Limits()
@@ -60,9 +61,11 @@ class Filler:
         beside: float = 0.0,
         after: float = 0.0,
     ) -> Filled:
-        """Cut a way, find what must be computed again, and price it if it may beat `worst`.
+        """Split a candidate into stages, find what must be recomputed, and price it if it may beat
+        `worst`.
 
-        Its replicas send at least so many seconds `beside` its pipeline and `after` it.
+        `beside` and `after` are lower bounds of the seconds that its replicas send: while the
+        pipeline runs, and after it.
         """
         chain = clock.chain
         cut, span = clock.cut(way)
@@ -70,7 +73,7 @@ class Filler:
         if least >= worst:
             return Filled(cut, least, 0.0)
         key = replace(cut, axes=())
-        if key not in self._least:  # it hangs on no order of the axes
+        if key not in self._least:  # the same for all orders of the axes
             held = Held(chain, self.job, cut)
             self._least[key] = self._some(held), held.fullest
         some, fullest = self._least[key]
@@ -85,8 +88,11 @@ class Filler:
         return min(found, key=worth, default=Filled(cut, least, fullest))
 
     def _some(self, held: Held) -> list[Again]:
-        """Numbers of units computed again that may be the quickest: the fewest with which all ranks
-        fit; of what leaves for the host all, too, whose inputs alone leave then."""
+        """Numbers of recomputed units that may be the quickest.
+
+        These are the fewest with which all ranks fit; and with offloaded activations also all
+        units, because then only their inputs are offloaded.
+        """
         memory, bounds = self.job.cluster.memory, self._bounds(held.cut)
         found, every = held.least(memory, *bounds), np.array(held.cut.cuts)
         if found is None:
@@ -97,8 +103,11 @@ class Filler:
         return [tuple(one.tolist()) if one.any() else () for one in both]
 
     def seeded(self, clock: Clock, filled: Filled) -> Filled:
-        """The same with stages as the programme cuts them, each with what it must compute again,
-        where that is quicker; several stages of a rank, and too long chains, stay as they are."""
+        """Split into stages by the dynamic programme, each with what it must recompute, if that is
+        quicker.
+
+        Settings with several stages on a rank, and chains that are too long, stay as they are.
+        """
         setting, chain = filled.setting, clock.chain
         if setting.chunks > 1 or setting.pp * chain.length**2 > LONG:
             return filled
@@ -109,7 +118,8 @@ class Filler:
         return filled if one.priced is None or one.least >= filled.least else one
 
     def _problem(self, clock: Clock, setting: Setting) -> Problem:
-        """The stages of a setting for the programme; bytes as sums over units, nearly."""
+        """The stages of a setting as a problem for the programme; bytes are approximated by sums
+        over units."""
         chain, recipe, cluster = clock.chain, self.job.recipe, self.job.cluster
         counts = [run.count for run in chain.runs]
         sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
@@ -143,10 +153,11 @@ class Filler:
         )
 
     def improved(self, clock: Clock, filled: Filled, moves: int) -> Filled:
-        """Move units from stage to stage, so many times, where this makes a step quicker.
+        """Try up to `moves` moves of a unit between stages, and keep each that makes a step
+        quicker.
 
-        A rank that must compute much again so comes to have fewer units than the others; of several
-        stages on it those have more computed again that others do not wait for.
+        A rank that must recompute much so gets fewer units than the others.  Of several stages on a
+        rank, the stages that no other rank waits for recompute more.
         """
         best, moved = filled, True
         while moved:
@@ -161,7 +172,7 @@ class Filler:
         return best
 
     def _near(self, clock: Clock, best: Filled) -> Iterator[Filled]:
-        """Settings with one unit more or less on some stages, or computed again there."""
+        """Evaluate settings with one unit more or less on some stages, or recomputed there."""
         setting, job = best.setting, self.job
         for again in _shifts(setting):
             one = replace(setting, again=again if any(again) else ())
@@ -172,15 +183,16 @@ class Filler:
             yield self.filled(clock, replace(setting, cuts=cuts, again=()), best.least)
 
     def _bounds(self, cut: Setting) -> tuple[bool, bool, bool]:
-        """Whether none, some, all units may be computed again."""
+        """Return whether no unit, some units, all units may be recomputed."""
         none, some, every = (self.limits.admits("again", name) for name in ("none", "some", "all"))
         return none, some, every
 
 
 def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
-    """Units computed again, one less on a stage, and maybe one more on another of its rank."""
+    """Numbers of recomputed units: one less on a stage, and possibly one more on another of its
+    rank."""
     rank = homes(setting.order, setting.pp, setting.chunks)
-    free = setting.chunks > 1 or setting.placement.parked  # else fewer would not fit
+    free = setting.chunks > 1 or setting.placement.parked  # otherwise fewer would not fit
     for one in np.flatnonzero(setting.again) if free else ():
         others = [at for at in np.flatnonzero(rank == rank[one]) if at != one]
         for other in (None, *others):
@@ -193,7 +205,7 @@ def _shifts(setting: Setting) -> Iterator[tuple[int, ...]]:
 
 
 def cuts_near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Cuts with one unit moved from one stage to another, near ones first."""
+    """Yield splits with one unit moved from one stage to another, small distances first."""
     stages = range(len(cuts))
     for far in range(1, min(len(cuts), FAR + 1)):
         for one in stages:
@@ -207,7 +219,7 @@ def cuts_near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class Held:
-    """Bytes of the ranks of a cut, by how many units each computes again."""
+    """Bytes of the ranks of a split, as a function of how many units each stage recomputes."""
 
     chain: Chain
     job: Job
@@ -215,12 +227,14 @@ class Held:
     fullest: float = field(default=0.0)
 
     def least(self, memory: float | Floats, none: bool, some: bool, every: bool) -> Ints | None:
-        """The fewest units of each stage to compute again so that all ranks fit; None: none do.
+        """Find the fewest units of each stage to recompute so that all ranks fit; None where none
+        do.
 
-        The more units of a run are computed again, the less a rank holds; but with the first of
-        them a unit's activations come back beside what is kept.  So the ends of runs are tried from
-        the first on, and the number is halved upon before the first that fits, all ranks at once.
-        Of several stages on a rank the first is filled first, whose activations are held longest.
+        The more units of a run are recomputed, the less a rank holds; but the first recomputed unit
+        brings its activations back in addition to what is saved.  So the ends of runs are tried
+        from the first on, and then the number is found by bisection before the first end that fits,
+        for all ranks at once.  Of several stages on a rank the first is filled first: its
+        activations are held longest.
         """
         cuts, rank = np.array(self.cut.cuts), homes(self.cut.order, self.cut.pp, self.cut.chunks)
         free = self.bytes(np.zeros_like(cuts))
@@ -242,14 +256,17 @@ class Held:
         self.fullest = float(needs.max())
         if (high < 0).any():
             return None
-        while (open_ := high - low > 1).any():  # high fits, low does not
-            middle = np.where(open_, (low + high) // 2, high)
+        while (unfinished := high - low > 1).any():  # high fits, low does not
+            middle = np.where(unfinished, (low + high) // 2, high)
             fits = self.bytes(self._spread(middle, rank, cuts)) <= memory
-            high, low = np.where(open_ & fits, middle, high), np.where(open_ & ~fits, middle, low)
-        return self._kept(self._spread(high, rank, cuts), none, every)
+            high, low = (
+                np.where(unfinished & fits, middle, high),
+                np.where(unfinished & ~fits, middle, low),
+            )
+        return self._permitted(self._spread(high, rank, cuts), none, every)
 
     def _ends(self, rank: Ints) -> Ints:
-        """Units of each place up to the end of each run on it [places, runs], in their order."""
+        """Units of each place up to the end of each of its runs [places, runs], in order."""
         made, _ = composition(self.chain, self.cut.cuts)
         ends: list[list[int]] = [[] for _ in range(self.cut.pp)]
         for stage, runs in enumerate(made.astype(np.int64).tolist()):
@@ -259,8 +276,8 @@ class Held:
         longest = max(map(len, ends))
         return np.array([mine + mine[-1:] * (longest - len(mine)) for mine in ends])
 
-    def _kept(self, found: Ints, none: bool, every: bool) -> Ints | None:
-        """The number found, where it may be none and all."""
+    def _permitted(self, found: Ints, none: bool, every: bool) -> Ints | None:
+        """Adjust the number found where recomputing no unit, or all units, is not permitted."""
         if not found.any() and not none:
             found[0] = 1
         if (found == np.array(self.cut.cuts)).all() and not every:
@@ -268,7 +285,7 @@ class Held:
         return found
 
     def _spread(self, often: Ints, rank: Ints, cuts: Ints) -> Ints:
-        """Units of each stage, of so many of each rank."""
+        """Distribute a number of units of each rank over its stages."""
         found, left = np.zeros_like(cuts), often.copy()
         for stage in range(len(cuts)):
             found[stage] = min(cuts[stage], left[rank[stage]])

@@ -1,4 +1,7 @@
-"""Constants of a price, fitted to measured runs: any of which times of runs follow."""
+"""Fit of a price's constants to the times of measured runs, as a robust least-squares problem.
+
+`runs` uses this file for `schedlang calibrate`.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-PRIOR = 0.8  # standard deviation of the logarithm of a weight about what was assumed
-STEPS = 300  # at most, that are tried: far more than a fit of hundreds of runs takes
-NOISE = 0.03  # and of a run about the model
-FAR = 1.5  # in those of NOISE, from where on a run weighs less (Huber 1964)
-STEP = 1e-4  # of a logarithm, over which slopes are taken
-# from logarithms of constants to seconds of runs, as shares of what they took [runs]
+PRIOR = 0.8  # standard deviation of a constant's logarithm about its assumed value
+STEPS = 300  # maximal number of iterations: far more than a fit of hundreds of runs takes
+NOISE = 0.03  # standard deviation of the logarithm of a run's time about the model's
+FAR = 1.5  # Huber's threshold, in units of NOISE: a run beyond weighs less (Huber 1964)
+STEP = 1e-4  # finite difference of a logarithm, for slopes
+# logarithms of constants -> predicted seconds of runs, as shares of measured seconds [runs]
 Model = Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants that make runs most likely.
+    """The most likely constants.
 
-    logs    their logarithms; `wide` how far off these may be: standard deviations
-    off     logarithms of told over taken [runs]; `alone` the same of each run where it is left out
-            (Allen 1974: as a straight line through the best has it)
+    logs    their logarithms; `wide` the standard deviations of these
+    off     logarithm of predicted over measured seconds [runs]
+    alone   `off` of each run under a fit without that run, by linearisation at the optimum (PRESS,
+            Allen 1974)
     """
 
     logs: Array
@@ -35,40 +39,41 @@ class Fit:
 
 
 def most_likely(model: Model, start: Array) -> Fit:
-    """Most likely constants: of relative errors of runs, about those of `start`.
+    """Find the most likely constants, given relative errors of runs and a prior around `start`.
 
-    Levenberg and Marquardt's steps in logarithms, so that constants stay above 0; one that no run
-    tells of stays as it was assumed.
+    Levenberg-Marquardt steps in logarithms keep constants above 0.  A constant that no run depends
+    on keeps its assumed value.
     """
     found, damping = start, 1e-2
-    told = np.maximum(model(found), LEAST)
-    least, slope = unlike(told, found, start), _slope(model, found, told)
+    predicted = np.maximum(model(found), LEAST)
+    least, slope = unlike(predicted, found, start), _slope(model, found, predicted)
     for _ in range(STEPS):
         if damping > 1e9:
             break
-        weight, curve = _curve(slope, told)
-        down = slope.T @ (weight * np.log(told) / NOISE) + (found - start) / PRIOR**2
+        weight, curve = _curve(slope, predicted)
+        down = slope.T @ (weight * np.log(predicted) / NOISE) + (found - start) / PRIOR**2
         step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -down)
         tried = found + np.clip(step, -1, 1)
         new = np.maximum(model(tried), LEAST)
-        now = unlike(new, tried, start)
-        if not now < least - 1e-6:  # not where it is no number either
+        loss = unlike(new, tried, start)
+        if not loss < least - 1e-6:  # also rejects NaN
             damping *= 4
             continue
-        found, told, least, damping = tried, new, now, damping / 4
-        slope = _slope(model, found, told)
-    weight, curve = _curve(slope, told)
+        found, predicted, least, damping = tried, new, loss, damping / 4
+        slope = _slope(model, found, predicted)
+    weight, curve = _curve(slope, predicted)
     spread = np.linalg.inv(curve)
-    own = weight * ((slope @ spread) * slope).sum(1)  # what a run tells of itself
-    off = np.log(told)
-    return Fit(found, np.sqrt(np.diag(spread)), off, off / (1 - np.minimum(own, 1 - 1e-9)))
+    leverage = weight * ((slope @ spread) * slope).sum(1)  # leverage of each run
+    off = np.log(predicted)
+    return Fit(found, np.sqrt(np.diag(spread)), off, off / (1 - np.minimum(leverage, 1 - 1e-9)))
 
 
-LEAST = 1e-9  # of what a run took, where causes that overlap take more away
+LEAST = 1e-9  # smallest share of measured seconds: causes that overlap may subtract more
 
 
 def _slope(model: Model, found: Array, told: Array) -> Array:
-    """Growth of errors with each constant [runs, constants]; downwards, for shares end at 1."""
+    """Derivatives of errors by each constant [runs, constants]; by backward differences, since
+    shares end at 1."""
     less = [model(found - STEP * one) for one in np.eye(len(found))]
     logs = np.log(np.maximum(np.array(less).reshape(len(found), len(told)), LEAST))
     slopes: Array = (np.log(told) - logs).T / STEP / NOISE
@@ -76,13 +81,14 @@ def _slope(model: Model, found: Array, told: Array) -> Array:
 
 
 def _curve(slope: Array, told: Array) -> tuple[Array, Array]:
-    """Weights of runs, less where they are far off, and the curvature of how unlikely they are."""
+    """Weights of runs (smaller for outliers), and the curvature of the negative log likelihood."""
     weight = np.minimum(1, FAR / np.maximum(abs(np.log(told)) / NOISE, 1e-9))
     return weight, slope.T @ (weight[:, None] * slope) + np.eye(slope.shape[1]) / PRIOR**2
 
 
 def unlike(told: Array, found: Array, start: Array) -> float:
-    """Huber's loss of the logarithms of told over taken, and what weights are off the assumed."""
+    """Huber's loss of the logarithms of predicted over measured seconds, plus the prior's
+    penalty."""
     off = abs(np.log(told)) / NOISE
     far = np.where(off < FAR, off**2 / 2, FAR * off - FAR**2 / 2)
     return float(far.sum() + (((found - start) / PRIOR) ** 2).sum() / 2)

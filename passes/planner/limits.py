@@ -1,4 +1,4 @@
-"""Limits of a search as options say them, and settings held against them."""
+"""Limits of a search: read from options of the command line, and checked against settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedlang.passes.planner.values import Setting
 
 
 def told(setting: Setting) -> dict[str, Value]:
-    """Every name that limits know, with its value in a setting that has its cuts."""
+    """Return the value of every name that limits know, of a setting that has its stages."""
     one, again = setting.placement, sum(setting.again)
     return {
         "dp": setting.dp,
@@ -32,16 +32,16 @@ def told(setting: Setting) -> dict[str, Value]:
 
 
 def kept(limits: Limits, setting: Setting) -> bool:
-    """Return whether a setting keeps all limits."""
+    """Return whether a setting satisfies all limits."""
     return all(limits.admits(*pair) for pair in told(setting).items())
 
 
 def limits_of(
     pin: Iterable[str] = (), forbid: Iterable[str] = (), least: Iterable[str] = ()
 ) -> Limits:
-    """The limits of options as they are written: `tp=4`, of several values `tp=2,4`.
+    """Parse the options `--pin`, `--forbid` and `--least`: `tp=4`, of several values `tp=2,4`.
 
-    Raises Refusal S106 for a name that there is not, S109 for what cannot be read or met.
+    Raises Refusal S106 for an unknown name, S109 for a value that cannot be read or met.
     """
     found = Limits()
     for how, option, texts in ((PIN, "--pin", pin), (FORBID, "--forbid", forbid)):
@@ -53,7 +53,7 @@ def limits_of(
 
 
 def asked(text: str) -> Limits:
-    """The limits of a question: `tp=4`, or several of them, `tp=4 order=GPipe`."""
+    """Parse the limits of a question, separated by spaces: `tp=4 order=GPipe`."""
     return limits_of(pin=text.split())
 
 
@@ -66,7 +66,7 @@ def _read(option: str, text: str) -> tuple[str, tuple[Value, ...]]:
 
 
 def _value(text: str) -> Value:
-    """A number, true or false, or a word."""
+    """Parse a number, true or false, or a word."""
     if text in ("true", "false"):
         return text == "true"
     return int(text) if text.isdecimal() else text

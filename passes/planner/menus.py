@@ -1,9 +1,7 @@
-"""Menus of stages: what each layer may choose, added up to what a stage of them may.
+"""Options of stages for planners of the literature: what each layer may choose, combined per stage.
 
-* Layers and devices as planners of the literature see them.
-* What one layer may do for memory, and what that takes.
-* The choices of all layers of a stage, those alone that no other beats (a knapsack).
-* What replicas of a stage add.
+Has layers and devices as these planners model them, memory options of one layer, the Pareto front
+of a stage's options (a knapsack), and what replicas of a stage add.
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ from dataclasses import dataclass, field, replace
 
 from schedlang.passes.partition.programme import Way
 
-SAME = 1 - 1e-12  # sums in another order differ by rounding, which is no better choice
+SAME = 1 - 1e-12  # sums in another order differ by rounding, which must not break ties
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer on one device of speed 1: seconds of a microbatch, and bytes.
 
-    weights  that replicas add up; `state` of them with all that the optimizer has
-    kept     activations of a microbatch; `input` of them where it is computed again
-    handed   to the next layer
-    meets    bytes of the activations that ranks of a split layer send each other, each way
+    weights  that replicas all-reduce; `state` with all that the optimizer has
+    kept     saved activations of a microbatch; `input` what is saved with recomputation
+    handed   sent to the next layer
+    meets    activations that ranks of a split layer send each other, in each direction
     """
 
     forward: float
@@ -39,10 +37,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices in a row; the next `node` of them share the faster link.  Bytes, bytes per second.
+    """Devices in a row; each `node` of them share the faster link.  Bytes, bytes per second.
 
-    speeds  of each device (none: all 1); `host` and `peer` the links over which activations leave
-    rooms   bytes of each, `memory` at most (none: all of it)
+    speeds  of each device (none: all 1); `host` and `peer` the links for offloading activations
+    rooms   memory of each device, `memory` at most (none: all have `memory`)
     """
 
     count: int
@@ -56,17 +54,17 @@ class Devices:
     rooms: tuple[float, ...] = ()
 
     def speed(self, some: range) -> float:
-        """The speed of the slowest of them."""
+        """Return the speed of the slowest device of a range."""
         return min(self.speeds[some.start : some.stop]) if self.speeds else 1.0
 
     def fills(self, some: range) -> float:
-        """Share of the smallest of them that a byte fills, by that of the largest of all."""
+        """Return the factor by which bytes count more on the smallest device of a range."""
         if not self.rooms or math.isinf(self.memory):
             return 1.0
         return self.memory / max(1e-9, min(self.rooms[some.start : some.stop]))
 
     def between(self, some: range) -> float:
-        """Bytes per second of a ring through them: of its slowest link."""
+        """Return the bandwidth of a ring through a range: that of its slowest link."""
         inside = some.start // self.node == (some.stop - 1) // self.node
         return self.link if inside else self.network
 
@@ -75,27 +73,27 @@ class Devices:
 
 
 def keep(layer: Layer, devices: Devices) -> Way:
-    """Activations stay where they are."""
+    """Keep activations on the device."""
     return Way(layer.forward, layer.backward, 0.0, layer.state, layer.kept, ("keep",))
 
 
 def again(layer: Layer, devices: Devices) -> Way:
-    """The input alone stays, and the forward is computed once more."""
+    """Save only the input, and recompute the forward."""
     took = layer.forward + layer.backward
     return Way(layer.forward, took, 0.0, layer.state, layer.input, ("again",))
 
 
 def swap(layer: Layer, devices: Devices) -> Way:
-    """Activations go to the host and come back, each beside the layer's own computing."""
-    return _away(layer, devices.host, "swap")
+    """Offload activations to the host and reload them, while the layer computes."""
+    return _offload(layer, devices.host, "swap")
 
 
 def peer(layer: Layer, devices: Devices) -> Way:
-    """Activations go to a device that has room, and come back."""
-    return _away(layer, devices.peer, "peer")
+    """Offload activations to a device with free memory, and reload them."""
+    return _offload(layer, devices.peer, "peer")
 
 
-def _away(layer: Layer, link: float, name: str) -> Way:
+def _offload(layer: Layer, link: float, name: str) -> Way:
     copy = layer.kept / link
     sides = max(layer.forward, copy), max(layer.backward, copy)
     return Way(*sides, 0.0, layer.state, 0.0, (name,))
@@ -105,16 +103,16 @@ def _away(layer: Layer, link: float, name: str) -> Way:
 
 
 Choice = Callable[[Layer, Devices], Way]
-# what replicas add: (way, bytes of weights, replicas, bytes per second, microbatches) -> way
+# cost of replicas: (way, bytes of weights, replicas, bytes per second, microbatches) -> way
 Replicas = Callable[[Way, float, int, float, int], Way]
 
 
 @dataclass(frozen=True)
 class LayerMenu:
-    """Ways of a stage of layers, each of which has the same choices.
+    """Options of a stage of layers; each layer has the same choices.
 
-    degrees   how many ranks may split each layer, of so many devices; the others are replicas
-    replicas  what these add
+    degrees   number of devices -> how many of them may split each layer; the others are replicas
+    replicas  adds the cost of replicas
     """
 
     layers: Sequence[Layer]
@@ -128,10 +126,10 @@ class LayerMenu:
     _stages: dict[object, list[Way]] = field(default_factory=dict)
 
     def __call__(self, first: int, last: int, devices: range, after: int) -> list[Way]:
-        """The ways of layers `first` to before `last`, with `after` stages behind them."""
+        """List the options of layers `first` to before `last`, with `after` stages behind them."""
         flight = self.flight(after) if self.flight else min(after + 1, self.micro)
         if math.isinf(self.devices.memory):
-            flight = 1.0  # of no matter
+            flight = 1.0  # irrelevant
         link, speed = self.devices.between(devices), self.devices.speed(devices)
         start, fills = devices.start % self.devices.node, self.devices.fills(devices)
         key = first, last, len(devices), start, link, speed, fills, flight
@@ -154,7 +152,8 @@ class LayerMenu:
                 yield self.replicas(shared, weights / degree, copies, link, self.micro)
 
     def _front(self, first: int, last: int, flight: float, ranks: int, link: float) -> list[Way]:
-        """Ways of all choices, less those that take and hold no less than another one."""
+        """Combine the choices of all layers, without combinations that another one beats in time
+        and bytes."""
         if first == last:
             return [Way(0.0, 0.0, name=())]
         key = first, last, flight, ranks, link
@@ -164,12 +163,12 @@ class LayerMenu:
             joined = [added(mine, rest) for mine in one for rest in more]
             room = self.devices.memory
             fits = [way for way in joined if _bytes(way, flight) <= room]
-            self._fronts[key] = _unbeaten(fits, 0.0 if math.isinf(room) else flight)
+            self._fronts[key] = _pareto_front(fits, 0.0 if math.isinf(room) else flight)
         return self._fronts[key]
 
     def _split(self, layer: Layer, choice: Choice, ranks: int, link: float) -> Way:
-        """One layer over ranks that meet in a ring, once each way and once more where it runs
-        again."""
+        """Split one layer over ranks that all-reduce in a ring: once in each direction, and once
+        more where the layer is recomputed."""
         way = choice(layer, self.devices)
         meet = 2 * (ranks - 1) / ranks * layer.meets / link
         twice = 2 if way.name == ("again",) else 1
@@ -193,7 +192,7 @@ def _scaled(way: Way, time: float, held: float, kept: float) -> Way:
 
 
 def added(one: Way, other: Way) -> Way:
-    """Both, one after the other on the same device."""
+    """Combine the options of two layers that run one after the other on the same device."""
     return Way(
         one.forward + other.forward,
         one.backward + other.backward,
@@ -208,8 +207,8 @@ def _bytes(way: Way, flight: float) -> float:
     return way.held + flight * way.kept
 
 
-def _unbeaten(ways: list[Way], flight: float) -> list[Way]:
-    """Ways that no other beats in time and bytes; bytes do not count where nothing is in flight."""
+def _pareto_front(ways: list[Way], flight: float) -> list[Way]:
+    """Pareto front in time and bytes; bytes do not count where nothing is in flight."""
 
     def costs(way: Way) -> tuple[float, ...]:
         size = _bytes(way, flight) if flight else 0.0
@@ -231,18 +230,20 @@ def _ring(weights: float, copies: int, link: float) -> float:
 
 
 def each_step(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
-    """Replicas share each microbatch, and add their gradients up once a step."""
+    """Replicas share each microbatch, and all-reduce gradients once a step."""
     return replace(way, sync=_ring(weights, copies, link))
 
 
 def shared_out(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
-    """Replicas take turns; a step's sum of gradients is dealt out to its microbatches (Piper)."""
+    """Replicas take turns; a step's all-reduce of gradients is spread over its microbatches
+    (Piper)."""
     return replace(way, backward=way.backward + _ring(weights, copies, link) / micro)
 
 
 def each_batch(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
-    """Replicas take turns, and each adds its gradients up after each of its microbatches.
+    """Replicas take turns, and each all-reduces gradients after each of its microbatches.
 
-    PipeDream counts twice a ring, for gradients and weights of a server, beside the computing.
+    PipeDream counts a ring twice, for gradients and for weights of a server, overlapped with
+    computing.
     """
     return replace(way, backward=way.backward + 2 * _ring(weights, copies, link) / copies)

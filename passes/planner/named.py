@@ -1,9 +1,7 @@
-"""Planners of the literature by their names: settings of the engines, none with code of its own.
+"""Planners of the literature by name (`tune --planner`), each a setting of the engines here.
 
-* Planners that search: limits of the search, or a walk over all that it would look at.
-* All of them.
-* A setting's stages cut as one of them would.
-* One of them, asked.
+Three kinds: planners that search (limits of `search`, or a random walk over its space), planners
+that are rules (`rules`), and planners that split a chain into stages (`staged`).
 """
 
 from __future__ import annotations
@@ -61,11 +59,11 @@ from schedlang.passes.simulate.nodes import Nodes
 
 @dataclass(frozen=True)
 class Searched:
-    """A planner that looks for settings by their price.
+    """A planner that searches settings by their price.
 
-    paper   who described it, and where; `leaves` what it leaves out
-    limits  what it does not look at
-    steps   of a walk; 0: it looks at all by their bounds
+    paper   authors and venue; `leaves` what this implementation leaves out
+    limits  limits of its search space
+    steps   steps of a random walk; 0 for best-first search with bounds
     """
 
     paper: str
@@ -76,7 +74,8 @@ class Searched:
     def plan(
         self, profiles: Profiles, job: Job, seed: int = 0, limits: Limits = ANY
     ) -> Filled | None:
-        """The quickest setting that it finds within its limits and others; None where none fits."""
+        """Find the quickest setting within the planner's limits and `limits`; None where none
+        fits."""
         both = replace(self, limits=limits.within(self.limits))
         if self.steps:
             return both._walked(profiles, job, seed)
@@ -86,11 +85,11 @@ class Searched:
     def _walked(self, profiles: Profiles, job: Job, seed: int) -> Filled | None:
         filler, known = Filler(job, self.limits), dict[Setting, Filled]()
         clocks: dict[Placement, Clock] = {}
-        space = sorted(self._space(profiles, job, clocks), key=_splits)
+        space = sorted(self._space(profiles, job, clocks), key=_ranks_of_model)
         near: dict[tuple[object, ...], list[Setting]] = {}
         for way in space:
             for part in PARTS:
-                near.setdefault((part, *_but(way, part)), []).append(way)
+                near.setdefault((part, *_parts_except(way, part)), []).append(way)
 
         def cost(way: Setting) -> float:
             if way not in known:
@@ -99,9 +98,9 @@ class Searched:
             return priced.seconds if priced is not None else math.inf
 
         def propose(way: Setting, chance: random.Random) -> Setting:
-            """Another way that differs in one thing alone, if there is one."""
+            """Return a setting that differs in one part alone, if there is one."""
             part = chance.choice(PARTS)
-            return chance.choice(near[part, *_but(way, part)])
+            return chance.choice(near[part, *_parts_except(way, part)])
 
         start = next((way for way in space if cost(way) < math.inf), None)
         if start is None:
@@ -120,16 +119,16 @@ class Searched:
                     yield from map(found.setting, range(len(found)))
 
 
-def _splits(way: Setting) -> int:
-    """Parts that a way splits the model into: data parallelism alone has one."""
+def _ranks_of_model(way: Setting) -> int:
+    """Number of ranks that share one model: 1 for data parallelism alone."""
     return way.pp * way.placement.tp * way.placement.cp
 
 
 PARTS = ("axes", "rows", "order", "zero")
 
 
-def _but(way: Setting, part: str) -> tuple[object, ...]:
-    """All of a way but one thing; microbatches follow from axes and rows."""
+def _parts_except(way: Setting, part: str) -> tuple[object, ...]:
+    """Return all parts of a setting except one; microbatches follow from axes and rows."""
     at = way.placement
     parts: dict[str, object] = {
         "axes": (way.dp, way.pp, at.tp, at.cp, at.ep, at.sequence),
@@ -176,9 +175,9 @@ PLANNERS: dict[str, Planner] = {**STAGED, **RULED, **SEARCHED}
 def layers_of(
     chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
 ) -> tuple[Layer, ...]:
-    """The units of a chain as layers, on the ranks that share a stage under this setting.
+    """List the units of a chain as layers, on the ranks that share a stage under this setting.
 
-    Of replicas with unlike rows, bytes of activations are those of the most rows.
+    For replicas with unequal rows, bytes of activations are those of the most rows.
     """
     split, most = setting.dp, max(_parts(setting))
     sizes = (recipe.moments + recipe.master, recipe.gradient, recipe.parameter)
@@ -201,11 +200,11 @@ def layers_of(
 
 
 def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
-    """The ranks of a pipeline as devices in a row; what a unit holds at its fullest is set
-    aside.
+    """Describe the ranks of a pipeline as devices in a row.
 
-    Of unlike replicas the slowest at each place, with the rows that it is dealt, and the smallest;
-    links are the slowest of all.
+    The memory that a unit needs at its fullest moment is set aside.  Each place has the slowest
+    replica's speed, with the rows that the replica has, and the smallest memory; links are the
+    slowest of all.
     """
     parts = _parts(setting)
     aside = max(parts) * max(run.unit.most + run.unit.kept for run in chain.runs)
@@ -230,32 +229,32 @@ def devices_of(setting: Setting, chain: Chain, cluster: Cluster) -> Devices:
 
 
 def _parts(setting: Setting) -> list[float]:
-    """Rows of each replica, by those of a microbatch."""
+    """Rows of each replica, relative to the rows of a microbatch."""
     return [rows / setting.placement.rows for rows in setting.rows] or [1.0] * setting.dp
 
 
 def _before(chain: Chain, setting: Setting, cluster: Cluster) -> Floats:
-    """Seconds of a microbatch in the units before each, and in all."""
+    """Seconds of a microbatch in the units before each unit, and in all units."""
     took = [sum(unit_times(run.unit, setting, cluster)[:2]) for run in chain.runs]
     return np.append(0.0, np.repeat(took, [run.count for run in chain.runs]).cumsum())
 
 
 def _machines(setting: Setting, cluster: Cluster) -> Sequence[Sequence[Cluster]]:
-    """Machines of each replica, place by place of its pipeline."""
+    """Machines of each replica, one for each place of its pipeline."""
     if isinstance(cluster, Nodes):
         return laid(setting, ordered(cluster, setting.nodes))
-    return [[cluster] * setting.pp]  # all replicas are alike
+    return [[cluster] * setting.pp]  # all replicas are equal
 
 
 def cut_as(
     name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe = RECIPE
 ) -> Setting | None:
-    """A setting with the stages that a planner of this name gives it, one on each rank.
+    """Split a setting into stages as the planner of this name does, one stage on each rank.
 
-    Choices that a setting cannot say, such as what leaves for the host, are left out.  Returns None
-    where none fit in memory.  Raises KeyError for a planner that cuts no stages,
-    ValueError for several stages on a rank, and for fewer units than stages, TypeError for unlike
-    nodes, which only some planners have.
+    Choices that a setting cannot express, such as offloading of some units, are left out.  Returns
+    None where none fit in memory.  Raises KeyError for a planner that splits no stages, ValueError
+    for several stages on a rank and for fewer units than stages, TypeError for unequal nodes if the
+    planner takes all devices to be equal.
     """
     found = _cut(name, chain, setting, cluster, recipe)
     return found and found[0]
@@ -264,7 +263,7 @@ def cut_as(
 def _cut(
     name: str, chain: Chain, setting: Setting, cluster: Cluster, recipe: Recipe
 ) -> tuple[Setting, float] | None:
-    """The same with the value of the stages by the planner's own objective."""
+    """Split as `cut_as` does; also return the value by the planner's own objective."""
     if not STAGED[name].unlike:
         alike(cluster)
     if setting.chunks != 1:
@@ -290,7 +289,8 @@ def _cut(
 
 
 def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
-    """Replicas of a stage as a setting has them, whose gradients meet in this cluster."""
+    """Bind the all-reduce of a setting's replicas in this cluster to a planner's model of
+    replicas."""
 
     def over(way: Way, weights: float, copies: int, link: float, micro: int) -> Way:
         took = collective(cluster, "all_reduce", weights, setting.dp, setting.stride("dp"))
@@ -304,7 +304,7 @@ def _copied(replicas: Replicas, setting: Setting, cluster: Cluster) -> Replicas:
 
 
 def case_of(profiles: Profiles, job: Job) -> Case:
-    """A job as guides ask about it.
+    """Describe a job for rule planners.
 
     Raises ValueError for a model that cannot be placed without splitting tensors.
     """
@@ -346,18 +346,18 @@ def case_of(profiles: Profiles, job: Job) -> Case:
     )
 
 
-# -- one planner, asked ----------------------------------------------------------------------------
+# -- results of one planner ------------------------------------------------------------------------
 
 
 def planners() -> str:
-    """All names, whose each is, and what it leaves out."""
+    """List all planners as text: name, paper, and what is left out."""
     told = [(name, one.paper, one.leaves) for name, one in PLANNERS.items()]
     told.append(("unity", *UNITY))
     return "\n".join(f"{name:12} {paper}; leaves out {leaves}" for name, paper, leaves in told)
 
 
 def planner_named(name: str) -> Planner:
-    """The planner of a name; raises Refusal S106 where there is none."""
+    """Return the planner of a name; raises Refusal S106 where there is none."""
     if name not in PLANNERS:
         helps = (guess(name, PLANNERS, "they are"),)
         title = f"there is no planner `{name}`"
@@ -366,11 +366,12 @@ def planner_named(name: str) -> Planner:
 
 
 def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limits = ANY) -> Found:
-    """Ask a planner about a job; beside its answer stands what the search has found, `every`.
+    """Let a planner choose for a job, and compare its setting with the search's result `every`.
 
-    One that cuts stages does so on the axes which are quickest for each number of stages, and
-    chooses of these by its own model.  It has no best where nothing that it says fits.
-    Raises Refusal S109 for unlike nodes where its paper takes devices to be alike.
+    A planner that splits stages does so on the axes that are quickest for each number of stages,
+    and chooses among these by its own model.  The result has no best where nothing that the planner
+    chooses fits.  Raises Refusal S109 for unequal nodes where the planner takes all devices to be
+    equal.
     """
     planner, unlike = planner_named(name), isinstance(job.cluster, Nodes)
     if unlike and not (isinstance(planner, Staged) and planner.unlike):
@@ -399,12 +400,12 @@ def found_by(name: str, profiles: Profiles, job: Job, every: Found, limits: Limi
 
 
 def found_of(profiles: Profiles, job: Job, limits: Limits, planner: str | None = None) -> Found:
-    """Search, or ask a planner where one is named."""
+    """Search, or let a planner choose where `planner` names one."""
     *_, every = search(profiles, job, limits)
     return every if planner is None else found_by(planner, profiles, job, every, limits)
 
 
-Says = tuple[Setting, str] | None  # and what its model says of it
+Says = tuple[Setting, str] | None  # a setting, and its value by the planner's model in words
 
 
 def _chain(profiles: Profiles, setting: Setting) -> Chain:
@@ -454,10 +455,11 @@ def _staged(name: str, profiles: Profiles, job: Job, limits: Limits) -> Says:
 
 
 def _standing(name: str, chain: Chain, setting: Setting, job: Job) -> Iterator[Setting]:
-    """A setting in all orders of unlike nodes and of axes, for a planner that arranges them.
+    """Yield a setting in all orders of unequal nodes and of axes, for a planner that arranges
+    devices.
 
-    Each with as many rows for every replica, then with rows by how quick each is with the stages
-    that suit it best, and with one row more or less.
+    First with equal rows for all replicas, then with rows by the speed of each replica under its
+    best stages, and with one row more or less.
     """
     cluster = job.cluster
     if not STAGED[name].arranged or not isinstance(cluster, Nodes):
@@ -476,7 +478,8 @@ def _standing(name: str, chain: Chain, setting: Setting, job: Job) -> Iterator[S
 
 
 def _pace(before: Sequence[Floats]) -> float:
-    """Seconds of a replica's slowest stage, by those of the units before each at each place."""
+    """Seconds of a replica's slowest stage, given seconds of the units before each unit at each
+    place."""
     cuts = bottleneck([before])
     assert cuts is not None
     ends = list(pairwise([0, *accumulate(cuts)]))

@@ -1,10 +1,8 @@
-"""The price of a setting: seconds of a step by cause, bytes of the rank of each place.
+"""Price of a setting: seconds of a step by cause, and bytes of the rank of each pipeline place.
 
-* Seconds of one unit of a model, by what takes them.
-* A step: the longest way through its stages, then what replicas send, and the update.
-* Stages: what units they have.
-* Data axes: what replicas send, and the update.
-* Bytes: state, microbatches in flight, the fullest moment of a unit.
+The search calls this for every candidate that survives its bounds.  The file goes from seconds of
+one unit over a step (its critical path, what replicas send, the update) to bytes (state, in-flight
+microbatches, the fullest moment of a unit).
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
 
 Array = NDArray[np.float64]
-Causes = Mapping[str, float]  # seconds by what takes them, or weights of these
-Where = tuple[tuple[str, int, int], ...]  # axes: how many ranks, how far apart
+Causes = Mapping[str, float]  # seconds by cause, or weights by cause
+Where = tuple[tuple[str, int, int], ...]  # axes: name, number of ranks, stride
 NONE: Causes = {}
 RECIPE = Recipe()
 COMPUTING, HOST = "computing", "host"
@@ -37,7 +35,7 @@ COMPUTING, HOST = "computing", "host"
 
 
 def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of one microbatch: forward, backward, and what computing it again takes besides."""
+    """Seconds of one microbatch: forward, backward, and the extra seconds of recomputation."""
     ahead, back, _, fore, hind = (
         sum(one.values()) for one in unit_causes(unit, axes_of(setting), cluster)
     )
@@ -45,7 +43,7 @@ def unit_times(unit: Unit, setting: Setting, cluster: Cluster) -> tuple[float, f
 
 
 def axes_of(setting: Setting) -> Where:
-    """The axes along which units send."""
+    """Return the axes along which units send."""
     at = setting.placement
     sizes = {"tp": at.tp, "cp": at.cp, "ep": at.ep}
     found = tuple((axis, size, setting.stride(axis)) for axis, size in sizes.items())
@@ -53,8 +51,10 @@ def axes_of(setting: Setting) -> Where:
 
 
 def replicas_apart(setting: Setting, cluster: Cluster) -> int:
-    """Ranks from one replica to the next; along two axes as if they were one, of whose ranks as
-    many share a node."""
+    """Return the stride from one replica to the next.
+
+    Two data axes count as one axis, of which equally many ranks share a node.
+    """
     sizes = {"dp": setting.dp, "cp": setting.placement.cp}
     lie = [(setting.stride(axis), size) for axis, size in sizes.items() if size > 1]
     if len(lie) < 2 or isinstance(cluster, Nodes):
@@ -65,18 +65,18 @@ def replicas_apart(setting: Setting, cluster: Cluster) -> int:
 
 @lru_cache(4096)
 def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...]:
-    """Seconds of a unit's forward, of its backward, of its backward's gradients of weights, and
-    what its forward and its backward take besides where it is computed again.
+    """Seconds by cause: a unit's forward, its backward, the weight gradients within its backward,
+    and the extra seconds of its forward and of its backward where it is recomputed.
 
-    Gradients of weights are half of a backward's products with weights: of two for each of a
-    forward one.  Of a unit that is computed again no more than its input goes to the host.
+    Weight gradients are half of a backward's matrix products: a backward has two for each product
+    of the forward.  Of a recomputed unit only its input is offloaded to the host.
     """
     sizes = {axis: (ranks, apart) for axis, ranks, apart in where}
-    ahead, back = (_of_work(work, sizes, cluster) for work in (unit.forward, unit.backward))
+    ahead, back = (_work_seconds(work, sizes, cluster) for work in (unit.forward, unit.backward))
     fore, hind = dict[str, float](), dict(ahead)
     if HOST in sizes and unit.input < unit.kept:
         copies = [cluster.copying(size) for size in (unit.kept, unit.input)]
-        for found, more in ((ahead, fore), (back, hind)):  # out beside a forward, and back again
+        for found, more in ((ahead, fore), (back, hind)):  # out during forward, in during backward
             beside = sum(found.values())
             whole, own = (copy - cluster.overlap * min(copy, beside) for copy in copies)
             found[HOST], more[HOST] = whole, own - whole
@@ -84,14 +84,14 @@ def unit_causes(unit: Unit, where: Where, cluster: Cluster) -> tuple[Causes, ...
         op for op in unit.backward.operators if op.kind == "product" == (op.cause or op.kind)
     )
     products = Work(tuple(weighed))
-    half = {cause: took / 2 for cause, took in _of_work(products, sizes, cluster).items()}
+    half = {cause: took / 2 for cause, took in _work_seconds(products, sizes, cluster).items()}
     return ahead, back, half, fore, hind
 
 
-def _of_work(
+def _work_seconds(
     work: Work, sizes: Mapping[str, tuple[int, int]], cluster: Cluster
 ) -> dict[str, float]:
-    """Seconds of a stretch; a ring passes on beside the computing what is computed with."""
+    """Seconds of a stretch by cause; a ring's sends overlap with the computing of the stretch."""
     found: dict[str, float] = {}
 
     def add(cause: str, took: float) -> None:
@@ -119,7 +119,7 @@ def _of_work(
 def _sending(
     cluster: Cluster, axis: str, op: str, size: float, ranks: int, apart: int
 ) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Seconds of a collective by its bytes, and by the number of ranks alone."""
+    """Seconds of a collective: of its bytes, and of its start, which depends on the ranks alone."""
     start = collective(cluster, op, 0.0, ranks, apart)
     took = collective(cluster, op, size, ranks, apart)
     return (axis, took - start), (f"{axis} start", start)
@@ -143,9 +143,9 @@ def price(
 ) -> Priced:
     """Price a setting: seconds of a step, and bytes of the rank of each place.
 
-    `weights` are those of a fit to measured runs, by cause; 1 of all others.  Raises ValueError for
-    a chain that is cut into other stages than there are, OrderError for sizes that the order does
-    not have, TypeError for unlike nodes.
+    `weights` are factors by cause from a fit to measured runs; 1 for other causes.  Raises
+    ValueError for a chain that is split into another number of stages than the setting has,
+    OrderError for sizes that the order does not have, TypeError for unequal nodes.
     """
     step = _step(chain, setting, cluster, recipe, weights)
     own = {cause: float(took) for cause, took in zip(step.names, step.busiest * step.weight)}
@@ -166,10 +166,10 @@ def causes(
     recipe: Recipe = RECIPE,
     weights: Causes = NONE,
 ) -> dict[str, float]:
-    """Seconds of a step by cause, which weighted add up to its price; negative where two overlap.
+    """Seconds of a step by cause; their weighted sum is its price.  Overlap is negative.
 
-    They are those of the longest way, which is chosen under `weights`: so a price under other
-    weights is that sum only as long as these choose the same way.
+    The seconds are those of the critical path under `weights`: the sum is a price under other
+    weights only as long as these have the same critical path.
     """
     step = _step(chain, setting, cluster, recipe, weights)
     way, made = step.way, step.made
@@ -197,12 +197,12 @@ SENDING = ("tp", "cp", "ep", HOST)
 
 @dataclass(frozen=True)
 class _Step:
-    """Values that a step is made of.
+    """Intermediate values of the price of a step.
 
     names        causes of units
-    tables       seconds of one of each run, as of `by_run`
-    made, again  units of each run at each stage, of them computed again [stages, runs]
-    busiest      seconds of the rank that is busy longest [causes]
+    tables       seconds of one unit of each run, as `by_run` gives them
+    made, again  units of each run at each stage, and recomputed ones among them [stages, runs]
+    busiest      seconds of the rank with most work [causes]
     """
 
     names: tuple[str, ...]
@@ -253,25 +253,19 @@ def _step(
     )
     for cause, took in shared_send(chain, setting, cluster, recipe, made, rank):
         data[cause] = data.get(cause, 0.0) + took
-    return _Step(
-        names,
-        weight,
-        tables,
-        made,
-        again,
-        busiest,
-        way,
+    span, update = (
         way.seconds(f, i, w, send),
-        send,
-        sent,
-        data,
         {"optimizer": updating(setting, held, cluster, recipe)},
     )
+    return _Step(names, weight, tables, made, again, busiest, way, span, send, sent, data, update)
 
 
 def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
-    """Stages whose backward is run in halves, where an order has halves: not those whose weights
-    are slices that are gathered, nor where units are computed `again`, by default as it is set."""
+    """Find stages whose backward runs in two halves, if the order has halves.
+
+    Stages whose weights are gathered from ZeRO shards do not, nor do stages that recompute units
+    (`again`; default: the setting's).
+    """
     if again is None:
         again = np.array(setting.again or (0,) * setting.pp * setting.chunks)
     found: NDArray[np.bool_] = (again == 0) & (not _gathered(setting))
@@ -279,9 +273,9 @@ def apart(setting: Setting, again: Array | None = None) -> NDArray[np.bool_]:
 
 
 def second_halves(setting: Setting, backward: Array, weights: Array) -> Array:
-    """Seconds of gradients of weights that each stage runs apart [stages, slices].
+    """Seconds of weight gradients that each stage runs in a second half [stages, slices].
 
-    All of the first stage's backward is that: it has no inputs to give gradients to.
+    The first stage's backward is all second half: its inputs need no gradients.
     """
     found: Array = apart(setting)[:, None] * weights
     found[0] = np.where(apart(setting)[0], backward[0], 0.0)
@@ -293,7 +287,7 @@ def _gathered(setting: Setting) -> bool:
 
 
 def alike(cluster: Cluster) -> None:
-    """Raise TypeError for unlike nodes, which `planner.unlike` prices."""
+    """Raise TypeError for unequal nodes, which `planner.unlike` prices."""
     if isinstance(cluster, Nodes):
         raise TypeError(f"{cluster.text()}: this takes all ranks to be alike; `search` does not")
 
@@ -302,8 +296,8 @@ def alike(cluster: Cluster) -> None:
 def by_run(
     chain: Chain, where: Where, cluster: Cluster
 ) -> tuple[tuple[str, ...], tuple[Array, ...]]:
-    """Seconds of one unit of each run by cause [runs, causes]: forward, backward, of it weights,
-    and what forward and backward take besides where it is computed again."""
+    """Seconds of one unit of each run by cause [runs, causes], five tables: forward, backward,
+    weight gradients within backward, extra forward and extra backward of recomputation."""
     each = [unit_causes(run.unit, where, cluster) for run in chain.runs]
     names = tuple(sorted({cause for five in each for one in five for cause in one}))
     tables = [[[one.get(name, 0.0) for name in names] for one in five] for five in each]
@@ -312,13 +306,13 @@ def by_run(
 
 
 def uneven(names: tuple[str, ...], slices: int) -> Array:
-    """Seconds of each slice beside their mean, by cause [slices, causes]."""
+    """Seconds of each slice relative to their mean, by cause [slices, causes]."""
     later = 2 * np.arange(1, slices + 1) / (slices + 1)
     return np.array([later if name == "attention" else np.ones(slices) for name in names]).T
 
 
 def handing(chain: Chain, setting: Setting, cluster: Cluster) -> tuple[tuple[str, float], ...]:
-    """Seconds of what a stage hands to the next, the largest, by cause."""
+    """Seconds of the largest send from a stage to the next, by cause."""
     if setting.pp < 2:
         return ()
     size = max(run.unit.handed for run in chain.runs)
@@ -335,9 +329,9 @@ def _total(found: Causes, weights: Causes) -> float:
 def composition(
     chain: Chain, cuts: tuple[int, ...], again: tuple[int, ...] = ()
 ) -> tuple[Array, Array]:
-    """Units of each run at each stage [stages, runs], and of them those that are computed again.
+    """Units of each run at each stage [stages, runs], and the recomputed ones among them.
 
-    One that would keep no less then is not.
+    A unit that would not save less by recomputation is not recomputed.
     """
     ends = np.cumsum([run.count for run in chain.runs])
     begins = ends - [run.count for run in chain.runs]
@@ -360,9 +354,9 @@ def composition(
 
 
 def numbers(chain: Chain, made: Array, rank: NDArray[np.int64], places: int) -> Array:
-    """Parameters of the rank of each place [places, 2]: those of all replicas, and of experts.
+    """Parameters of the rank of each place [places, 2]: replicated ones, and those of experts.
 
-    What runs share a rank has once.
+    A rank holds tied parameters once.
     """
     units = [run.unit for run in chain.runs]
     each = np.array([[unit.numbers - unit.spread, unit.spread] for unit in units], dtype=float)
@@ -388,12 +382,13 @@ def replicas_send(
     busiest: Causes,
     weights: Causes,
 ) -> Causes:
-    """Seconds that replicas send and are waited for, and that ZeRO copies, by cause.
+    """Seconds of replicas' collectives that are not hidden, and of ZeRO's copies, by cause.
 
-    Once a step without ZeRO a sum, with its first stage two halves of it, gradients and then
-    parameters (Rajbhandari et al. 2020).  From the second stage on gradients are scattered in every
-    microbatch, from the third on parameters gathered twice, unit by unit.  Of these and of the
-    computing the shorter is hidden as far as the cluster overlaps them.  Context sums along.
+    Without ZeRO: one all-reduce a step.  Stage 1: its two halves, a reduce-scatter of gradients and
+    an all-gather of parameters (Rajbhandari et al. 2020).  From stage 2 on gradients are
+    reduce-scattered in every microbatch, in stage 3 parameters are gathered twice, unit by unit.
+    Of these collectives and the computing the shorter is hidden as far as the cluster overlaps
+    them.  The ranks of context parallelism take part as replicas.
     """
     at, zero = setting.placement, setting.zero
     replicas = setting.dp * at.cp
@@ -437,18 +432,18 @@ def replicas_send(
 
 
 def _copied(setting: Setting, held: Array, recipe: Recipe) -> float:
-    """Bytes that the third stage of ZeRO copies in a step, as torch's `fully_shard` does.
+    """Bytes that ZeRO stage 3 copies in a step, as torch's `fully_shard` does.
 
-    A rank's slice is cast to the parameters' dtype and laid where it is gathered, the whole is
-    taken apart, twice; gradients are laid together, and slices of them are added up in the place of
-    whole ones.
+    A rank casts its shard to the parameters' dtype and copies it to where it is gathered; the full
+    tensor is copied out of the gathered buffer; both happen twice.  Gradients are copied into one
+    buffer, and shards of them are accumulated in place of full ones.
     """
     if setting.zero < 3:
         return 0.0
     size, gradient, split = recipe.parameter, recipe.gradient, split_of(setting)
     master = bool(recipe.master)
     gathered = 2 * size + (2 * size + master * (recipe.master + size)) / split
-    laid = (not master) * (size + gradient)  # else they would be cast to be added up
+    laid = (not master) * (size + gradient)  # with masters they are cast for accumulation
     each = np.maximum(0.0, 2 * gathered + laid - 3 * gradient * (1 - 1 / split))
     return float(setting.passes * (held @ each))
 
@@ -461,7 +456,7 @@ def shared_send(
     made: Array,
     rank: NDArray[np.int64],
 ) -> Iterator[tuple[str, float]]:
-    """Seconds of sums of gradients that two places share, by cause."""
+    """Seconds of all-reduces of tied gradients between two places, by cause."""
     for first, second in chain.tied:
         one, other = (_has(made, rank, run) for run in (first, second))
         if one and other and not one & other:
@@ -470,15 +465,15 @@ def shared_send(
             yield from _sending(cluster, "pp", "all_reduce", size, 2, far)
 
 
-BUCKET = 40e6  # numbers that replicas send at a time, as in Megatron-LM
+BUCKET = 40e6  # elements that replicas reduce at a time, as in Megatron-LM
 BESIDE = tuple(name for axis in SENDING for name in (axis, f"{axis} start"))
 
 
 def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) -> float:
     """Seconds of the optimizer: state is read and written, gradients read, parameters written.
 
-    On the host its processor does the same at the pace of the link, over which gradients and
-    masters come, and these go back.
+    With state on the host its processor does the same at the pace of the link: gradients and
+    masters come over it, and masters go back.
     """
     share = float((held / split_of(setting)).sum() if setting.zero else held.sum())
     if setting.placement.hosted:
@@ -490,7 +485,7 @@ def updating(setting: Setting, held: Array, cluster: Cluster, recipe: Recipe) ->
 
 
 def split_of(setting: Setting) -> Array:
-    """Ranks over which ZeRO splits parameters, and those of experts."""
+    """Number of ranks over which ZeRO shards parameters, and that for experts' parameters."""
     return np.array([setting.dp, max(1.0, setting.dp // setting.placement.ep)], dtype=float)
 
 
@@ -507,16 +502,16 @@ def peaks(
         [[one.kept, one.input, one.most, one.entering, one.waiting] for one in units]
     ).T
     back, coming = kept - less, np.zeros(len(units))
-    if setting.placement.parked:  # beside its own the next one's are there, or still leaving
+    if setting.placement.parked:  # the next unit's activations are there too, or still leaving
         parked, inputs = (less < kept) * kept, (less < kept) * less
         coming = 2 * parked
         kept, most = kept - parked, most + coming
         less = np.minimum(less, kept)
-        back = back + 3 * inputs - 2 * parked  # only inputs leave of what is computed again
-        waiting = waiting + parked  # what came back for a first half stays for the second
+        back = back + 3 * inputs - 2 * parked  # recomputed units offload only their inputs
+        waiting = waiting + parked  # activations reloaded for a first half stay for the second
     number, spread = np.array([[unit.numbers, unit.spread] for unit in units]).T
-    gathered = number - spread * (setting.dp <= setting.placement.ep)  # these have no replicas
-    once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this one and the next
+    gathered = number - spread * (setting.dp <= setting.placement.ep)  # experts without replicas
+    once = most + gathered * 2.0 * recipe.parameter * (setting.zero > 2)  # this unit and the next
     found = states(chain, setting, recipe, made, rank)
     each = np.array([kept, less, once, enters, waiting, back, coming])
     grown = gradients(chain, setting, recipe, made, rank)
@@ -526,8 +521,10 @@ def peaks(
 def gradients(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
 ) -> Array:
-    """Bytes of gradients of the units of each run at each stage [stages, runs]; of what a rank has
-    at two stages at the later one, whose backward comes first."""
+    """Bytes of gradients of the units of each run at each stage [stages, runs].
+
+    A tied parameter that a rank has at two stages counts at the later one: its backward runs first.
+    """
     sizes = np.array([[r.unit.numbers - r.unit.spread, r.unit.spread] for r in chain.runs])
     split = split_of(setting) if setting.zero > 1 else np.ones(2)
     each = (sizes / split).sum(1) * float(recipe.gradient)
@@ -539,13 +536,14 @@ def gradients(
 
 
 def activations(setting: Setting, made: Array, again: Array, each: Array, grown: Array) -> Array:
-    """Bytes of microbatches in flight, and of the fullest moment of a unit, of each place; beside
-    all gradients, `grown` [stages, runs], less those that are not there yet at that moment.
+    """Bytes of in-flight microbatches and of the fullest moment of a unit, for each place; in
+    addition to all gradients, `grown` [stages, runs], less those that do not exist yet at that
+    moment.
 
-    `each` tells of one unit of each run: what is kept for its backward, what is where it is
-    computed again, the most beside these, what the first unit of a stage keeps besides; what waits
-    between halves of a backward; what comes back at the moment when it is computed again; and of
-    `most` what has come where backwards wait for second halves.
+    Rows of `each`, of one unit of each run: bytes saved for its backward; bytes saved where it is
+    recomputed; the most besides these; what the first unit of a stage saves besides; what waits
+    between halves of a backward; what recomputation brings back; and the part of `most` that is
+    reloaded already where backwards wait for second halves.
     """
     kept, less, most, enters, waiting, back, coming = each
     sizes = setting.order, setting.pp, setting.micro, setting.chunks
@@ -559,15 +557,15 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
     last = np.where(made > again, until, -np.inf)
     once = np.where(again > 0, until - own + again * less + back, -np.inf)
     often = again.sum(1)
-    rests = (made @ waiting) * (often == 0)  # what is computed again is so for both at once
+    rests = (made @ waiting) * (often == 0)  # recomputation serves both halves at once
     mine = grown.sum(1)
     halves = tuple(apart(setting, often).tolist())
     slices = setting.placement.slices
     flying, waits, there = in_flight(*sizes, whole, rests, slices, halves, mine)
-    alone = (made @ (coming > 0) < 2) / 2  # no next one's
+    alone = (made @ (coming > 0) < 2) / 2  # no next unit
     most = most - coming * np.maximum(waits * rests > 0, alone)[:, None]
     moments = np.maximum(last, once) + most - whole[:, None]
-    early = (moments - grown.cumsum(1) + grown).max(1)  # units before have no gradients yet
+    early = (moments - grown.cumsum(1) + grown).max(1)  # earlier units have no gradients yet
     missing = mine * (1 - there)
     held = np.bincount(rank, flying * whole + waits * rests - missing, setting.pp)
     fullest = np.full(setting.pp, -np.inf)
@@ -582,7 +580,7 @@ def activations(setting: Setting, made: Array, again: Array, each: Array, grown:
 def states(
     chain: Chain, setting: Setting, recipe: Recipe, made: Array, rank: NDArray[np.int64]
 ) -> Array:
-    """Bytes of parameters, gradients and the optimizer's state of each place, as ZeRO splits."""
+    """Bytes of parameters, gradients and optimizer state of each place, as ZeRO shards them."""
     held = numbers(chain, made, rank, setting.pp)
     split, whole = (held / split_of(setting)).sum(1), held.sum(1)
     sizes = (recipe.state(setting.placement.hosted), recipe.gradient, recipe.parameter)

@@ -1,8 +1,7 @@
-"""Chains of a model under any placement, by playing its steps on the meta device.
+"""Chains of a model under any placement, by simulated steps on the meta device.
 
-* A model, a batch and a loss as a source of chains.
-* One play: rows that split its tensors, a model with few layers, what each unit did.
-* From the few layers that were played to all.
+The planner asks a `Profiles` for the chain of each placement.  A step runs with the rows that split
+tensors, on a model with few layers; its units then stand for all layers of the model.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ if TYPE_CHECKING:
 
 
 AXES = ("ep", "cp", "tp")  # of a placement, slowest first
-# rows that are played beside one, which is often treated otherwise; others are told from them.  A
-# unit's fullest moment is a maximum of lines, in few rows that of its weights: between these rows
-# it is told as too full, beyond as it is
+# rows that are simulated, besides one row, which operators often treat specially; other rows are
+# extrapolated.  A unit's peak is a maximum of lines, for few rows the line of its weights: between
+# these rows the result is too large, beyond them exact
 FEW = (2, 16)
 
 
 @dataclass
 class Profiles:
-    """Chains of one model by placement, each played once; of many rows from those of few.
+    """Chains of one model by placement, each simulated once; many rows are extrapolated from few.
 
-    batch  of any number of rows, the length of which is that of training
-    dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
+    batch  of any number of rows, with the sequence length of training
+    dtype  in which all is computed, as `cast(bf16, params=true)` has it; "" for the stored dtype
     """
 
     facts: ModelFacts
@@ -74,11 +73,11 @@ class Profiles:
     dtype: str = "bf16"
     _rows: dict[Placement, dict[str, list[Row]]] = field(default_factory=dict)
     _known: dict[Placement, Chain | Refusal] = field(default_factory=dict)
-    names: tuple[str, ...] = ()  # of all units, known once one was played: where stages may start
+    names: tuple[str, ...] = ()  # of all units (where stages may start), after the first simulation
 
     def __call__(self, placement: Placement) -> Chain | Refusal:
-        """The chain of a placement, or why there is none."""
-        if placement.offload != "none":  # what leaves for the host is played like what stays
+        """Return the chain of a placement, or the refusal why there is none."""
+        if placement.offload != "none":  # the simulation is the same with offloading
             stays = self(replace(placement, offload="none"))
             return stays if isinstance(stays, Refusal) else replace(stays, placement=placement)
         found = self._known.get(placement)
@@ -91,10 +90,11 @@ class Profiles:
         return found
 
     def _of_few(self, placement: Placement) -> Chain | None:
-        """The chain of many rows, or of slices; None for those played, and where rows are unlike.
+        """Extrapolate to many rows, or to slices; None for rows that are simulated, and where the
+        chains of few rows differ.
 
-        Raises Refusal where that of few rows is refused: many would take long to be refused, too;
-        and where sequences stay whole.
+        Raises Refusal where the chain of few rows is refused, because many rows would take long
+        until the same refusal; and where sequences cannot be sliced.
         """
         sliced = placement.slices > 1
         if placement.rows in (1, *FEW) and not sliced:
@@ -115,31 +115,33 @@ class Profiles:
 
     @cached_property
     def uncut(self) -> Refusal | None:
-        """The refusal of slices of sequences; None where they run, of no values as it seems."""
+        """The refusal of slices of sequences; None where the model runs on slices, by shapes
+        alone."""
         plan, sample = Plan(self.facts), self.trial.sample
         try:
             traced = propagate(plan, sample, self.loss)
             slicing_of(plan, traced, 2, sample, self.loss, self.weight)
         except Refusal as refusal:
             return refusal
-        except Exception as error:  # the model's own, on less than it is made for
+        except Exception as error:  # raised by the model itself, on less than it is made for
             return rejected(error)
         return None
 
     @property
     def tried(self) -> bool:
-        """Whether the model has values, by which it is tried whether it runs in parts."""
+        """Whether the model has values, so that running it on slices can be tested."""
         return not lies_on_meta(self.facts.model)
 
     @property
     def recipe(self) -> Recipe:
-        """Bytes of numbers: in 16 bits beside masters in 32, or all as they are stored."""
+        """Bytes of numbers: 16 bits with masters in 32, or all as they are stored."""
         return CAST if self.dtype else recipe_of(self.facts)
 
     def rows(self, placement: Placement) -> Mapping[str, list[Row]]:
-        """The rows that split tensors, by what for; raises Refusal where nothing can be split.
+        """Return the rows that split tensors, by role; raises Refusal where nothing can be split.
 
-        Those of sequences do not hang on those of tensors and experts: each is found once.
+        Rows that split sequences do not depend on rows that split tensors and experts: each set is
+        found once.
         """
         one = placement
         found = self._split(Placement(tp=one.tp, sequence=one.sequence, ep=one.ep))
@@ -162,32 +164,33 @@ class Profiles:
 
     @cached_property
     def relax(self) -> str:
-        """The word that a step in parts gives up; a model may take statistics of each by itself."""
+        """The word of `relax` for a split batch; "batch_stats" where the model takes batch
+        statistics."""
         model = self.short.blocks.facts
         traced = propagate(Plan(model), self.trial.sample, self.loss)
         return "batch_stats" if batch_norm(model.model, traced) is not None else ""
 
-    # -- one play ----------------------------------------------------------------------------------
+    # -- one simulation ----------------------------------------------------------------------------
 
     @cached_property
     def short(self) -> Short:
-        """The model with few layers, or the whole, where it does not run with fewer."""
+        """The model with few layers, or the full model where it does not run with fewer."""
         return shortened(self.trial.all) if self.trial.shortened else self.whole
 
     @property
     def whole(self) -> Short:
-        """The model as it is."""
+        """The full model."""
         return Short(self.trial.all, {})
 
     def played(self, placement: Placement) -> Chain:
-        """The chain of a placement, played now; raises Refusal where it cannot be."""
+        """Simulate a step of a placement now; raises Refusal where that is impossible."""
         try:
             plan, seen = self._seen(placement, self.short, self.short.units)
         except LookupError:
             plan, seen = self._seen(placement, self.whole, ())
         except Refusal:
             raise
-        except Exception as error:  # a model may ask for what only values tell
+        except Exception as error:  # a model may read values, which meta tensors do not have
             raise rejected(error) from error
         return self._whole(placement, plan, seen)
 
@@ -200,7 +203,7 @@ class Profiles:
         return plan, by_unit(Step(plan, prepared, one, self.loss, self.weight), units)
 
     def _plan(self, placement: Placement, blocks: Blocks) -> Plan:
-        """The plan of a placement for a model with few layers, of one stage."""
+        """The plan of a placement for a model with few layers, with one stage."""
         split = [row for rows in self.rows(placement).values() for row in rows]
         first = [Row((), call("cast", self.dtype, params=True))] if self.dtype else []
         last = [Row((), call("zero", stage=0, over="ep"))] if placement.ep > 1 else []
@@ -210,7 +213,7 @@ class Profiles:
         return planned([*first, *split, *last], blocks, mesh, "profile", *relaxed)
 
     def some_rows(self, rows: int) -> Mapping[str, Any]:
-        """A microbatch: the first row of the batch, so often."""
+        """Return a microbatch: the first row of the batch, repeated."""
         from schedlang.runtime.batch import rows_of, split
 
         first = split(self.batch, rows_of(self.batch), 1)[0][0].inputs
@@ -231,17 +234,17 @@ class Profiles:
         return Chain(placement, runs, _tied(plan, seen, runs, units, list(played.values())))
 
 
-CAST = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients are those of the masters
+CAST = Recipe(gradient=4)  # of `cast(bf16, params=true)`: gradients have the masters' dtype
 
 
 def unslicable(why: str) -> Refusal:
-    """The refusal of a model whose slices have no price."""
+    """Return the refusal of a model whose slices have no price."""
     help_ = 'use an order without slices: `pipeline(order="1F1B", micro=...)`'
     return Refusal.of("S655", "slices of this model have no price", notes=(why,), helps=(help_,))
 
 
 def recipe_of(facts: ModelFacts) -> Recipe:
-    """Bytes of numbers that are all as they are stored."""
+    """Return the bytes of numbers that are all as they are stored."""
     wide = max((fact.itemsize for fact in facts.unique.values()), default=4)
     return Recipe(wide, wide, 2 * wide, 0)
 
@@ -255,7 +258,7 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
         _work(one.forward, plan.mesh),
         _work(one.backward, plan.mesh),
         float(one.kept),
-        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to run again
+        float(one.given if one.name not in (HEAD, TAIL) else one.kept),  # no module to recompute
         float(one.most),
         float(after.carried if after is not None else 0),
         spread,
@@ -265,29 +268,29 @@ def _unit(one: Seen, after: Seen | None, plan: Plan, held: tuple[int, int], bloc
 
 
 def _work(played: Played, mesh: Mesh) -> Work:
-    """The same as values of the planner; messages of which this rank is the receiver left out."""
+    """Convert recorded work to the planner's values, without messages that this rank receives."""
     operators = tuple(
         Operator(cast(Kind, kind), flops, float(moved), float(often))
         for (kind, flops, moved), often in played.operators.items()
     )
     sent: dict[Sent, float] = {}
     for message, often in played.messages.items():
-        axis = _along(message, mesh)
+        axis = _axis_of(message, mesh)
         if axis is not None and message.op != "recv":
             one = Sent(message.op, axis, float(message.bytes))
             sent[one] = sent.get(one, 0.0) + often
     return Work(operators, tuple(replace(one, count=often) for one, often in sent.items()))
 
 
-def _along(message: Message, mesh: Mesh) -> str | None:
-    """The axis along which the ranks of a message lie; the slowest of several."""
+def _axis_of(message: Message, mesh: Mesh) -> str | None:
+    """The mesh axis along which the ranks of a message differ; of several the slowest."""
     first, *others = map(mesh.coordinates, message.ends or message.ranks)
     axes = {axis for other in others for axis in other if other[axis] != first[axis]}
     return next((axis for axis in mesh.sizes if axis in axes), None)
 
 
 def _starts(seen: Sequence[Seen], names: Sequence[str]) -> tuple[str, ...]:
-    """The module at which each unit starts; "" of the first, and where no module tells."""
+    """The module at which each unit starts; "" for the first, and where no module starts."""
     last = next(iter(seen[-1].modules), "") if len(seen) > 1 else ""
     return tuple(last if name == TAIL else name for name in names)
 
@@ -296,7 +299,8 @@ def _starts(seen: Sequence[Seen], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _names(plan: Plan, seen: Sequence[Seen]) -> dict[str, set[str]]:
-    """The parameters of each unit, by their first names; what is never called is the first's."""
+    """The parameters of each unit, by their first names; uncalled modules belong to the first
+    unit."""
     owner = {name: one.name for one in seen for name in one.modules}
     units = [one.name for one in seen if one.name not in (HEAD, TAIL)]
     found: dict[str, set[str]] = {one.name: set() for one in seen}
@@ -308,7 +312,8 @@ def _names(plan: Plan, seen: Sequence[Seen]) -> dict[str, set[str]]:
 
 
 def _held(plan: Plan, seen: Sequence[Seen]) -> dict[str, tuple[int, int]]:
-    """Numbers that a rank holds of each unit, and those of them that `ep` has split."""
+    """Count the parameters that a rank holds of each unit, and those among them that `ep`
+    splits."""
     found = {}
     for unit, names in _names(plan, seen).items():
         sizes = {name: math.prod(plan.held(name).local_shape(plan.mesh)) for name in names}
@@ -324,7 +329,7 @@ def _tied(
     units: Sequence[Unit],
     played: Sequence[str],
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs of runs that share parameters."""
+    """List pairs of runs that share parameters."""
     names = _names(plan, seen)
     place, at = {}, 0
     for k, run in enumerate(runs):
@@ -342,12 +347,12 @@ def _tied(
 # -- fewer layers ----------------------------------------------------------------------------------
 
 
-LEAST = 3  # layers of a list: one of them has alike ones on both sides
+LEAST = 3  # minimal layers of a list: one of them has equal neighbours on both sides
 
 
 @dataclass(frozen=True)
 class Short:
-    """A model with fewer blocks: of each list that lost some, the places that are left."""
+    """A model with fewer blocks: for each shortened list, the indices of blocks that remain."""
 
     blocks: Blocks
     kept: Mapping[str, Sequence[int]]
@@ -364,7 +369,8 @@ class Short:
         )
 
     def of_whole(self, played: Sequence[str], whole: Blocks) -> dict[str, str]:
-        """Every unit of the whole model, in the order of calls: the one that was played for it."""
+        """Map every unit of the full model, in call order, to the simulated unit that stands for
+        it."""
         found: dict[str, str] = {}
         for trunk, mine in groupby(played, lambda name: name.rpartition(".")[0]):
             names = list(mine)
@@ -372,15 +378,15 @@ class Short:
                 found |= dict(zip(names, names))
                 continue
             if trunk not in self._places:
-                self._places[trunk] = _stand_ins(whole, trunk, self.kept[trunk])
+                self._places[trunk] = _representatives(whole, trunk, self.kept[trunk])
             for child, place in zip(whole.facts.children(trunk), self._places[trunk]):
                 found[f"{trunk}.{child}"] = names[place]
         return found
 
 
-def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
-    """Places among those kept: of each block of a list one that is alike, with alike ones beside it
-    if there is such a one."""
+def _representatives(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
+    """Pick for each block of a list the index of an equal block among those kept, if possible one
+    with equal neighbours."""
     facts = whole.facts
     kinds = [kind_of(facts, f"{trunk}.{child}") for child in facts.children(trunk)]
     ends = ["first", *kinds, "last"]
@@ -393,8 +399,8 @@ def _stand_ins(whole: Blocks, trunk: str, kept: Sequence[int]) -> list[int]:
 
 
 def shortened(whole: Blocks) -> Short:
-    """The model with the fewest blocks that show all kinds and neighbours, at least LEAST of each
-    list."""
+    """Build the model with the fewest blocks that show all kinds and neighbours, at least LEAST of
+    each list."""
     from schedlang.runtime.tracing.meta import meta_model
 
     kept: dict[str, Sequence[int]] = {}

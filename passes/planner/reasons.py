@@ -1,4 +1,4 @@
-"""Reasons in words: why a setting was rejected, by its parts beside those of the best."""
+"""Reasons, in words, why a setting was rejected: its parts compared with those of the best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = (
     *("tp", "pp", "cp", "ep", "order", "chunks", "slices", "zero", "rows", "sequence", "offload"),
     "axes",
 )
-DOES = {  # parts of a step as what a rank does
+DOES = {  # parts of a step, as verbs of a rank
     "computing": "computes",
     "idle": "waits in the pipeline",
     "gradients": "sums gradients",
@@ -27,11 +27,11 @@ DOES = {  # parts of a step as what a rank does
 
 @dataclass(frozen=True)
 class Rejected:
-    """A setting beside the best one.
+    """A setting compared with the best one.
 
-    kind    what makes it another: `tp = 4`
-    filled  None where there is no such setting at all
-    reason  in words, with figures
+    kind    the value in which the setting differs: `tp = 4`
+    filled  None where no setting with this value exists
+    reason  words with figures
     """
 
     kind: str
@@ -41,27 +41,28 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Seen:
-    """The quickest of each value of each name: of those that fit, and of those that do not."""
+    """The quickest setting of each value of each name: of settings that fit, and of those too
+    large."""
 
     fit: dict[tuple[str, Value], Filled] = field(default_factory=dict)
     large: dict[tuple[str, Value], Filled] = field(default_factory=dict)
 
     def note(self, one: Filled) -> None:
-        """Keep a setting where it is the quickest of one of its kinds."""
+        """Record a setting where it is the quickest of one of its kinds."""
         known = self.large if one.priced is None else self.fit
         for kind in told(one.setting).items():
             if kind not in known or one.least < known[kind].least:
                 known[kind] = one
 
     def rejected(self, best: Filled | None, memory: float) -> tuple[Rejected, ...]:
-        """The best of each other kind, the quickest first, with the reason.
+        """List the best of each other kind with the reason, the quickest first.
 
-        The quickest that does not fit comes before them, where it would be quicker; where nothing
-        fits, those that need least.
+        The quickest setting that does not fit comes before them where it would be quicker than the
+        best.  Where nothing fits, the settings that need the fewest bytes come first.
         """
         if best is None:
             nearest = sorted(self.large.items(), key=lambda item: item[1].needs)
-            return tuple(_kinds(best, nearest, memory))
+            return tuple(_distinct(best, nearest, memory))
         mine = told(best.setting)
         large, fit = (
             sorted(
@@ -72,13 +73,13 @@ class Seen:
         )
         large = [(kind, one) for kind, one in large if one.least < best.least]
         fit = [(kind, one) for kind, one in fit if kind[0] in KINDS]
-        return (*_kinds(best, large[:1], memory), *_kinds(best, fit, memory))
+        return (*_distinct(best, large[:1], memory), *_distinct(best, fit, memory))
 
 
-def _kinds(
+def _distinct(
     best: Filled | None, some: Iterable[tuple[tuple[str, Value], Filled]], memory: float
 ) -> Iterable[Rejected]:
-    """No name and no setting twice; what follows from other names is not one."""
+    """Yield no name and no setting twice, and no name whose value follows from other names."""
     names, settings = {"dp", "micro"}, set[Setting]()
     for (name, value), one in some:
         if name not in names and one.setting not in settings:
@@ -88,12 +89,12 @@ def _kinds(
 
 
 def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -> Rejected:
-    """One setting beside the best: why it is not it."""
+    """Compare one setting with the best: why it is not the best."""
     if one is None:
         return Rejected(kind, None, "there is no such setting")
     if one.priced is None:
         room = memory if one.room is None else one.room
-        least = "needs" if one.setting.cuts else "needs at least"  # told before it is cut
+        least = "needs" if one.setting.cuts else "needs at least"  # a bound, without stages
         return Rejected(kind, one, f"{least} {size(round(one.needs))} of {size(round(room))}")
     if best is None or best.priced is None:
         return Rejected(kind, one, "")
@@ -101,7 +102,8 @@ def against(best: Filled | None, one: Filled | None, memory: float, kind: str) -
 
 
 def nearest(one: Filled, memory: float) -> Rejected:
-    """The way that needs least, where none fits and none was cut: what tells it from one rank's."""
+    """Describe the candidate that needs the fewest bytes, where none fits and none was evaluated:
+    the values in which it differs from one rank."""
     plain = told(Setting(Placement(), zero=0)) | {"axes": "-".join(one.setting.axes)}
     other = {name: value for name, value in told(one.setting).items() if value != plain[name]}
     way = ", ".join(f"{name} = {written(value)}" for name, value in other.items())
@@ -110,7 +112,7 @@ def nearest(one: Filled, memory: float) -> Rejected:
 
 
 def slower(best: Priced, one: Priced) -> str:
-    """12 % slower: tp sends 0.8 s more"""
+    """Describe a slowdown: `12 % slower: tp sends 0.8 s more`."""
     share = one.seconds / best.seconds - 1
     if abs(share) < 5e-4:
         return "as quick"

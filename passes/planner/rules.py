@@ -1,8 +1,7 @@
-"""Planners that are rules: guides and papers that say what to try first, in their order.
+"""Planners that are rules: guides and papers that say which settings to try first.
 
-* What a guide asks about a job.
-* Rules, and the first setting that fits.
-* The rules of PTD-P, of two guides, and of Parallelization Layouts.
+Has the facts of a job that rules need, the rule engine (the first setting that fits), and the
+rules of PTD-P, of two guides, and of Parallelization Layouts.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from math import inf
 
 from schedlang.passes.planner.values import Placement, Setting
 
-Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds (forward, backward)
+Times = Callable[[int], tuple[float, float]]  # rows of a microbatch -> seconds forward, backward
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job as guides ask about it.
+    """Facts of a job for rules.
 
     needs    bytes of the fullest rank under a setting
-    state    bytes of the model's state on one device, undivided; `largest` of one layer
-    layers   that pipelines may cut between; `heads` that tensor parallelism must divide
+    state    bytes of the model's full state on one device; `largest` of one layer
+    layers   that a pipeline may split between; `heads` that tensor parallelism must divide
     rows     of the batch of a step
-    fast     nodes are linked as fast as their devices are
+    fast     whether links between nodes are as fast as links inside of nodes
     """
 
     ranks: int
@@ -40,20 +39,20 @@ class Case:
     times: Times = lambda rows: (1.0 * rows, 2.0 * rows)
 
     def setting(self, tp: int = 1, pp: int = 1, rows: int = 1, zero: int = 0) -> Setting:
-        """Give what is left to replicas; their rows in microbatches of so many."""
+        """Give the remaining ranks to replicas, with microbatches of `rows` rows."""
         dp = self.ranks // (tp * pp)
         micro = self.rows // (dp * rows)
         return Setting(Placement(rows, tp, tp > 1), dp, pp, micro, zero=zero)
 
     def whole(self, setting: Setting) -> bool:
-        """Whether ranks and rows divide as the setting says."""
+        """Return whether ranks and rows divide as the setting says."""
         used = setting.dp * setting.micro * setting.placement.rows
         return setting.ranks == self.ranks and used == self.rows and setting.micro > 0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a guide: when it holds, what it says to try, and why."""
+    """One line of a guide: its condition, the settings to try, and the reason."""
 
     when: str
     holds: Callable[[Case], bool]
@@ -65,8 +64,8 @@ class Rule:
 class Ruled:
     """A planner that is a table of rules.
 
-    paper   who gives them, and where; `leaves` what they leave out
-    counts  bytes of the fullest rank, as they count; `margin` share of the memory that these fill
+    paper   authors and venue; `leaves` what this implementation leaves out
+    counts  bytes of the fullest rank, as the guide counts; `margin` share of memory they may fill
     """
 
     paper: str
@@ -78,7 +77,7 @@ class Ruled:
     def plan(
         self, case: Case, legal: Callable[[Setting], bool] = lambda setting: True
     ) -> tuple[Setting, Rule] | None:
-        """The first legal setting that fits, and the rule that gives it; None where none does."""
+        """Return the first legal setting that fits, and its rule; None where none does."""
         for rule in self.rules:
             if rule.holds(case):
                 for setting in rule.settings(case):
@@ -93,8 +92,8 @@ def _divisors(number: int, most: float = inf) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0 and k <= most]
 
 
-def _inside(case: Case) -> list[int]:
-    """Degrees of tensor parallelism that divide the heads and stay in a node."""
+def _tp_degrees(case: Case) -> list[int]:
+    """Degrees of tensor parallelism that divide the heads and stay inside a node."""
     return [k for k in _divisors(case.heads, case.node) if case.ranks % k == 0]
 
 
@@ -106,7 +105,7 @@ def _fits_one(case: Case) -> bool:
     return case.needs(case.setting()) <= case.memory
 
 
-def _copied(case: Case) -> Iterator[Setting]:
+def _replicated(case: Case) -> Iterator[Setting]:
     yield case.setting()
 
 
@@ -115,7 +114,7 @@ def _sharded(case: Case) -> Iterator[Setting]:
 
 
 def _split_thrice(case: Case) -> Iterator[Setting]:
-    """Split layers, their tensors and rows; tensors inside of nodes, no more than must be."""
+    """Split layers, tensors and rows; tensors only inside nodes, and as little as possible."""
     for tp, pp in _by_degree(case):
         yield case.setting(tp, pp)
 
@@ -126,14 +125,15 @@ def _split_and_sharded(case: Case) -> Iterator[Setting]:
 
 
 def _by_degree(case: Case) -> list[tuple[int, int]]:
-    """Degrees, those that split least first, and of these such that split tensors least."""
-    pairs = [(tp, pp) for tp in _inside(case) for pp in _pipelines(case, tp)]
+    """Degrees, smallest product first, then the smallest degree of tensor parallelism."""
+    pairs = [(tp, pp) for tp in _tp_degrees(case) for pp in _pipelines(case, tp)]
     return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]))
 
 
 def _megatron(case: Case) -> Iterator[Setting]:
-    """Tensors over a node first, then layers over nodes; rows of a microbatch by the formula."""
-    inside = [tp for tp in _inside(case) if tp & (tp - 1) == 0]
+    """Split tensors over a node first, then layers over nodes; rows of a microbatch by the
+    formula."""
+    inside = [tp for tp in _tp_degrees(case) if tp & (tp - 1) == 0]
     shapes = [(tp, 1) for tp in inside]
     shapes += [(inside[-1], pp) for pp in _pipelines(case, inside[-1]) if pp > 1]
     for tp, pp in shapes:
@@ -141,7 +141,8 @@ def _megatron(case: Case) -> Iterator[Setting]:
 
 
 def _rows(case: Case, tp: int, pp: int) -> int:
-    """Rows b of a microbatch: least (b'/b + p - 1) (tf(b) + tb(b)), with b' rows of a replica."""
+    """Rows b of a microbatch that minimise (b'/b + p - 1) (tf(b) + tb(b)), with b' rows of a
+    replica."""
     own = case.rows // (case.ranks // (tp * pp))
     fit = [b for b in _divisors(own) if case.needs(case.setting(tp, pp, b)) <= case.memory]
     return min(fit or [1], key=lambda b: (own / b + pp - 1) * sum(case.times(b)))
@@ -152,11 +153,11 @@ def _pipelined(case: Case) -> Iterator[Setting]:
 
 
 def _tensors(case: Case) -> Iterator[Setting]:
-    yield from (case.setting(tp) for tp in _inside(case))
+    yield from (case.setting(tp) for tp in _tp_degrees(case))
 
 
-def _unlike(case: Case) -> Iterator[Setting]:
-    """One node's alternatives, in the order of the guide."""
+def _node_alternatives(case: Case) -> Iterator[Setting]:
+    """The alternatives for one node, in the order of the guide."""
     yield from _pipelined(case)
     yield from _sharded(case)
     yield from _tensors(case)
@@ -187,7 +188,7 @@ RULED = {
         "time altogether; where FSDP reaches its limits: here where it does not fit, or a rank has"
         " no row",
         (
-            Rule("the model fits on one device", _fits_one, _copied, "DDP scales up easily"),
+            Rule("the model fits on one device", _fits_one, _replicated, "DDP scales up easily"),
             Rule(
                 "each rank has a row",
                 lambda case: case.rows >= case.ranks,
@@ -201,7 +202,7 @@ RULED = {
         "Hugging Face, Efficient Training on Multiple GPUs, `Scalability strategy`",
         "time altogether: where it says to try several, the first that fits is taken",
         (
-            Rule("case 1: fits on one device", _fits_one, _copied, "DDP, or ZeRO"),
+            Rule("case 1: fits on one device", _fits_one, _replicated, "DDP, or ZeRO"),
             Rule(
                 "case 3: the largest layer does not fit on one device",
                 lambda case: case.largest > case.memory and case.ranks <= case.node,
@@ -211,7 +212,7 @@ RULED = {
             Rule(
                 "case 2: does not fit on one device, one node",
                 lambda case: case.ranks <= case.node,
-                _unlike,
+                _node_alternatives,
                 "PP, ZeRO or TP: as fast as each other where links are fast, else PP is fastest",
             ),
             Rule(

@@ -1,7 +1,7 @@
-"""A machine fitted to a table of runs of a model.
+"""Fit of a machine's constants to a table of measured runs, for `schedlang calibrate --runs`.
 
-* The table: settings by the words of a search, and the seconds that a step took.
-* The constants of a machine under which the price of these settings is what was measured.
+Reads the table (settings in the words of a search, seconds of a step), and finds the constants
+under which the prices of these settings match the measured seconds.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Profiles = Callable[[Placement], Chain | Refusal]
 TOOK = "step_s"
 LISTS = ("cuts", "axes")
 COLUMNS = (*NAMES, *LISTS, TOOK)
-FEWEST = 3  # runs: of fewer none can be left out to see how well the others tell it
+FEWEST = 3  # minimal number of runs: with fewer, no run can be left out to test the fit
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A run: its setting, the seconds of a step, and the row of the table that says so."""
+    """A measured run: its setting, seconds of a step, and its row in the table."""
 
     setting: Setting
     seconds: float
@@ -47,11 +47,11 @@ class Timed:
 
 
 def read_runs(path: Path) -> list[Timed]:
-    """Read the runs of a table, in CSV or a list of objects in JSON.
+    """Read the runs of a table, in CSV or as a list of objects in JSON.
 
-    A row has `step_s`, and what words of a search differ from one rank with one microbatch of one
-    row; `cuts`, `axes` and `again` may be lists, with spaces between.  Rows without a time are left
-    out.  Raises Refusal S938 for a file, a column or a value that cannot be read.
+    A row has `step_s`, and the names of a search that differ from one rank with one microbatch of
+    one row; `cuts`, `axes` and `again` may be lists, separated by spaces.  Rows without a time are
+    left out.  Raises Refusal S938 for a file, a column or a value that cannot be read.
     """
     try:
         text = bytes_of(path).decode("utf-8-sig")
@@ -69,18 +69,20 @@ def read_runs(path: Path) -> list[Timed]:
 
 
 def _run(path: Path, at: int, row: Mapping[Any, Any]) -> Timed | None:
-    """The run of a row; None where it was not timed."""
+    """Parse a row; None where it has no time."""
     for name in row:
         if name not in COLUMNS:
             helps, facts = guess(str(name), COLUMNS, "columns are"), unknown(str(name), COLUMNS)
             raise _wrong(path, f"row {at}: there is no column `{name}`", helps, facts)
-    given = {name: _value(path, at, name, value) for name, value in row.items() if _said(value)}
+    given = {
+        name: _value(path, at, name, value) for name, value in row.items() if _has_value(value)
+    }
     took = given.pop(TOOK, None)
     if took is None:
         return None
     again = given.pop("again", "none")
-    at_once = {name: given.pop(name) for name in PLACED if name in given}
-    setting = Setting(Placement(**at_once), **{"zero": 0, **given})
+    placed = {name: given.pop(name) for name in PLACED if name in given}
+    setting = Setting(Placement(**placed), **{"zero": 0, **given})
     stages = setting.pp * setting.chunks
     if isinstance(again, str):
         again = (ALL,) * stages if again == "all" else ()
@@ -88,15 +90,15 @@ def _run(path: Path, at: int, row: Mapping[Any, Any]) -> Timed | None:
 
 
 PLACED = ("rows", "tp", "sequence", "cp", "ep", "offload", "slices")
-ALL = 2**31  # units computed again: as many as there are
+ALL = 2**31  # recomputed units: more than any stage has, so all of them
 
 
-def _said(value: object) -> bool:
+def _has_value(value: object) -> bool:
     return value is not None and str(value).strip() != ""
 
 
 def _value(path: Path, at: int, name: str, value: object) -> Any:
-    """A field as the setting has it."""
+    """Parse a field to the value of a setting."""
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value).strip()
     needs, read = _reading(name)
     try:
@@ -106,7 +108,8 @@ def _value(path: Path, at: int, name: str, value: object) -> Any:
 
 
 def _reading(name: str) -> tuple[str, Callable[[str], Any]]:
-    """The form of a column in words, and its reader: ValueError for what it cannot be."""
+    """Return a column's form in words, and its parser, which raises ValueError for illegal
+    values."""
     if name == TOOK:
         return "is seconds, above 0", lambda text: _positive(float(text))
     if name == "zero":
@@ -155,7 +158,7 @@ def _wrong(path: Path, why: str, help_: str = "", facts: Facts = ()) -> Refusal:
 def chains_of(
     path: Path, runs: Sequence[Timed], profiles: Profiles, base: Cluster, recipe: Recipe = RECIPE
 ) -> list[Chain]:
-    """The chain of each run; raises Refusal S938 for a setting that the model cannot have."""
+    """Profile each run; raises Refusal S938 for a setting that the model cannot have."""
     found = []
     for one in runs:
         chain, stages = profiles(one.setting.placement), one.setting.pp * one.setting.chunks
@@ -182,12 +185,12 @@ def chains_of(
 
 
 def _sending(chain: Chain) -> set[str]:
-    """Axes along which units send: what is split over one does."""
+    """Return the axes along which units send: units that are split over an axis do."""
     works = [work for run in chain.runs for work in (run.unit.forward, run.unit.backward)]
     return {sent.axis for work in works for sent in work.sent}
 
 
-SHARES: Final[Mapping[str, str]] = {  # of what a data sheet promises
+SHARES: Final[Mapping[str, str]] = {  # constants that are shares of a data sheet's figure
     "product": "speed",
     "attention": "speed",
     "streaming": "stream",
@@ -195,15 +198,16 @@ SHARES: Final[Mapping[str, str]] = {  # of what a data sheet promises
     "routed": "network",
 }
 CONSTANTS = (*SHARES, "overlap", "start", "ramp", "hop", "far")
-TELLS = 0.75 * PRIOR  # a table tells a constant if it takes a quarter of what is not known of it
+TELLS = 0.75 * PRIOR  # a constant is identified if its deviation falls by a quarter
 
 
 @dataclass(frozen=True)
 class FittedRuns:
-    """A machine, and how well it tells the runs that it was fitted to.
+    """A machine, and how well it predicts the runs that it was fitted to.
 
-    how    of each constant that was fitted: how far off it may be; of the others, why not
-    told   seconds of each run; `alone` where that run is left out of the fit
+    how    for each constant: how far off it may be, or why it was not fitted
+    kept   constants that were not fitted
+    told   predicted seconds of each run; `alone` the same with that run left out of the fit
     """
 
     cluster: Cluster
@@ -214,7 +218,7 @@ class FittedRuns:
     alone: Sequence[float]
 
     def error(self, told: Sequence[float]) -> float:
-        """Mean relative error of seconds that are told."""
+        """Mean relative error of predicted seconds."""
         took = [one.seconds for one in self.runs]
         return float(np.mean([abs(a / b - 1) for a, b in zip(told, took, strict=True)]))
 
@@ -222,15 +226,16 @@ class FittedRuns:
 def fitted_to_runs(
     runs: Sequence[Timed], chains: Sequence[Chain], base: Cluster, recipe: Recipe = RECIPE
 ) -> FittedRuns:
-    """Fit the constants of a machine to runs; what they do not tell stays as `base` has it.
+    """Fit the constants of a machine to runs; constants that the runs do not identify stay as in
+    `base`.
 
-    `chains` are those of the runs.
+    `chains` are the chains of the runs, in order.
     """
     took = np.array([one.seconds for one in runs])
 
     def fit(names: Sequence[str]) -> Fit:
         def model(logs: Array) -> Array:
-            machine = _with(base, names, logs)
+            machine = _with_constants(base, names, logs)
             pairs = zip(chains, runs, strict=True)
             told = [price(chain, one.setting, machine, recipe).seconds for chain, one in pairs]
             shares: Array = np.array(told) / took
@@ -240,19 +245,21 @@ def fitted_to_runs(
 
     names = [name for name in CONSTANTS if 0 < getattr(base, name) < math.inf]
     found = fit(names)
-    wide = dict(zip(names, np.expm1(found.wide).tolist(), strict=True))  # with all of them open
+    wide = dict(zip(names, np.expm1(found.wide).tolist(), strict=True))  # with all constants free
     while len(names) > 1 and found.wide.max() > TELLS:
         names.pop(int(found.wide.argmax()))
         found = fit(names)
     kept = tuple(name for name in CONSTANTS if name not in names)
     how = dict.fromkeys(kept, "not told by the runs: as it was")
     how |= {name: f"fitted to {len(runs)} runs, within {wide[name]:.0%}" for name in names}
-    made = _settled(_with(replace(base, name=f"{base.name}_fitted"), names, found.logs))
+    made = _with_legal_shares(
+        _with_constants(replace(base, name=f"{base.name}_fitted"), names, found.logs)
+    )
     told = [(np.exp(off) * took).tolist() for off in (found.off, found.alone)]
     return FittedRuns(made, how, kept, runs, *told)
 
 
-def _with(base: Cluster, names: Sequence[str], logs: Array) -> Cluster:
+def _with_constants(base: Cluster, names: Sequence[str], logs: Array) -> Cluster:
     values = dict(zip(names, np.exp(logs).tolist(), strict=True))
     if "overlap" in values:
         values["overlap"] = min(1.0, values["overlap"])
@@ -260,8 +267,8 @@ def _with(base: Cluster, names: Sequence[str], logs: Array) -> Cluster:
     return made
 
 
-def _settled(one: Cluster) -> Cluster:
-    """The same machine; where a share would be above 1 the data sheet's figure is raised."""
+def _with_legal_shares(one: Cluster) -> Cluster:
+    """Raise the data sheet's figure where a share would be above 1."""
     for rate in dict.fromkeys(SHARES.values()):
         shares = {name: getattr(one, name) for name, of in SHARES.items() if of == rate}
         most = max(1.0, *shares.values())

@@ -1,8 +1,7 @@
-"""The search for the quickest setting that fits: best first, pruned by bounds from below.
+"""Search for the quickest setting that fits: best-first search, pruned by lower bounds.
 
-* What was found so far, and what was rejected.
-* The search: groups of placements opened, then all ways, the most promising first.
-* What other limits would cost.
+`schedlang tune` uses this file.  It opens groups of placements, evaluates their candidates (the
+most promising first), and can say what other limits would cost.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from schedlang.passes.planner.unlike import filler_of, job_bound
 from schedlang.passes.planner.values import Chain, Placement, Setting
 
 Profiles = Callable[[Placement], Chain | Refusal | None]
-Progress = Callable[[int, int], None]  # ways done, of all that are known
+Progress = Callable[[int, int], None]  # candidates done, of all that are known
 ANY = Limits()
-LOOKS = 60  # at ways, for the best of another kind
-MOVES = 60  # of a unit from stage to stage, for the best
+LOOKS = 60  # candidates evaluated for the best of another kind
+MOVES = 60  # moves of a unit from stage to stage, on the best
 BOUNDS = ("floors", "hopes", "beside", "after", "looks")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of ways, by what became of them.
+    """Numbers of candidates, by outcome.
 
-    all      that keep the hard rules
-    large    too large by their bound already
-    cut      looked at with their cuts, and no further
-    priced   with a price
+    all      candidates that keep the hard rules
+    large    candidates whose lower bound of bytes is too large already
+    cut      candidates that were split into stages, but not priced
+    priced   candidates with a price
     refused  placements that the model does not have
     """
 
@@ -67,7 +66,7 @@ class Counts:
 
     @property
     def pruned(self) -> int:
-        """Ways that were never looked at."""
+        """Candidates that were never evaluated."""
         return self.all - self.large - self.cut - self.priced
 
 
@@ -75,12 +74,12 @@ class Counts:
 class Found:
     """The best setting so far.
 
-    best      None where nothing fits yet
-    floor     seconds below which no setting can be, as far as is known
-    done      whether the search has come to its end: `best` is the optimum
-    by        whose the best is, in words, where it is that of a planner by name
-    rejected  the best of other kinds, with why they are not it
-    refused   placements that the model does not have, and why, the first for each code
+    best      None while nothing fits
+    floor     lower bound: no setting takes fewer seconds, as far as is known
+    done      whether the search has ended: `best` is the optimum
+    by        words for the planner that gave the best, where the search is that of a named planner
+    rejected  the best of other kinds, each with the reason why it is not the best
+    refused   placements that the model does not have, each with its refusal, the first of each code
     """
 
     best: Filled | None
@@ -107,19 +106,19 @@ def search(
     *,
     moves: int = MOVES,
 ) -> Iterator[Found]:
-    """Look for the quickest setting that fits, each found better than the one before.
+    """Search for the quickest setting that fits; each yielded result is better than the one before.
 
     `profiles` gives the chain of a placement, or None or a refusal where the model cannot be placed
-    so.  The last one that is found says `done`: it repeats the best, which is then the optimum over
-    all ways, each cut so that its slowest stage is as quick as can be, and with the fewest units
-    computed again; then the programme cuts its stages, and so many `moves` of a unit from stage to
-    stage are tried on either.  It has no best where nothing fits.  Raises Refusal S109 for a pinned
-    order that cannot be priced.
+    so.  The last result is `done` and repeats the best.  The best is the optimum over all
+    candidates, each split into stages so that its slowest stage is as quick as possible, with the
+    fewest recomputed units.  After that the dynamic programme splits the best into stages too, and
+    up to `moves` moves of a unit between stages are tried on both.  The best is None where nothing
+    fits.  Raises Refusal S109 for a pinned order that cannot be priced.
     """
     check(limits)
     filler = filler_of(profiles, job, limits)
     bound = job_bound(job, limits)
-    if bound is not job:  # a filler on unlike nodes tries orders of axes itself
+    if bound is not job:  # the evaluator for unequal nodes tries orders of axes itself
         usual = limits.admitted("axes", map("-".join, LAYS))[:1]
         limits = replace(limits, pinned={**limits.pinned, "axes": tuple(usual)})
     return _Search(profiles, bound, limits, progress, moves, filler).run()
@@ -127,18 +126,18 @@ def search(
 
 @dataclass
 class _Opened:
-    """The ways of placements that split tensors alike and that may fit, with their bounds."""
+    """Candidates whose placements split tensors in the same way and which may fit, with bounds."""
 
     ways: Ways
     clocks: Sequence[Clock]
     floors: Floats
-    hopes: Floats  # what they may take, by which they are looked at in turn
+    hopes: Floats  # estimated seconds: the order of evaluation
     beside: Floats  # seconds that replicas send while the pipeline runs
-    after: Floats  # and after it
-    looks: Ints  # 1 of those that were looked at, 2 where no other is needed: priced, or too large
+    after: Floats  # seconds that replicas send after the pipeline
+    looks: Ints  # 0: not evaluated, 1: evaluated once, 2: final (priced, or too large)
 
     def unlike(self, setting: Setting, name: str) -> NDArray[np.bool_]:
-        """Find those that have another value of a name than a setting."""
+        """Find the candidates whose value of `name` differs from the setting's."""
         mine, ways = told(setting)[name], self.ways
         if name == "order":
             values = np.array(ways.names)[ways.order]
@@ -152,16 +151,18 @@ class _Opened:
         return found
 
 
-def _opened(ways: Ways, clocks: Sequence[Clock], job: Job, laid: bool) -> _Opened:
-    """Ways with their bounds: of one order of the axes, or of any where they are not `laid`."""
-    beside, after = sums_floor(ways, job, laid)
-    floors, hopes = (np.maximum(one, beside) + after for one in seconds_bounds(ways, clocks, laid))
+def _opened(ways: Ways, clocks: Sequence[Clock], job: Job, with_order: bool) -> _Opened:
+    """Compute bounds of candidates: for their order of the axes if `laid`, else for any order."""
+    beside, after = sums_floor(ways, job, with_order)
+    floors, hopes = (
+        np.maximum(one, beside) + after for one in seconds_bounds(ways, clocks, with_order)
+    )
     return _Opened(ways, clocks, floors, hopes, beside, after, np.zeros(len(ways), dtype=np.int64))
 
 
 @dataclass
 class _Search:
-    """The state of one search."""
+    """State of one search."""
 
     profiles: Profiles
     job: Job
@@ -177,8 +178,9 @@ class _Search:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(vars(Counts()), 0))
 
     def run(self) -> Iterator[Found]:
-        """Open all placements, and look at the most promising way of those that split tensors
-        alike; then at all ways, in all orders of axes; then the best of other kinds."""
+        """Open all placements, and evaluate the most promising candidate of each group that splits
+        tensors in the same way; then all candidates in all orders of axes; then the best of other
+        kinds."""
         for _, some in groupby(groups(self.job, self.limits), lambda one: replace(one, offload="")):
             opened = self._open(list(some))
             if opened is not None:
@@ -196,8 +198,11 @@ class _Search:
     # -- placements ------------------------------------------------------------------------------
 
     def _open(self, some: list[Placement]) -> _Opened | None:
-        """All ways of placements that differ in what lies on hosts, with any rows; more rows need
-        more bytes, so those after the first without any way that fits have none either."""
+        """Open all candidates of placements that differ in what is offloaded, with any rows.
+
+        More rows need more bytes: after the first count of rows without a fitting candidate, larger
+        counts have none either.
+        """
         found, clocks = list[Ways](), list[Clock]()
         for rows in rows_of(self.job, some[0], self.limits):
             chains = self._chains([replace(one, rows=rows) for one in some])
@@ -220,8 +225,8 @@ class _Search:
         return _opened(joined(found), clocks, self.job, False) if found else None
 
     def _chains(self, some: list[Placement]) -> list[Chain]:
-        """The chains of placements that differ in what lies on hosts alone; none where there is
-        none of the first."""
+        """Profile placements that differ in offloading alone; empty where the first has no
+        chain."""
         chain = self.profiles(some[0])
         if isinstance(chain, Chain):
             return [replace(chain, placement=one) for one in some]
@@ -231,15 +236,17 @@ class _Search:
         return []
 
     def _laid(self, one: _Opened) -> _Opened:
-        """The same with those that may be better than the best in every order of their axes; the
-        others have one, for reasons."""
-        open_ = one.floors < self._worst
-        if not open_.any():
+        """Expand candidates that may beat the best to every order of their axes.
+
+        The other candidates keep one order: they are needed for reasons only.
+        """
+        promising = one.floors < self._worst
+        if not promising.any():
             return one
-        rows, every = one.ways.laid(np.flatnonzero(open_))
-        shut = np.flatnonzero(~open_)
-        bounds = (getattr(one, name)[shut] for name in BOUNDS)
-        rest = _Opened(one.ways.at(shut), one.clocks, *bounds)
+        rows, every = one.ways.laid(np.flatnonzero(promising))
+        others = np.flatnonzero(~promising)
+        bounds = (getattr(one, name)[others] for name in BOUNDS)
+        rest = _Opened(one.ways.at(others), one.clocks, *bounds)
         more = _opened(every, one.clocks, self.job, True)
         first = every.axes == one.ways.axes[rows]
         more.looks = np.where(first, one.looks[rows], 0)
@@ -247,21 +254,21 @@ class _Search:
         return _Opened(every.and_(rest.ways), one.clocks, *both)
 
     def _note(self, found: Ways, needed: Floats) -> None:
-        """Keep of ways that are all too large the one that needs least, if all are."""
+        """Keep the candidate that needs the fewest bytes, of candidates that are all too large."""
         at = int(needed.argmin())
         if self.nearest is None or needed[at] < self.nearest.needs:
             self.nearest = Filled(found.setting(at), 0.0, float(needed[at]))
 
     def _glance(self, one: _Opened) -> Iterator[Found]:
-        """Look at the most promising way of some placements."""
+        """Evaluate the most promising candidate of a group."""
         at = int(one.hopes.argmin())
         if one.floors[at] < self._worst and one.looks[at] < 2:
             yield from self._better(self._try(one, at, self._worst), 0.0)
 
-    # -- ways --------------------------------------------------------------------------------------
+    # -- candidates --------------------------------------------------------------------------------
 
     def _descend(self) -> Iterator[Found]:
-        """Try all ways that may be better than the best, the most promising first."""
+        """Evaluate all candidates that may be better than the best, the most promising first."""
         order, floors = self._in_turn([one.looks < 2 for one in self.opened], self._worst)
         left = np.minimum.accumulate(floors[::-1])[::-1]
         for done, (one, at) in enumerate(order):
@@ -275,8 +282,8 @@ class _Search:
     def _in_turn(
         self, masks: list[NDArray[np.bool_]], worst: float
     ) -> tuple[Iterator[tuple[_Opened, int]], Floats]:
-        """Ways of a mask that may be better than the worst, and their bounds, the most promising
-        first."""
+        """Sort the candidates of `masks` that may beat `worst`, the most promising first; with
+        floors."""
         some = self.opened
         each = [np.flatnonzero(mask & (one.floors < worst)) for mask, one in zip(masks, some)]
         hopes, floors, at, whose = (
@@ -293,7 +300,7 @@ class _Search:
         return ((some[k], place) for k, place in turns), floors[order]
 
     def _move(self) -> Iterator[Found]:
-        """Move units between the stages of the best, as it is cut and as the programme cuts it."""
+        """Move units between stages of the best, as split so far and as the programme splits it."""
         if self.best is not None and self.moves:
             chain = self.profiles(self.best.setting.placement)
             assert isinstance(chain, Chain)
@@ -302,7 +309,7 @@ class _Search:
                 yield from self._better(self.filler.improved(clock, one, self.moves), self._worst)
 
     def _others(self) -> None:
-        """Look for the best that differ from the best in one name each, a little while."""
+        """Search briefly for the best settings that differ from the best in one name each."""
         if self.best is None:
             return
         mine, counts = told(self.best.setting), dict(self.counts)
@@ -328,7 +335,8 @@ class _Search:
         return np.inf if self.best is None else self.best.least
 
     def _try(self, one: _Opened, at: int, worst: float) -> Filled:
-        """Fill one way in, if it may beat the worst; its bounds hold for any order of the axes."""
+        """Evaluate one candidate, if it may beat `worst`; its bounds hold for any order of the
+        axes."""
         sums = float(one.beside[at]), float(one.after[at])
         clock = one.clocks[one.ways.one[at]]
         filled = self.filler.filled(clock, one.ways.setting(at), worst, *sums)
@@ -342,7 +350,7 @@ class _Search:
         return filled
 
     def _better(self, filled: Filled, floor: float) -> Iterator[Found]:
-        """Keep what was found, and tell of it, where it is better."""
+        """Keep a result where it is better than the best, and yield it."""
         if filled.priced is not None and filled.least < self._worst:
             self.best = filled
             yield self._found(floor, False)
@@ -360,15 +368,15 @@ class _Search:
 
 
 def why(profiles: Profiles, job: Job, asked: Limits, best: Found, limits: Limits = ANY) -> Rejected:
-    """The best under other limits, and why it is not the best of all.
+    """Search under other limits, and say why that result is not the best of all.
 
-    `asked` binds beside the `limits` under which `best` was found.
+    `asked` binds in addition to the `limits` under which `best` was found.
     """
     *_, last = search(profiles, job, asked.within(limits))
     return against(best.best, last.best or _nearest(last), job.cluster.memory, asked.text())
 
 
 def _nearest(found: Found) -> Filled | None:
-    """The setting that needs least of those that do not fit."""
+    """Return the setting that needs the fewest bytes, of settings that do not fit."""
     large = [one.filled for one in found.rejected if one.filled is not None]
     return min(large, key=lambda one: one.needs, default=None)

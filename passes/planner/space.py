@@ -1,6 +1,7 @@
-"""The space of a search: every way to lay a job on its ranks, as columns of numbers.
+"""Search space: every candidate layout of a job on its ranks, as columns of numbers.
 
-A way is what a `Setting` says but for its cuts and what is computed again: these follow from it.
+A candidate has the fields of a `Setting`, except its stages and what is recomputed: these
+follow from the others (`fill`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from schedlang.pipeline.schedules import OrderError, find, sized
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# orders of the catalogue that a search tries unasked, and the stages on each rank of each.  Those
-# with more need no other message than these; the others must be pinned
+# pipeline orders that a search tries by default, each with its numbers of stages on a rank.  Other
+# orders must be pinned
 ORDERS: dict[str, tuple[int, ...]] = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 3, 4, 6, 8),
@@ -37,24 +38,24 @@ ORDERS: dict[str, tuple[int, ...]] = {
     "V-Min": (2,),
     "GPipe": (1,),
 }
-HALVED = ("ZB-H1", "ZB-V", "V-Half", "V-Min")  # a backward in halves, but beside slices of ZeRO
+HALVED = ("ZB-H1", "ZB-V", "V-Half", "V-Min")  # orders with split backwards, unless ZeRO shards
 LAYS = tuple(permutations(AXES))  # orders of the axes, the usual one first
-SLICED = ("Seq1F1B", "TeraPipe")  # those that cut sequences
-PARTS = (1, 2, 4, 8, 16)  # slices that are tried unasked
-SLICE = 1024  # tokens that a rank of `cp`, or a slice, has at least, where nothing is pinned
+SLICED = ("Seq1F1B", "TeraPipe")  # orders that slice sequences
+PARTS = (1, 2, 4, 8, 16)  # numbers of slices that are tried by default
+SLICE = 1024  # minimal tokens of a rank of `cp`, or of a slice, where nothing is pinned
 
 
 @dataclass(frozen=True)
 class Job:
-    """A batch to be trained on a cluster.
+    """A batch to train on a cluster.
 
-    ranks    of the cluster; `rows` of the batch of a whole step
-    length   tokens of a row, where it may be split; 0: it may not
-    experts  of a layer, where they may lie apart; 0: there are none
-    sliced   its model may run on slices of a row, one after the other
-    across   tensors may be split over nodes too
-    offload  activations and the optimizer's state may lie on the host
-    worth    of a rank beside one that is as quick as the cluster, in the mean: at most
+    ranks    of the cluster; `rows` of the batch of a full step
+    length   tokens of a row, where it may be split; 0 where it may not
+    experts  of a layer, where they may be spread over ranks; 0 where there are none
+    sliced   whether the model can run on slices of a row, one after the other
+    across   whether tensors may be sharded across nodes
+    offload  whether activations and optimizer state may be on the host
+    worth    upper bound of the mean speed of a rank, where `cluster` has speed 1
     """
 
     ranks: int
@@ -72,11 +73,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Ways:
-    """All ways of some placements that split tensors alike, in columns.
+    """All candidates of placements that split tensors in the same way, in columns.
 
-    one          place in `chains`, which differ in rows of a microbatch and in what hosts have
-    order, axes  places in `names`, and in LAYS
-    lays         the orders of axes that differ, by ranks of a pipeline
+    one          index into `chains`, which differ in rows of a microbatch and in offloading
+    order, axes  indices into `names` and into LAYS
+    lays         distinct orders of axes, by ranks of the pipeline
     """
 
     chains: tuple[Chain, ...]
@@ -96,7 +97,7 @@ class Ways:
 
     @property
     def chain(self) -> Chain:
-        """The first of the chains."""
+        """The first chain."""
         return self.chains[0]
 
     @property
@@ -106,11 +107,11 @@ class Ways:
 
     @property
     def count(self) -> int:
-        """The number of ways, in all orders of their axes."""
+        """Number of candidates, in all orders of their axes."""
         return int(self.often(np.arange(len(self))).sum())
 
     def setting(self, at: int) -> Setting:
-        """Return one of them."""
+        """Return candidate number `at`."""
         one, pp, dp, micro, order, chunks, zero, axes = (
             int(getattr(self, name)[at]) for name in COLUMNS
         )
@@ -118,29 +119,30 @@ class Ways:
         return Setting(placement, dp, pp, micro, self.names[order], chunks, zero, axes=laid)
 
     def at(self, some: Ints, **columns: Ints) -> Ways:
-        """Return those of some places, with other columns."""
+        """Return the candidates of some indices, with other columns."""
         return replace(self, **{n: getattr(self, n)[some] for n in COLUMNS} | columns)
 
     def and_(self, other: Ways) -> Ways:
-        """Return these and others of the same chains."""
+        """Concatenate these candidates and others of the same chains."""
         both = dict[str, Any]()
         for name in COLUMNS:
             both[name] = np.concatenate([getattr(self, name), getattr(other, name)])
         return replace(self, **both)
 
     def over(self, chains: Sequence[Chain]) -> Ways:
-        """Return each of them once for each of some chains in the place of the first."""
+        """Repeat the candidates for each of `chains`, in the place of the first chain."""
         every = np.arange(len(self))
         some, one = np.tile(every, len(chains)), np.repeat(np.arange(len(chains)), len(self))
         return replace(self.at(some, one=one), chains=tuple(chains))
 
     def often(self, some: Ints) -> Ints:
-        """Return in how many orders of the axes each of those of some places may lie."""
+        """Count the orders of axes of each candidate of some indices."""
         known, which = np.unique(self.pp[some], return_inverse=True)
         return np.array([len(self.lays[pp]) for pp in known.tolist()], dtype=np.int64)[which]
 
     def laid(self, some: Ints) -> tuple[Ints, Ways]:
-        """Return those of some places in every order of their axes, and the place of each."""
+        """Repeat the candidates of some indices in every order of axes; also return each one's
+        index."""
         rows, axes = [some[:0]], [some[:0]]
         for pp, lays in self.lays.items():
             mine = some[self.pp[some] == pp]
@@ -154,7 +156,7 @@ COLUMNS = ("one", "pp", "dp", "micro", "order", "chunks", "zero", "axes")
 
 
 def joined(some: Sequence[Ways]) -> Ways:
-    """All of several, of placements that split tensors alike."""
+    """Concatenate candidates of placements that split tensors in the same way."""
     first = np.cumsum([0, *(len(ways.chains) for ways in some)])
     columns = {n: np.concatenate([getattr(ways, n) for ways in some]) for n in COLUMNS}
     columns["one"] += np.repeat(first[:-1], [len(ways) for ways in some])
@@ -164,14 +166,17 @@ def joined(some: Sequence[Ways]) -> Ways:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """List all divisors of a number, in order."""
     low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
     return sorted({*low, *(number // k for k in low)})
 
 
 def groups(job: Job, limits: Limits) -> Iterator[Placement]:
-    """Ways to split tensors, for one row, those that split least first; one after the other those
-    that differ in what lies on hosts alone."""
+    """Yield the placements of a job with one row a microbatch, those that split tensors least
+    first.
+
+    Placements that differ in offloading alone follow one another.
+    """
     sizes = [
         (tp * cp, ep, tp, cp)
         for tp in _tensors(job, limits)
@@ -191,14 +196,16 @@ def groups(job: Job, limits: Limits) -> Iterator[Placement]:
 
 
 def lays(job: Job, one: Placement, pp: int, dp: int, limits: Limits) -> tuple[int, ...]:
-    """Orders of the axes, as places in LAYS, of which no two cost the same: in none of the others
-    a node has as many ranks of each axis."""
+    """Return orders of axes, as indices into LAYS, no two of which cost the same.
+
+    Two orders cost the same where a node has equally many ranks of each axis in both.
+    """
     found: dict[tuple[int, ...], int] = {}
     some = [at for at, order in enumerate(LAYS) if limits.admits("axes", "-".join(order))]
     if isinstance(job.cluster, Nodes) or job.ranks <= job.cluster.node:
         return tuple(some[:1])
     sizes, node = {"dp": dp, "pp": pp, "cp": one.cp, "tp": one.tp}, job.cluster.node
-    # replicas are those of two axes, and what two stages share may cross all of them
+    # replicas are ranks of two axes, and tied weights of two stages may cross all of them
     most = {"dp": dp * one.cp, "pp": 2 * pp, "cp": dp * one.cp, "tp": one.tp}
     for at in some:
         order = LAYS[at]
@@ -208,14 +215,15 @@ def lays(job: Job, one: Placement, pp: int, dp: int, limits: Limits) -> tuple[in
     return tuple(found.values())
 
 
-def _slices(job: Job, limits: Limits, whole: bool = True) -> list[int]:
-    """Slices of a row, beside what has been seen to run with them: no ranks split it as well."""
-    asked = [int(k) for k in limits.pinned.get("slices", ())]
-    able = job.sliced and whole and not isinstance(job.cluster, Nodes)
+def _slices(job: Job, limits: Limits, alone: bool = True) -> list[int]:
+    """Numbers of slices of a row, where slices are known to run: never together with axes that
+    split tokens."""
+    pinned = [int(k) for k in limits.pinned.get("slices", ())]
+    can_slice = job.sliced and alone and not isinstance(job.cluster, Nodes)
     legal = (
         k
-        for k in asked or (PARTS if able else (1,))
-        if k == 1 or (able and job.length >= k * (1 if asked else SLICE))
+        for k in pinned or (PARTS if can_slice else (1,))
+        if k == 1 or (can_slice and job.length >= k * (1 if pinned else SLICE))
     )
     return _counts(limits, "slices", (k for k in legal if job.length % k == 0))
 
@@ -245,25 +253,27 @@ def _counts(limits: Limits, name: str, legal: Iterable[int]) -> list[int]:
 
 
 def rows_of(job: Job, group: Placement, limits: Limits) -> list[int]:
-    """Rows that a microbatch of one rank may have, the fewest first; beside slices, which are cut
-    for want of rows, these alone where nothing is pinned."""
+    """Rows that a microbatch of one rank may have, the fewest first.
+
+    Slices are tried for want of rows: with slices only the fewest rows count, unless pinned.
+    """
     found = _counts(limits, "rows", divisors(job.rows))
     return found[:1] if group.slices > 1 and "slices" not in limits.pinned else found
 
 
 def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
-    """All ways of one placement that keep the hard rules, in the first order of their axes; None
-    where there is none.
+    """List all candidates of one placement that keep the hard rules, in the first order of axes;
+    None where there is none.
 
-    Ranks are used up, the batch fills the microbatches, experts fit into the replicas, a stage has
-    a unit at least, the order exists for its sizes.
+    The rules: all ranks are used, the batch fills the microbatches, experts fit into the replicas,
+    each stage has at least one unit, the order exists for its sizes.
     """
     one, found, each = chain.placement, [], dict[int, tuple[int, ...]]()
     rest, most = job.ranks // (one.tp * one.cp), chain.length
     more = [str(name) for name in limits.pinned.get("order", ()) if name not in job.orders]
     known = SLICED if one.slices > 1 else (*job.orders, *more)
     names = tuple(name for name in known if limits.admits("order", name))
-    # slices are gathered anew for the second half, so both are run at once: worth a pin alone
+    # ZeRO would gather shards again for a second half, so both halves run at once: only by a pin
     halved = {
         at for at, name in enumerate(names) if name in HALVED and "order" not in limits.pinned
     }
@@ -294,7 +304,7 @@ def ways(job: Job, chain: Chain, limits: Limits) -> Ways | None:
 def _orders(
     names: Sequence[str], pp: int, micro: int, most: int, limits: Limits, slices: int = 1
 ) -> list[tuple[int, int]]:
-    """Orders by their places in `names`, and their chunks; one rank has no need of several."""
+    """Orders by their indices in `names`, with chunks; a single stage needs one order only."""
     if pp == 1:
         alone = [(at, 1) for at, name in enumerate(names) if name == "1F1B"]
         return alone if limits.admits("chunks", 1) else []
@@ -334,7 +344,7 @@ def demand(job: Job, limits: Limits) -> None:
 
 
 def check(limits: Limits) -> None:
-    """Refuse (S109) orders that are pinned, and cannot be priced."""
+    """Refuse (S109) pinned orders that cannot be priced."""
     for name in limits.pinned.get("order", ()):
         for chunks in _chunks(str(name), Limits()):
             try:

@@ -1,8 +1,8 @@
-"""The longest way through an order's operations: how often it passes which stage.
+"""Critical path of a pipeline step: how often the longest path passes each stage.
 
-* Ways as counts, linear in what operations take.
-* 1F1B and GPipe in closed form.
-* Any other order by its operations, level by level; many microbatches by few and what more take.
+`price` multiplies these counts with seconds of operations.  1F1B and GPipe have closed forms; any
+other order is evaluated from its operations, level by level.  Many microbatches are extrapolated
+from few.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A way from the first operation to the last: how often it passes each stage.
+    """A path from the first operation to the last: how often it passes each stage.
 
-    forward, inputs, weights  its forwards, and both halves of its backwards [stages]; of an order
-                              that cuts sequences [stages * slices]
+    forward, inputs, weights  counts of forwards, and of both halves of backwards [stages]; of an
+                              order that slices sequences [stages * slices]
     sends                     transfers between ranks
     """
 
@@ -37,18 +37,19 @@ class Way:
     sends: float
 
     def seconds(self, forward: Array, inputs: Array, weights: Array, send: float) -> float:
-        """Add up a way, of operations that take so long."""
+        """Return the seconds of the path, for operations that take so long."""
         took = self.forward @ forward.ravel() + self.inputs @ inputs.ravel()
         return float(took + self.weights @ weights.ravel() + self.sends * send)
 
     def further(self, other: Way, often: float) -> Way:
-        """Go on `often` times by what this way has more than the other."""
+        """Extrapolate: add `often` times the difference between this path and the other."""
         more = (getattr(self, n) + often * (getattr(self, n) - getattr(other, n)) for n in NAMES)
         return Way(*more)
 
 
 NAMES = ("forward", "inputs", "weights", "sends")
-FEW, LEAST = 2, 16  # times the ranks, and at the least: so many microbatches are played, then more
+# microbatches that are evaluated before extrapolation: for each rank, and at least
+FEW, LEAST = 2, 16
 
 
 def longest(
@@ -61,11 +62,11 @@ def longest(
     weights: Array,
     send: float,
 ) -> Way:
-    """The longest way through a step of so many microbatches.
+    """Find the critical path of a step of `micro` microbatches.
 
     `forward`, `inputs` and `weights` are seconds of one microbatch at each stage, or of its slices
     [stages, slices].  Raises OrderError for sizes that the order does not have, and for orders that
-    are not priced.
+    cannot be priced.
     """
     forward, inputs, weights = forward.ravel(), inputs.ravel(), weights.ravel()
     backward, slices = inputs + weights, len(forward) // (ranks * chunks)
@@ -77,27 +78,27 @@ def longest(
     period = -(-ranks // slices)
     few = max(FEW, -(-LEAST // ranks)) * period + micro % period
 
-    def played(count: int) -> Way:
+    def path(count: int) -> Way:
         network = _network(order, ranks, count, chunks, slices)
         return network.longest(forward, inputs, weights, send)
 
     if micro <= few + period:
-        return played(micro)
-    more = played(few + period)
-    return more.further(played(few), (micro - few - period) / period)
+        return path(micro)
+    more = path(few + period)
+    return more.further(path(few), (micro - few - period) / period)
 
 
 # -- closed forms ----------------------------------------------------------------------------------
 
 
 def one_by_one(forward: Array, backward: Array, micro: int, send: float) -> Way:
-    """1F1B: down all stages and up again, and rounds in between.
+    """Critical path of 1F1B: down all stages and up again, with rounds in between.
 
-    A rank takes a forward for each backward, so a round goes down and up some stages that follow
-    one another, and takes as many microbatches as these are; what no whole round is left for goes
-    round their slowest.  Rounds begin after the first backward has come up from the last stage, a
-    round of the stages below, or after the forwards that a rank starts with.  All of these are ways
-    that there are: so this is a lower bound, and near what is played.
+    A rank runs one forward for each backward.  So a round goes down and up some consecutive stages,
+    and takes as many microbatches as there are such stages; microbatches that do not fill a round
+    pass the slowest of these stages.  Rounds begin after the first backward has come up from the
+    last stage, after a round of the stages below, or after the forwards that a rank starts with.
+    All of these paths exist, so the result is a lower bound; it is close to a simulated step.
     """
     times = forward + backward
     count = len(times)
@@ -138,13 +139,14 @@ def one_by_one(forward: Array, backward: Array, micro: int, send: float) -> Way:
 
 @cache
 def _windows(count: int) -> tuple[Array, Array]:
-    """Places, and how many stages follow one another from a first to a last [first, last]."""
+    """First stages, and the numbers of consecutive stages from a first to a last [first, last]."""
     place = np.arange(count)
     return place.astype(float), (place[None, :] - place[:, None] + 1).astype(float)
 
 
 def all_forward(forward: Array, backward: Array, micro: int, send: float) -> Way:
-    """GPipe: all forwards, then all backwards, each at the pace of its slowest stage."""
+    """Critical path of GPipe: all forwards, then all backwards, each limited by its slowest
+    stage."""
     count = len(forward)
     down, up = np.ones(count), np.ones(count)
     down[forward.argmax()] += micro - 1
@@ -158,7 +160,7 @@ CLOSED: dict[str, Callable[[Array, Array, int, float], Way]] = {
 }
 
 
-FLYING = (*CLOSED, "Seq1F1B", "TeraPipe")  # what is in flight is known
+FLYING = (*CLOSED, "Seq1F1B", "TeraPipe")  # orders with a closed form for what is in flight
 
 
 # -- any order -------------------------------------------------------------------------------------
@@ -166,12 +168,12 @@ FLYING = (*CLOSED, "Seq1F1B", "TeraPipe")  # what is in flight is known
 
 @dataclass(frozen=True, eq=False)
 class _Network:
-    """Operations of an order by level: each needs only what is on levels before its own.
+    """Operations of an order by level: each depends only on operations of earlier levels.
 
-    levels       where each ends
+    levels       end of each level
     kind, stage  of each operation; slices of a stage one after the other
-    before       what it needs, filled up with a last one that is over at zero [operations, needs]
-    apart        where that comes from another rank
+    before       dependencies, padded with an operation that ends at zero [operations, needs]
+    apart        whether a dependency comes from another rank
     """
 
     levels: tuple[int, ...]
@@ -181,7 +183,7 @@ class _Network:
     apart: Array
 
     def longest(self, forward: Array, inputs: Array, weights: Array, send: float) -> Way:
-        """Find the longest way, every operation as early as can be."""
+        """Find the critical path, with every operation as early as possible."""
         took = np.zeros((len(Kind), len(forward)))
         took[Kind.F] = took[Kind.RECOMPUTE] = forward
         took[Kind.B], took[Kind.I], took[Kind.W] = inputs + weights, inputs, weights
@@ -228,25 +230,25 @@ def _network(order: str, ranks: int, micro: int, chunks: int, slices: int) -> _N
     return _Network(tuple(ends), kind, stage, before, apart)
 
 
-def _levels(count: int, made: Rows, used: Rows) -> list[Rows]:
-    """Rows that need nothing, then those that need only these, and so on (Kahn 1962)."""
-    sort = np.argsort(made, kind="stable")
-    users, first = used[sort], np.searchsorted(made[sort], np.arange(count + 1))
-    open_ = np.bincount(used, minlength=count)
-    found, level = list[Rows](), np.flatnonzero(open_ == 0)
+def _levels(count: int, sources: Rows, targets: Rows) -> list[Rows]:
+    """Rows without dependencies, then rows that depend only on these, and so on (Kahn 1962)."""
+    sort = np.argsort(sources, kind="stable")
+    users, first = targets[sort], np.searchsorted(sources[sort], np.arange(count + 1))
+    pending = np.bincount(targets, minlength=count)
+    found, level = list[Rows](), np.flatnonzero(pending == 0)
     while len(level):
         found.append(level)
-        low, many = first[level], first[level + 1] - first[level]
-        within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
-        freed = users[np.repeat(low, many) + within]
-        np.subtract.at(open_, freed, 1)
-        level = np.unique(freed[open_[freed] == 0])
+        low, counts = first[level], first[level + 1] - first[level]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        freed = users[np.repeat(low, counts) + within]
+        np.subtract.at(pending, freed, 1)
+        level = np.unique(freed[pending[freed] == 0])
     return found
 
 
 @lru_cache(256)
 def played(order: str, ranks: int, micro: int, chunks: int, slices: int = 1) -> Timeline:
-    """The operations of an order: forwards and backwards of stages of which there is one each."""
+    """Return the timeline of an order: forwards and backwards of stages without copies."""
     line = named(order, ranks, micro, chunks, slices=slices)
     if line.replicas > 1 or not np.isin(line.kind, PLAIN).all():
         reason = f"{order} has copies of its stages, moves activations, or updates inside a step"
@@ -268,15 +270,17 @@ def in_flight(
     apart: tuple[bool, ...] = (),
     grown: Array | None = None,
 ) -> Array:
-    """Microbatches, or slices of them, whose activations each stage holds when its rank holds most,
-    those of them that wait then for the second half of their backward, and whether gradients of
-    the stage's weights are there by then [3, stages].
+    """Count what each stage holds at the moment when its rank holds most [3, stages].
 
-    `kept` are bytes of one of each stage, `waiting` those of gradients of outputs that lie there
-    between the halves, `grown` those of gradients of weights; without them most microbatches count.
-    The first stage has no inputs to give gradients to: its first half does nothing.  Of stages that
-    are not `apart` (all are where nothing is said) the first halves do all of it.  Of closed forms
-    gradients count as there.
+    The three rows: microbatches (or slices of them) whose activations are saved; of these the ones
+    that wait for the second half of their backward; and whether gradients of the stage's weights
+    exist by then.
+
+    `kept` are bytes of one microbatch at each stage, `waiting` bytes of gradients of outputs that
+    are held between the halves, `grown` bytes of gradients of weights; without these arguments the
+    moment with most microbatches counts.  The first stage has no inputs that need gradients: its
+    first half does nothing.  The first half of a stage that is not `apart` is its full backward
+    (default: all are `apart`).  In closed forms gradients count as existing.
     """
     if chunks == 1 and order in FLYING:
         early = order in ("1F1B", "Seq1F1B")
@@ -307,9 +311,10 @@ def in_flight(
 def _moments(
     order: str, ranks: int, micro: int, chunks: int, rank: int, apart: tuple[bool, ...]
 ) -> Rows:
-    """Microbatches of each stage of a rank in flight, of these those that wait, and whether one has
-    given its weights gradients, after operations [moments, 3, stages]; of moments one of which
-    holds no less of anything the other one."""
+    """Counts of each stage of a rank after its operations [moments, 3, stages], as of `in_flight`.
+
+    Moments that hold no more of anything than another moment are left out.
+    """
     line = played(order, ranks, micro, chunks)
     rows = slice(line.starts[rank], line.starts[rank + 1])
     mine, stage = np.unique(line.stage[rows], return_inverse=True)
@@ -324,7 +329,7 @@ def _moments(
     levels, found = changes.cumsum(0), list[Rows]()
     levels[:, 2] = levels[:, 2] > 0
     flat = levels.reshape(len(kind), -1)
-    while len(flat):  # no other one can hold more than the one whose sum is the largest
+    while len(flat):  # no other moment dominates the one with the largest sum
         found.append(flat[flat.sum(1).argmax()])
         flat = flat[(flat > found[-1]).any(1)]
     return np.array(found).reshape(-1, 3, len(mine))
@@ -332,7 +337,7 @@ def _moments(
 
 @lru_cache(512)
 def homes(order: str, ranks: int, chunks: int) -> Rows:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     if chunks == 1:
         return np.arange(ranks)
     return played(order, ranks, FEW * ranks, chunks).stage_rank.astype(np.int64)

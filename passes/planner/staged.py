@@ -1,7 +1,7 @@
-"""Planners of the literature that cut a chain into stages, as settings of one programme.
+"""Planners of the literature that split a chain into stages, as settings of one dynamic programme.
 
-Each says what a step lasts (an objective), what a stage may choose from (sizes, degrees, choices,
-replicas), and what its model leaves out.  None has code of its own.
+Each names its objective (the seconds of a step in its model), the options of a stage (sizes,
+degrees, choices, replicas), and what its model leaves out.  None has code of its own.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from schedlang.passes.planner.menus import (
     swap,
 )
 
-Sizes = Callable[[int], Sequence[int]]  # of so many devices: how many a stage may take
+Sizes = Callable[[int], Sequence[int]]  # number of devices -> numbers that a stage may use
 
 
 def one(count: int) -> tuple[int, ...]:
-    """Each stage has a device."""
+    """Allow one device for each stage."""
     return (1,)
 
 
 def every(count: int) -> tuple[int, ...]:
-    """A stage has any number of devices."""
+    """Allow any number of devices."""
     return tuple(range(1, count + 1))
 
 
 def powers(count: int) -> tuple[int, ...]:
-    """A stage has a power of two."""
+    """Allow powers of two."""
     return tuple(1 << k for k in range(count.bit_length()) if 1 << k <= count)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A planner that cuts a chain of layers into stages.
+    """A planner that splits a chain of layers into stages.
 
-    paper     who described it, and where
-    leaves    what its model leaves out
-    alike     all stages have as many devices, split alike; every such grid is tried
+    paper     authors and venue
+    leaves    what this implementation leaves out
+    alike     all stages have equally many devices, split in the same way; every such grid is tried
     links     messages between stages take time
-    arranged  unlike devices may stand in any order
-    unlike    its paper has devices of unlike speed; else it takes them to be alike
+    arranged  unequal devices may be in any order
+    unlike    the paper has devices of unequal speed; else the planner takes all devices to be equal
     """
 
     paper: str
@@ -90,7 +90,7 @@ class Staged:
         stages: int | None = None,
         flight: Callable[[int], float] | None = None,
     ) -> Problem:
-        """Problem that the programme solves for these layers."""
+        """Build the problem of these layers for the programme."""
         menu = LayerMenu(layers, devices, micro, self.choices, self.degrees, self.replicas, flight)
 
         def send(unit: int, device: int) -> float:
@@ -113,10 +113,10 @@ class Staged:
     def plan(
         self, layers: Sequence[Layer], devices: Devices, micro: int, stages: int | None = None
     ) -> Cut | None:
-        """Stages, first to last; None where none fit in memory.
+        """Find stages, first to last; None where none fit in memory.
 
         layers   with seconds of one microbatch on one device
-        stages   how many (None: as many as its model likes best)
+        stages   how many (None: as many as the planner's model prefers)
         """
         found = [
             planner.solved(layers, order, micro, count)
@@ -134,10 +134,10 @@ class Staged:
         stages: int | None = None,
         flight: Callable[[int], float] | None = None,
     ) -> Cut | None:
-        """Stages on devices as they stand; None where none fit in memory.
+        """Find stages on devices in the given order; None where none fit in memory.
 
-        flight  microbatches that a stage keeps, with so many behind it (None: those of 1F1B)
-        The first choice is quicker than others: if its best stages fit, no others are better.
+        flight  stages behind a stage -> microbatches that it saves (None: as in 1F1B)
+        The first choice is quicker than the others: if its best stages fit, no others are better.
         """
         if len(self.choices) > 1 and not devices.rooms:
             first = replace(self, choices=self.choices[:1])
@@ -159,7 +159,7 @@ class Staged:
     def _grids(
         self, layers: Sequence[Layer], devices: Devices, stages: int | None
     ) -> Iterator[tuple[Staged, int | None]]:
-        """Itself, or what it is for each grid of stages that are alike."""
+        """Yield the planner itself, or one planner for each grid of equal stages."""
         if not self.alike:
             yield self, stages
             return

@@ -1,8 +1,7 @@
-"""A model tuned: what is found for it, written, and judged by a played step of just that schedule.
+"""Tuning of a model (`schedlang tune`): search, write the schedule, and simulate a step of it.
 
-* The job of a model's batch.
-* The best whose own step fits.
-* What is told of it.
+Derives the job from a model's batch, and repeats the search until the simulated step of the written
+schedule fits; also writes the comments of that schedule.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from schedlang.passes.simulate.machine import Cluster
 
 Find = Callable[[Profiles, Job], Found]
-Say = Callable[[float], Iterable[str]]  # of the seconds of a step
-TRIES = 4  # searches, each for the memory that the last one's best has shown to be there
-REASONS = 3  # rejected settings that are told
+Say = Callable[[float], Iterable[str]]  # seconds of a step -> lines of text
+TRIES = 4  # searches, each with less memory if the last one's best did not fit
+REASONS = 3  # rejected settings in the comments
 
 
 def length_of(batch: Mapping[str, Any]) -> int:
-    """Tokens of a row; 0 where rows have none."""
+    """Return the tokens of a row; 0 where rows have none."""
     from schedlang.runtime.batch import named_tensors
 
     whole = [v for v in named_tensors(batch).values() if v.ndim > 1]
@@ -49,9 +48,9 @@ def job_of(
     rows: int | None = None,
     limits: Sequence[Limits] = (),
 ) -> Job:
-    """Steps of so many rows (None: of the batch's), and what of them can be split.
+    """Describe steps of `rows` rows (None: the batch's rows), and what of them can be split.
 
-    Raises Refusal S109 for one of the limits that no value meets.
+    Raises Refusal S109 for a limit that no value can meet.
     """
     from schedlang.runtime.batch import rows_of
 
@@ -70,13 +69,13 @@ def job_of(
     return job
 
 
-# -- the best --------------------------------------------------------------------------------------
+# -- search and simulation -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Written:
-    """The schedule of a setting, and what the simulated step of just this schedule takes; what of
-    its figures is `said`, line by line."""
+    """The schedule of a setting, and figures of its simulated step; `said` are its comments, by
+    line."""
 
     file: n.File
     seconds: float
@@ -87,8 +86,11 @@ class Written:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of a search, and its schedule (None: nothing fits); `room` is the job with the
-    memory that prices may take, so that what they mean fits."""
+    """The result of a search, and its schedule (None: nothing fits).
+
+    `room` is the job with the memory that prices may use, so that the schedules of these prices
+    fit.
+    """
 
     found: Found
     written: Written | None
@@ -96,16 +98,15 @@ class Tuned:
 
 
 def tuned(profiles: Profiles, job: Job, find: Find, say: Say = lambda took: ()) -> Tuned:
-    """The best whose own simulated step fits: a price tells its bytes only nearly.
+    """Search for the best setting whose simulated step fits: the bytes of a price are approximate.
 
-    What else there is to `say` stands beside its figures.
-
-    Raises Refusal where the schedule that is written is refused, and where there is no way at all.
+    `say` adds lines to the comments.  Raises Refusal where the written schedule is refused, and
+    where no candidate exists at all.
     """
     room = job
     for _ in range(TRIES):
         found = find(profiles, room)
-        if not found.counts.all and found.refused:  # what is wrong is the model
+        if not found.counts.all and found.refused:  # the model is refused under every placement
             raise found.refused[0][1]
         if found.best is None or found.best.priced is None:
             return Tuned(found, None, room)
@@ -118,7 +119,7 @@ def tuned(profiles: Profiles, job: Job, find: Find, say: Say = lambda took: ()) 
 
 
 def _simulated(profiles: Profiles, job: Job, found: Found, say: Say) -> Written:
-    """Write the best, and play a step of it."""
+    """Write the best setting, and simulate a step of it."""
     assert found.best is not None
     plan = expand(written(profiles, found.best.setting), profiles.facts).plan
     assert plan is not None
@@ -139,12 +140,12 @@ def _simulated(profiles: Profiles, job: Job, found: Found, say: Say) -> Written:
     return Written(file, took, tried.peak, fits, said)
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- comments --------------------------------------------------------------------------------------
 
 
 def _figures(job: Job, found: Found, took: float, peak: int) -> Iterator[str]:
-    """Time of the simulated step, where it goes by the planner's price, memory of a rank; whose
-    the setting is."""
+    """Describe the simulated step: its time, the shares of the price, memory of a rank, the
+    planner."""
     best = found.best
     assert best is not None and best.priced is not None
     parts = sorted(best.priced.parts.items(), key=lambda part: -part[1])

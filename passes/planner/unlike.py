@@ -1,13 +1,10 @@
-"""Ways filled in on unlike nodes: their order, stages by the speed of devices, rows of replicas.
+"""Evaluation of candidates on heterogeneous nodes: order of nodes, stages by speed, rows of
+replicas.
 
-Ranks are laid on nodes in any order (AMP, Li et al., NeurIPS 2022).  Replicas on nodes of their own
-get rows by their speed (Whale, Jia et al., USENIX ATC 2022); with the stages on nodes of their own
-a replica is a pipeline of unlike devices (a virtual worker of HetPipe, Park et al., USENIX ATC
-2020).
-
-* Where ranks lie.
-* Stages and rows, each such that the last to end ends as early as can be.
-* A way with these, and its price.
+The search uses `Unlike` instead of `Filler` where the cluster has unequal nodes.  Ranks are placed
+on nodes in any order (AMP, Li et al., NeurIPS 2022).  Replicas on nodes of their own get rows by
+their speed (Whale, Jia et al., USENIX ATC 2022).  With stages on nodes of their own, a replica is a
+pipeline of unequal devices (a virtual worker of HetPipe, Park et al., USENIX ATC 2020).
 """
 
 from __future__ import annotations
@@ -43,21 +40,24 @@ from schedlang.passes.planner.values import Chain, Placement, Priced, Setting
 from schedlang.passes.simulate.machine import Cluster
 from schedlang.passes.simulate.nodes import Node, Nodes
 
-Machines = tuple[Nodes, ...]  # of a replica, what its ranks of each place are together
-Kind = tuple[int, Machines]  # rows of a microbatch, and who has them
+Machines = tuple[Nodes, ...]  # of a replica: its ranks at each pipeline place, as one machine
+Kind = tuple[int, Machines]  # kind of a replica: rows of a microbatch, and its machines
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # units of each stage, rows of each replica
 
-# -- where ranks lie -------------------------------------------------------------------------------
+# -- placement of ranks ----------------------------------------------------------------------------
 
 
 AXES = tuple(order for order in LAYS if order[2:] == ("cp", "tp"))
-FEW = 6  # nodes, all of whose orders are tried
+FEW = 6  # all orders of up to so many nodes are tried
 
 
 @lru_cache
 def orders(nodes: tuple[Node, ...]) -> tuple[tuple[int, ...], ...]:
-    """Orders of nodes that differ; of many nodes as they are, the quickest first or last, in
-    turn."""
+    """List orders of nodes that differ.
+
+    Of many nodes these four: as given, quickest first, slowest first, and alternating from the
+    quicker half and the slower half.
+    """
     every = range(len(nodes))
     quick = sorted(every, key=lambda at: -nodes[at].device.speed * nodes[at].device.product)
     half = -(-len(quick) // 2)
@@ -70,7 +70,7 @@ def orders(nodes: tuple[Node, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def laid(setting: Setting, nodes: Nodes) -> tuple[Machines, ...]:
-    """The machines of each replica, place by place."""
+    """List the machines of each replica, one for each pipeline place."""
     one = setting.placement
     width = one.tp * one.cp
     first = setting.axes.index("dp") < setting.axes.index("pp")
@@ -86,7 +86,8 @@ def laid(setting: Setting, nodes: Nodes) -> tuple[Machines, ...]:
 
 @lru_cache(4096)
 def _at(nodes: Nodes, first: int, width: int, spread: bool) -> Nodes:
-    """The machine of ranks that follow one another; experts meet others than these."""
+    """Return the machine of consecutive ranks; ranks of experts also talk to ranks outside of
+    it."""
     found = nodes.at(range(first, first + width))
     return replace(found, only=()) if spread else found
 
@@ -97,17 +98,18 @@ ordered = lru_cache(1024)(Nodes.ordered)
 
 
 def bottleneck(totals: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
-    """Units of each stage, such that the slowest stage of all is as quick as can be.
+    """Split units into stages so that the slowest stage of all replicas is as quick as possible.
 
-    totals  seconds of the units before each, [replicas, stages, units + 1]
-    What a time allows is halved upon.  Of such cuts the stages end near to where all would take as
-    long.  Returns None for fewer units than stages.
+    totals  seconds of the units before each unit [replicas, stages, units + 1]
+    The allowed time of a stage is found by bisection.  Of the splits within that time, stages end
+    closest to where all of them would take equally long.  Returns None for fewer units than stages.
     """
     table = np.array(totals)
     stages, count = table.shape[1], table.shape[2] - 1
 
     def ends(most: float) -> tuple[Ints, list[Floats]]:
-        """Reach of each stage from each unit, and where the stages before it may end."""
+        """Return the last unit that each stage reaches from each unit, and where stages before it
+        may end."""
         each = [[np.searchsorted(at, at + most, "right") - 1 for at in one] for one in table]
         far = np.array(each).min(0)
         found = [np.arange(count + 1) == 0]
@@ -136,41 +138,45 @@ def bottleneck(totals: Sequence[Sequence[Floats]]) -> tuple[int, ...] | None:
 
 
 def dealt(rows: int, took: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
-    """Rows of each replica, one at least, such that the last to end ends as early as can be.
+    """Split rows over replicas, at least one each, so that the last replica ends as early as
+    possible.
 
-    took  seconds of a replica with so many rows, which never fall with more of them; infinite of
-          more than it holds
-    From rows by their speeds a row goes from the last to end to whom it makes end earliest, as long
-    as that is earlier: then none could be moved.
+    took  seconds of a replica as a function of its rows; never falls with more rows; infinite for
+          more rows than the replica can hold
+    Starts from rows in proportion to speed.  Then moves a row from the replica that ends last to
+    the replica that would end earliest with it, as long as that helps; then no other move helps.
     """
     mean = max(1, rows // len(took))
     speeds = [1 / one(mean) for one in took]
     found = [max(1, int(rows * speed / (sum(speeds) or 1))) for speed in speeds]
     every = range(len(took))
     while True:
-        next_ = min(every, key=lambda at: took[at](found[at] + 1))
+        gains = min(every, key=lambda at: took[at](found[at] + 1))
         several = (at for at in every if found[at] > 1)
-        last = max(several, key=lambda at: took[at](found[at]), default=next_)
+        last = max(several, key=lambda at: took[at](found[at]), default=gains)
         over = sum(found) - rows
         if over < 0:
-            found[next_] += 1
+            found[gains] += 1
         elif over > 0:
             found[last] -= 1
-        elif took[next_](found[next_] + 1) < took[last](found[last]) and next_ != last:
-            found[next_], found[last] = found[next_] + 1, found[last] - 1
+        elif took[gains](found[gains] + 1) < took[last](found[last]) and gains != last:
+            found[gains], found[last] = found[gains] + 1, found[last] - 1
         else:
             return tuple(found)
 
 
-# -- a way with these ------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 Profiles = Callable[[Placement], object]
 
 
 def job_bound(job: Job, limits: Limits) -> Job:
-    """The job on a machine that is no slower than any of unlike nodes, wherever ranks lie; there
-    offloading is tried where it is pinned alone."""
+    """Return the job on equal ranks that are no slower than any of the unequal nodes, for lower
+    bounds.
+
+    On unequal nodes offloading is tried only where it is pinned.
+    """
     if not isinstance(job.cluster, Nodes):
         return job
     best, devices = job.cluster.best, [job.cluster.of(rank) for rank in range(job.ranks)]
@@ -183,19 +189,19 @@ def job_bound(job: Job, limits: Limits) -> Job:
 
 
 def _figures(one: Cluster) -> tuple[float, ...]:
-    """Rates of a device."""
+    """Return the rates of a device."""
     reached = (1.0, one.product, one.attention)
     return (*(one.speed * share for share in reached), one.stream * one.streaming, one.link)
 
 
 def judged(profiles: Profiles, job: Job, setting: Setting) -> Filled:
-    """A setting that is cut already, priced where it lies on unlike nodes."""
+    """Price a setting that has its stages, at its place on unequal nodes."""
     filler = Unlike(job, Limits(), profiles)
     return filler._priced(setting, setting.cuts, filler._rows(setting))
 
 
 def filler_of(profiles: Profiles, job: Job, limits: Limits) -> Filler:
-    """The filler of ways on the job's cluster."""
+    """Return the evaluator for the job's cluster."""
     if isinstance(job.cluster, Nodes):
         return Unlike(job, limits, profiles)
     return Filler(job, limits)
@@ -203,7 +209,7 @@ def filler_of(profiles: Profiles, job: Job, limits: Limits) -> Filler:
 
 @dataclass(frozen=True)
 class Unlike(Filler):
-    """Ways filled in on unlike nodes: in each order of them and of the axes, the best is taken."""
+    """Evaluates candidates on unequal nodes: the best over all orders of nodes and of axes."""
 
     profiles: Profiles = lambda placement: None
     _tables: dict[object, tuple[Floats, ...]] = field(default_factory=dict)
@@ -219,7 +225,7 @@ class Unlike(Filler):
         beside: float = 0.0,
         after: float = 0.0,
     ) -> Filled:
-        """Lay a way on the nodes, cut it, deal its rows, and price it."""
+        """Place a candidate on the nodes, split it into stages, split its rows, and price it."""
         if way.cuts:
             return self._priced(way, way.cuts, self._rows(way))
         nodes = self._nodes
@@ -230,25 +236,30 @@ class Unlike(Filler):
             for order in orders(nodes.nodes)
         ]
         found = [self._priced(each, *one) for each in every for one in self._shaped(each)]
-        found += [again for one in found if one.least < NEAR * worst for again in self._again(one)]
+        found += [
+            again
+            for one in found
+            if one.least < NEAR * worst
+            for again in self._with_programme_stages(one)
+        ]
         best = min(found, key=worth, default=Filled(way, np.inf, 0.0))
         return self._moved(best) if best.least < NEAR * worst else best
 
     def seeded(self, clock: Clock, filled: Filled) -> Filled:
-        """The same: a way is cut for its nodes from the first."""
+        """Return the setting unchanged: stages were already split for its nodes."""
         return filled
 
-    def _again(self, one: Filled) -> Iterator[Filled]:
-        """The same with stages from the programme, which knows the memory of each, and the ends of
-        a pipeline."""
+    def _with_programme_stages(self, one: Filled) -> Iterator[Filled]:
+        """Price the setting with stages of the dynamic programme, which includes the memory of each
+        device, and the warm-up and drain of a pipeline."""
         for keeps in (True,) if one.priced is not None else (True, False):
             cuts = self._programme(one.setting, keeps)
             if cuts is not None and cuts != one.setting.cuts:
                 yield self._priced(one.setting, cuts, self._rows(one.setting))
 
     def _moved(self, one: Filled) -> Filled:
-        """The same with units moved to a next stage, one at a time, as long as it takes less time,
-        or comes nearer to what memory holds."""
+        """Move units to an adjacent stage, one at a time, as long as the step gets quicker, or
+        closer to what memory holds."""
         if one.setting.pp * sum(one.setting.cuts) > LARGE:
             return one
         while True:
@@ -266,14 +277,15 @@ class Unlike(Filler):
         return self.job.cluster
 
     def _shaped(self, way: Setting) -> list[Shape]:
-        """Cuts and rows of a way in one order, which hang on no stage of ZeRO."""
+        """Splits into stages and rows of a candidate in one order; the same for every stage of
+        ZeRO."""
         key = replace(way, zero=0)
         if key not in self._shapes:
             self._shapes[key] = list(self._shapes_of(key))
         return self._shapes[key]
 
     def _shapes_of(self, way: Setting) -> Iterator[Shape]:
-        """Cuts with as many rows for all, and with rows by speed."""
+        """Yield stages for equal rows, then stages and rows for replicas of unequal speed."""
         rows, machines = self._rows(way), laid(way, ordered(self._nodes, way.nodes))
         cuts = self._cut(way, rows)
         if cuts is None:
@@ -281,7 +293,7 @@ class Unlike(Filler):
         yield cuts, rows
         if way.placement.ep > 1 or len(set(machines)) == 1 or way.placement.rows == 1:
             return
-        for _ in range(TURNS):  # rows by stages, stages by rows
+        for _ in range(TURNS):  # alternate: rows for these stages, stages for these rows
             before = cuts, rows
             clocks = {one: self._clock(way, one, cuts) for one in set(machines)}
             rows = dealt(sum(rows), [clocks[one] for one in machines])
@@ -293,7 +305,7 @@ class Unlike(Filler):
     def _rows(self, way: Setting) -> tuple[int, ...]:
         return way.rows or (way.placement.rows,) * way.dp
 
-    # -- what a replica takes ----------------------------------------------------------------------
+    # -- seconds of a replica ----------------------------------------------------------------------
 
     def _chain(self, way: Setting, rows: int) -> Chain | None:
         at = replace(way.placement, rows=rows)
@@ -303,7 +315,7 @@ class Unlike(Filler):
         return self._chains[at]
 
     def _table(self, way: Setting, rows: int, machine: Nodes) -> tuple[Floats, ...]:
-        """Seconds of one unit of each run, as `by_run` has them."""
+        """Seconds of one unit of each run, summed over the causes of `by_run`."""
         axes = axes_of(way)
         key = replace(way.placement, rows=rows), axes, machine
         if key not in self._tables:
@@ -313,7 +325,8 @@ class Unlike(Filler):
         return self._tables[key]
 
     def _cut(self, way: Setting, rows: Sequence[int]) -> tuple[int, ...] | None:
-        """Cut for the slowest replica at each stage; None where the model has no such rows."""
+        """Split for the slowest replica at each stage; None where the model cannot have these
+        rows."""
         home = homes(way.order, way.pp, way.chunks)
         totals = []
         for kind in set(zip(rows, laid(way, ordered(self._nodes, way.nodes)))):
@@ -324,10 +337,11 @@ class Unlike(Filler):
         return bottleneck(totals)
 
     def _programme(self, way: Setting, keeps: bool) -> tuple[int, ...] | None:
-        """Stages cut by the programme of partitions for rounds of 1F1B, on devices with their own
-        speed and room; with all units computed again unless a stage `keeps` activations.
+        """Split into stages by the dynamic programme for 1F1B, on devices with their own speed and
+        memory.
 
-        Returns None for several stages on a rank, and for chains that would take it long.
+        All units are recomputed unless `keeps`: then stages save activations.  Returns None for
+        several stages on a rank, and for chains that would take too long.
         """
         kinds = dict.fromkeys(zip(self._rows(way), laid(way, ordered(self._nodes, way.nodes))))
         chains = [self._chain(way, rows) for rows, _ in kinds]
@@ -358,8 +372,11 @@ class Unlike(Filler):
         return None if found is None else found.units
 
     def _costs(self, way: Setting, kind: Kind, keeps: bool) -> Floats:
-        """Seconds forward and backward of the units before each at each place, shares of its memory
-        that their state and activations fill, and what each fills once [places, 5, units + 1]."""
+        """Costs of the units before each unit, at each place [places, 5, units + 1].
+
+        The rows: seconds forward and backward, shares of the place's memory that state and
+        activations fill, and the share that the unit itself needs once.
+        """
         chain = self._chain(way, kind[0])
         assert chain is not None
         units = [run.unit for run in chain.runs]
@@ -402,7 +419,7 @@ class Unlike(Filler):
         return forward, (whole - weights)[:, 0], weights[:, 0]
 
     def _span(self, way: Setting, kind: Kind) -> tuple[float, float]:
-        """Seconds of a replica's pipeline, and of its messages on the longest way."""
+        """Seconds of a replica's pipeline, and of the messages on its critical path."""
         key = replace(way, zero=min(way.zero, 1), rows=()), kind
         if key not in self._spans:
             self._spans[key] = self._longest(way, kind)
@@ -418,14 +435,14 @@ class Unlike(Filler):
     def _clock(
         self, way: Setting, machines: Machines, cuts: tuple[int, ...]
     ) -> Callable[[int], float]:
-        """Seconds of a replica by its rows."""
+        """Return a function from rows to seconds of a replica."""
         known: dict[int, float] = {}
-        cut_ = replace(way, cuts=cuts)
+        split = replace(way, cuts=cuts)
 
         def took(rows: int) -> float:
             if rows not in known:
-                there = self._chain(way, rows) is not None
-                known[rows] = self._span(cut_, (rows, machines))[0] if there else np.inf
+                possible = self._chain(way, rows) is not None
+                known[rows] = self._span(split, (rows, machines))[0] if possible else np.inf
             return known[rows]
 
         return took
@@ -433,7 +450,7 @@ class Unlike(Filler):
     # -- a price -----------------------------------------------------------------------------------
 
     def _priced(self, way: Setting, cuts: tuple[int, ...], rows: tuple[int, ...]) -> Filled:
-        """Price a way with its cuts and rows, or tell whose memory is too small."""
+        """Price a candidate with its stages and rows, or say which rank has too little memory."""
         machines = laid(way, ordered(self._nodes, way.nodes))
         kinds = list(dict.fromkeys(zip(rows, machines)))
         uneven = rows if len(set(rows)) > 1 else ()
@@ -464,12 +481,12 @@ class Unlike(Filler):
         return Held(chain, self.job, setting)
 
     def _full(self, setting: Setting, needs: Floats, machines: Machines) -> Filled:
-        """A way that is too large for the memory of one of its ranks."""
+        """Return a candidate that is too large for the memory of one of its ranks."""
         worst = int((needs / _memory(machines)).argmax())
         return Filled(setting, 0.0, float(needs[worst]), room=float(machines[worst].memory))
 
     def _seconds(self, setting: Setting, kinds: Sequence[Kind]) -> tuple[float, dict[str, float]]:
-        """Seconds of a step, and its parts: of the replica that ends last, then of all."""
+        """Seconds of a step, and its parts: of the replica that ends last, then of all replicas."""
         nodes, recipe, none = ordered(self._nodes, setting.nodes), self.job.recipe, NONE
         last = max(kinds, key=lambda kind: self._span(setting, kind))
         (span, sends), passes = self._span(setting, last), self._passes(setting, last)
@@ -499,11 +516,11 @@ class Unlike(Filler):
     # -- near the best -----------------------------------------------------------------------------
 
     def _near(self, clock: Clock, best: Filled) -> Iterator[Filled]:
-        """The same with stages as the pipeline's rounds would have them; with one unit more or less
-        on some stages, or one row more or less for some replicas."""
+        """Evaluate neighbours: stages of the dynamic programme, one unit more or less on some
+        stages, one row more or less on some replicas."""
         setting = best.setting
         rows = self._rows(setting)
-        yield from self._again(best)
+        yield from self._with_programme_stages(best)
         for cuts in cuts_near(setting.cuts):
             yield self._priced(setting, cuts, rows)
         for moved in cuts_near(setting.rows):
@@ -511,8 +528,8 @@ class Unlike(Filler):
 
 
 TURNS = 3
-NEAR = 1.25  # times the best: a way is cut again that takes no longer
-LARGE = 300  # units times stages, for which the programme takes long
+NEAR = 1.25  # a candidate within this factor of the best is improved
+LARGE = 300  # maximum of units * stages: beyond, the programme takes too long
 
 
 def _memory(machines: Machines) -> Floats:

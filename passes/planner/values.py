@@ -1,4 +1,4 @@
-"""Values of the planner: what units of a model cost one rank, a setting, and what that costs."""
+"""Values of the planner: costs of a model's units on one rank, a setting, and its price."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Kind = Literal["product", "attention", "other"]
 
 @dataclass(frozen=True)
 class Operator:
-    """Operators that cost alike.
+    """Operators of equal cost.
 
-    kind   a product of matrices (convolutions too), fused attention, or anything else
-    flops  floating-point operations of one, as 16-bit ones
+    kind   "product" (matrix product or convolution), fused "attention", or "other"
+    flops  floating-point operations of one, counted as 16-bit operations
     moved  bytes that one reads and writes
     count  how often it runs
-    cause  under which a fit to measured runs weighs it; "" its kind
+    cause  name under which a fit to measured runs weights it; "" for its kind
     """
 
     kind: Kind
@@ -30,11 +30,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives, or messages, that cost alike.
+    """Collectives, or messages, of equal cost.
 
     op     all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send
-    axis   of the mesh, whose ranks meet
-    bytes  of the whole tensor, of one
+    axis   of the mesh, along which they run
+    bytes  of the full tensor, of one
     count  how often it is sent
     """
 
@@ -54,12 +54,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """Axes that split tensors, and rows: they decide how much one unit costs one rank.
+    """Axes that split tensors, and rows: what the cost of one unit on one rank depends on.
 
     rows      of a microbatch on one rank
-    sequence  activations between the layers of `tp` are split along the sequence as well
-    offload   what lies on the host: "none", "activations", "optimizer", or "both"
-    slices    of a sequence, which run one after the other: a unit is one of them in the mean
+    sequence  whether activations between layers of `tp` are split along the sequence too
+    offload   what is on the host: "none", "activations", "optimizer", or "both"
+    slices    of a sequence, which run one after the other: costs of a unit are of a mean slice
     """
 
     rows: int = 1
@@ -72,27 +72,27 @@ class Placement:
 
     @property
     def parked(self) -> bool:
-        """Whether activations leave for the host, of units that are modules."""
+        """Whether activations are offloaded to the host, of units that are modules."""
         return self.offload in ("activations", "both")
 
     @property
     def hosted(self) -> bool:
-        """Whether the optimizer's state lies on the host, where its step is made."""
+        """Whether the optimizer's state is on the host, where its step runs."""
         return self.offload in ("optimizer", "both")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit that stages are made of (a layer, an embedding, a head with its loss), on one rank.
+    """One unit of a stage (a layer, an embedding, a head with its loss), on one rank.
 
-    All of one microbatch of `Placement.rows` rows, or of one of its slices.  `numbers` are
-    parameters that the rank holds with this placement, before ZeRO splits them; `spread` those of
-    them that `ep` has split already, and which are therefore summed over fewer replicas.  Bytes:
-    `kept` by a forward for its backward; `input`, which is kept instead where the unit is computed
-    again; `most` that forward or backward holds beside what is kept, at its fullest moment;
-    `handed` to the next unit;
-    `entering` kept besides by the first unit of a stage, which holds what another one sent it;
-    `waiting` kept besides between two halves of a backward, of gradients of what layers gave.
+    All figures are for one microbatch of `Placement.rows` rows, or one of its slices.  `numbers`
+    are parameters that the rank holds with this placement, before ZeRO shards them; `spread` are
+    those among them that `ep` has split, which are therefore reduced over fewer replicas.  Bytes:
+    `kept` is saved by a forward for its backward; `input` is saved instead where the unit is
+    recomputed; `most` is held besides saved bytes at the fullest moment of forward or backward;
+    `handed` goes to the next unit; `entering` is saved besides by the first unit of a stage, which
+    holds the input that it received; `waiting` is saved besides between two halves of a backward:
+    gradients of outputs of layers.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Run:
-    """Equal units, `count` of them in a row."""
+    """`count` equal units in a row."""
 
     unit: Unit
     count: int
@@ -118,9 +118,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model under one placement: its units from first to last, by runs of equal ones.
+    """A model under one placement: its units from first to last, as runs of equal units.
 
-    tied  pairs of places of runs that share their parameters (an embedding and its head)
+    tied  pairs of indices of runs that share parameters (an embedding and its head)
     """
 
     placement: Placement
@@ -135,9 +135,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes of each number of a parameter, of its gradient, and of its optimizer's state.
+    """Bytes of one number of a parameter, of its gradient, and of its optimizer state.
 
-    master  bytes of a copy in 32 bits that the optimizer keeps, and ZeRO splits with its state
+    master  bytes of the optimizer's 32-bit copy, which ZeRO shards with the optimizer state
     """
 
     parameter: int = 2
@@ -146,22 +146,22 @@ class Recipe:
     master: int = 4
 
     def state(self, hosted: bool) -> int:
-        """Bytes of a number that the optimizer keeps on the device; masters stay there."""
+        """Bytes of optimizer state on the device per parameter; masters always stay there."""
         return self.master + (0 if hosted else self.moments)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train: axes, order, cuts, and what is given up for memory.
+    """One way to train: axes, pipeline order, stages, and what is done to save memory.
 
     order   of the pipeline, by its name in the catalogue; `chunks` stages on each rank of pp
     micro   microbatches of a step on one replica
     zero    stage over the replicas
-    cuts    units of each stage, in order; () are as even as can be by the planner's own rule
-    again   units of each stage that are computed again, the first ones; () none
-    axes    from the slowest, whose ranks lie farthest apart, to the fastest; ep is folded into dp
-    rows    of a microbatch of each replica, where these are unlike; () those of the placement
-    nodes   by their places in the cluster, in the order of their ranks; () as they are there
+    cuts    units of each stage, in order; () for stages as even as possible by the planner's rule
+    again   units of each stage that are recomputed, the first ones; () for none
+    axes    from the slowest (ranks farthest apart) to the fastest; ep is folded into dp
+    rows    of a microbatch of each replica, where these differ; () for those of the placement
+    nodes   indices into the cluster's nodes, in the order of ranks; () for the cluster's order
     """
 
     placement: Placement
@@ -184,11 +184,11 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the mesh; experts lie on ranks that are replicas for all else."""
+        """Ranks of the mesh; ranks of experts are replicas for everything else."""
         return self.dp * self.pp * self.placement.tp * self.placement.cp
 
     def stride(self, axis: str) -> int:
-        """Ranks from one to its neighbour along an axis; ep is folded into dp."""
+        """Return the distance in ranks to a neighbour along an axis; ep is folded into dp."""
         at = self.placement
         sizes = {"dp": self.dp, "pp": self.pp, "cp": at.cp, "tp": at.tp}
         place = self.axes.index("dp" if axis == "ep" else axis)
@@ -199,8 +199,8 @@ class Setting:
 class Priced:
     """Seconds of a step of a setting, and bytes of its ranks.
 
-    seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending of
-             axes, idle in the pipeline, gradients, optimizer
+    seconds  of a step; `parts` of it by cause (their sum is `seconds`): computing, sending along
+             axes, pipeline bubble ("idle"), gradients, optimizer
     peaks    bytes of a rank of each place along `pp`, at its fullest moment
     """
 

@@ -1,4 +1,4 @@
-"""A random walk over plans: better ones are taken, worse ones seldom."""
+"""Random walk over plans (Metropolis-Hastings): better plans are accepted, worse ones rarely."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def walk(
     heat: float = 0.05,
     seed: int = 0,
 ) -> Walked[Plan]:
-    """The best plan that a walk of Metropolis and Hastings meets.
+    """Return the best plan that a Metropolis-Hastings walk visits.
 
-    propose  a neighbour; as likely to come from one of two plans to the other as back
+    propose  a neighbour; the probabilities of either direction between two plans must be equal
     cost     seconds; infinite for a plan that does not fit
-    heat     share of the cost by which a worse plan is taken once in e times
-    FlexFlow (Jia et al., MLSys 2019) walks so over strategies of operators.
+    heat     a plan that is worse by this share of the cost is accepted with probability 1/e
+    FlexFlow (Jia et al., MLSys 2019) walks over strategies of operators in this way.
     """
     chance = random.Random(seed)
     here, now = start, cost(start)

@@ -1,4 +1,4 @@
-"""A setting as a schedule, which is proven like any other."""
+"""A setting of the planner written as a schedule, which can be proven like any other schedule."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -> n.File:
-    """The schedule that a setting stands for; `remarks` are its comments.
+    """Write the schedule of a setting; `remarks` become its comments.
 
-    Raises Refusal for what has no rows, ValueError for cuts that are not those of the model.
+    Raises Refusal for what has no rows, ValueError for stages that do not fit the model.
     """
     chain = profiles(setting.placement)
     if isinstance(chain, Refusal):
@@ -36,10 +36,13 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
         steps.append(precision(profiles.dtype, FORWARD))
     steps += steps_of(rows, blocks)
     cuts = cuts_of(chain, setting)
-    again = list(_again(profiles.names, cuts, setting))
+    again = list(_recomputed(profiles.names, cuts, setting))
     if again:
         steps.append(step("memory", again, FORWARD))
-    last = [*_offloaded(profiles.names, chain, setting), *_last(profiles.names, cuts, setting)]
+    last = [
+        *_offloaded(profiles.names, chain, setting),
+        *_training_rows(profiles.names, cuts, setting),
+    ]
     if last:
         parted = setting.dp > 1 or setting.passes > 1
         relax = profiles.relax if parted else ""
@@ -51,9 +54,9 @@ def written(profiles: Profiles, setting: Setting, remarks: Sequence[str] = ()) -
 
 
 def cuts_of(chain: Chain, setting: Setting) -> tuple[int, ...]:
-    """The units of each stage; where a setting leaves them open, of operations as even as can be.
+    """Return the units of each stage; by default stages split as evenly as possible by operations.
 
-    Raises ValueError for others than the chain has.
+    Raises ValueError for numbers that the chain does not have.
     """
     stages = setting.pp * setting.chunks
     work = [
@@ -66,15 +69,16 @@ def cuts_of(chain: Chain, setting: Setting) -> tuple[int, ...]:
 
 
 def _mesh(setting: Setting) -> dict[str, int]:
-    """Axes of several ranks, slowest first; experts lie along some of the replicas."""
+    """Axes of several ranks, slowest first; experts are along some of the replicas."""
     at = setting.placement
     sizes = {"dp": setting.dp // at.ep, "ep": at.ep, "pp": setting.pp, "cp": at.cp, "tp": at.tp}
     order = [one for axis in setting.axes for one in ((axis, "ep") if axis == "dp" else (axis,))]
     return {axis: sizes[axis] for axis in order if sizes[axis] > 1} or {"dp": 1}
 
 
-def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
-    """Rows that recompute the first units of each stage; a unit that is no module stays."""
+def _recomputed(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
+    """Rows that recompute the first units of each stage; a unit that is no module is not
+    recomputed."""
     if not any(setting.again):
         return
     firsts = [0, *accumulate(cuts)]
@@ -92,7 +96,7 @@ def _again(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Itera
 
 
 def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator[n.Stmt]:
-    """Rows of what lies on the host: activations of modules, the optimizer's state."""
+    """Rows that offload activations of modules, and the optimizer's state."""
     units = [run.unit for run in chain.runs for _ in range(run.count)]
     named = list(zip(names, units, strict=True))[1:-1] if setting.placement.parked else []
     for _parent, group in groupby(named, lambda pair: pair[0].rpartition(".")[0]):
@@ -106,14 +110,14 @@ def _offloaded(names: Sequence[str], chain: Chain, setting: Setting) -> Iterator
 
 
 def _path(run: Sequence[str], everyone: Sequence[str]) -> n.Path:
-    """The path of modules of one parent."""
+    """Build the path of modules of one parent."""
     found = selector(run, everyone)
     assert found is not None
     return found
 
 
 def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
-    """Names that follow one another, together."""
+    """Group names that follow one another."""
     runs: list[list[str]] = []
     for k, name in enumerate(everyone):
         if name in mine:
@@ -125,7 +129,7 @@ def _runs(mine: Sequence[str], everyone: Sequence[str]) -> Iterator[list[str]]:
     yield from runs
 
 
-def _last(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
+def _training_rows(names: Sequence[str], cuts: Sequence[int], setting: Setting) -> Iterator[n.Stmt]:
     """The rows of the pipeline and of the replicas."""
     starts = [names[at] for at in accumulate(cuts[:-1])]
     if any(not name for name in starts):

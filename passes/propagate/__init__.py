@@ -1,1 +1,1 @@
-"""Layouts of tensors through one forward, and what splits of rows and tokens make of it."""
+"""Layouts of tensors in one forward on the meta device; splits of batches and of sequences."""

@@ -1,4 +1,4 @@
-"""Casts of a plan, put into models that only show shapes."""
+"""Casts of a plan: put around modules of a copy or a loss, and read from the plan."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Loss = Callable[..., Any]
 
 
 def cast_modules(plan: Plan, model: nn.Module, keeps: bool = False) -> Region | None:
-    """Put the casts of all rows around the modules of a copy; None where there are none.
+    """Put the casts of all rows around the modules of a copy; return None without casts.
 
-    keeps: casts of parameters serve a whole step; see `steady`.
+    keeps: cast parameters are cached for a full step; see `steady`.
     """
     from schedlang.runtime.mixed_precision import cast
 
@@ -32,10 +32,10 @@ def cast_modules(plan: Plan, model: nn.Module, keeps: bool = False) -> Region | 
 
 
 def steady(plan: Plan, timeline: Timeline) -> bool:
-    """Whether whole parameters lie on the device, with the same values, all step long.
+    """Return whether full parameters stay on the device, with the same values, for a full step.
 
-    Not where they are gathered or fetched for each use: a cast that stays would be a copy of what
-    was freed.  Nor where updates are made inside a step.
+    Returns False where parameters are gathered or fetched for each use: a cached cast would be a
+    copy of a freed parameter. Returns False also where updates are made inside a step.
     """
     gathered = any(one.stage == 3 for one in plan.replicas)
     fetched = any(one.what == "parameters" for one in plan.stores)
@@ -43,7 +43,7 @@ def steady(plan: Plan, timeline: Timeline) -> bool:
 
 
 def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:
-    """The loss beside the model, under the autocast of the whole model if there is one."""
+    """Return the user's loss, under the autocast of the root module if there is one."""
     row = root_cast(plan)
     if row is None or row.params or loss is None:
         return loss
@@ -53,22 +53,23 @@ def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:
 
 
 def root_cast(plan: Plan) -> Cast | None:
-    """The row for the model as a whole."""
+    """Return the cast of the root module, or None."""
     return next((one for one in plan.casts if not one.fqn), None)
 
 
 def gathered_in(plan: Plan, names: Iterable[str]) -> str | None:
-    """The dtype in which slices of these parameters can be gathered; None: as they are stored.
+    """Return the dtype in which shards of these parameters can be gathered; None: the stored dtype.
 
-    Only where everything that holds one of them casts it: an island needs the stored values.
+    The dtype is returned only if all modules that hold one of the parameters cast it to the same
+    dtype: a module that computes in the stored dtype needs the stored values.
     """
     ties = {name: tie for tie in plan.model.ties for name in tie}
-    found = {_used_in(plan, name) for first in names for name in ties.get(first, (first,))}
+    found = {_cast_dtype(plan, name) for first in names for name in ties.get(first, (first,))}
     return found.pop() if len(found) == 1 else None
 
 
-def _used_in(plan: Plan, name: str) -> str | None:
-    """Return the dtype to which the innermost row around a parameter casts it; None: it stays."""
+def _cast_dtype(plan: Plan, name: str) -> str | None:
+    """Return the dtype to which the innermost row casts a parameter; None: it is not cast."""
     rows = [one for one in plan.casts if inside(name, one.fqn)]
     row = max(rows, key=lambda one: len(one.fqn), default=None)
     stored = plan.model.parameters[name].dtype
@@ -76,7 +77,7 @@ def _used_in(plan: Plan, name: str) -> str | None:
 
 
 def lowest(plan: Plan) -> float:
-    """The spacing at 1 of the coarsest dtype that a module computes in; 0: none is cast."""
+    """Return the largest epsilon among the dtypes to which modules are cast; 0 without casts."""
     import torch
 
     from schedlang.runtime.mixed_precision import DTYPES
@@ -86,7 +87,7 @@ def lowest(plan: Plan) -> float:
 
 
 def loss_scale(plan: Plan) -> LossScale | None:
-    """The scale that a program begins with, where one of its rows computes in float16."""
+    """Return the initial loss scale, where a row computes in float16; else None."""
     from schedlang.runtime.optim.loss_scale import LossScale
 
     row = plan.scaled

@@ -1,8 +1,7 @@
-"""Parts of sequences: how a plan's model runs on ranks that split them, or in slices.
+"""Models on parts of sequences: over ranks (`context_parallel`), or in slices of a pipeline.
 
-* A model tried on a small stand-in before it trains: how it may run on parts of its sequences.
-* How the model of a plan runs on some tokens of its sequences, where rows split them.
-* How it runs on slices, where its pipeline cuts sequences.
+Before training, a small stand-in of the model is run to find out how the model computes on some
+tokens of its sequences: `tokens_of` for ranks, `slicing_of` for slices.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a trial: the model of a plan, a microbatch, and a user's own loss and
-    weight."""
+    """The subject of a trial: the model of a plan, a microbatch, the user's loss and weight."""
 
     plan: Plan
     traced: Traced
@@ -46,11 +44,11 @@ class Subject:
 
     @property
     def model(self) -> nn.Module:
-        """The untouched model."""
+        """Return the unmodified model."""
         return self.plan.model.model
 
     def trial(self, count: int, *, short: bool) -> Trial:
-        """A stand-in for `count` parts; `short`: of few tokens, and of one block of each kind."""
+        """Return a stand-in for `count` parts; `short`: few tokens, and one block of each kind."""
         from schedlang.runtime.sequence_pipelining.trial import trial_of
 
         labels = self.traced.labels
@@ -72,9 +70,9 @@ class Subject:
 class Question(Generic[T]):
     """The question that a trial answers.
 
-    guess    the answer for a model without values, untried
-    probe    the answer of a trial, or a Refusal
-    refusal  of a title and notes, for a model that no trial can run
+    guess    returns the answer for a model without values, without running it
+    probe    runs a trial and returns the answer, or raises Refusal
+    refusal  returns the refusal, from a title and notes, for a model that no trial can run
     """
 
     guess: Callable[[Trial], T]
@@ -83,7 +81,10 @@ class Question(Generic[T]):
 
 
 def answer(subject: Subject, count: int, ask: Question[T]) -> T:
-    """Return the answer of a short stand-in, else of one with all blocks, as long as the sample."""
+    """Return the answer of a short stand-in, or else of a stand-in of full length and depth.
+
+    Raises the probe's Refusal, or OwnError if the stand-in runs alone but its probe fails.
+    """
     from schedlang.runtime.context_parallel.plain_run import runs
 
     if lies_on_meta(subject.model):
@@ -91,8 +92,8 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
     try:
         return ask.probe(subject.trial(count, short=True))
     except Exception as error:
-        # whatever it says, a refusal too: blocks that were left out, or sequences too short for
-        # what it does, may be all that is wrong; the other stand-in is nearer, and has the word
+        # any error, also a refusal: missing blocks or too short sequences may be its only cause;
+        # the full stand-in is closer to the model, and decides
         short = error
     trial = subject.trial(count, short=False)
     try:
@@ -101,22 +102,21 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
         raise refusal from short
     except Exception as error:
         error.__cause__ = short
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
         if runs(trial):
             kind = type(subject.model).__name__
-            raise OwnError(f"`{kind}` runs alone on a small batch", said) from error
+            raise OwnError(f"`{kind}` runs alone on a small batch", message) from error
         title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
-        raise ask.refusal(title, said) from error
+        raise ask.refusal(title, message) from error
 
 
 def lies_on_meta(model: nn.Module) -> bool:
-    """Return whether a model has no values."""
+    """Return whether a model has tensors without values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def weight_by_tokens(traced: Traced, count: int) -> Weight:
-    """Return the weight of a part in the mean: its labels that count; its tokens where there are
-    none."""
+    """Return the weight function of parts: by counted labels, or by tokens without labels."""
     from schedlang.runtime.batch import rows_of
     from schedlang.runtime.sequence_pipelining.slices import length_of
 
@@ -128,16 +128,16 @@ def weight_by_tokens(traced: Traced, count: int) -> Weight:
 def tokens_of(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
 ) -> Tokens | None:
-    """Return what the probe finds for a microbatch; None where sequences stay whole.
+    """Return how the model runs on shards of sequences; None where sequences are not split.
 
-    Raises Refusal S659 at the last row that splits sequences if the model cannot be split so. A
-    model without values is not tried: it cannot be built either.
+    Raises Refusal S659 at the last row that splits sequences if the model cannot run so. A model
+    without values is not probed: it cannot be built either.
     """
     if plan.mesh.size(plan.context_axes) == 1:
         return None
     try:
-        _check(plan)
-        found = _found(Subject(plan, traced, sample, loss, weight))
+        _check_axes(plan)
+        found = _probe_tokens(Subject(plan, traced, sample, loss, weight))
         found.layout(sample)  # are there enough tokens?
     except Refusal as refusal:
         raise at_its_row(refusal, row_of(plan)) from refusal
@@ -147,26 +147,26 @@ def tokens_of(
 
 def kind_of(plan: Plan) -> str:
     """Return the layout of tokens over ranks: that of some row, else "contiguous"."""
-    said = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
-    return next(iter(said), None) or "contiguous"
+    layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+    return next(iter(layouts), None) or "contiguous"
 
 
 def row_of(plan: Plan) -> Action | None:
-    """The last row that splits sequences."""
+    """Return the last row that splits sequences, or None."""
     found = [one for rows in plan.contexts.values() for one in rows]
     return plan.origin(max(found, key=lambda one: one.row)) if found else None
 
 
 @contextmanager
 def about_its_row(plan: Plan) -> Iterator[None]:
-    """Raise a Refusal from inside at the last row that splits sequences, if there is one."""
+    """Place refusals raised inside the context at the last row that splits sequences."""
     try:
         yield
     except Refusal as refusal:
         raise at_its_row(refusal, row_of(plan)) from refusal
 
 
-def _check(plan: Plan) -> None:
+def _check_axes(plan: Plan) -> None:
     if plan.order is not None and plan.order.slices > 1:
         raise Refusal.of(
             "S662",
@@ -189,7 +189,7 @@ def _check(plan: Plan) -> None:
             )
 
 
-def _found(subject: Subject) -> Tokens:
+def _probe_tokens(subject: Subject) -> Tokens:
     from schedlang.runtime.context_parallel.probe import guess, no_tokens, probe, unrunnable
 
     without = no_tokens(subject.sample)
@@ -202,25 +202,30 @@ def _found(subject: Subject) -> Tokens:
         held = {name for name, _ in one.model.named_modules()}
         return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
 
-    def refusal(title: str, said: str) -> Refusal:
-        return unrunnable(subject.model, title, said)
+    def refusal(title: str, message: str) -> Refusal:
+        return unrunnable(subject.model, title, message)
 
     return answer(subject, ranks, Question(lambda one: guess(one, kind, ranks), tried, refusal))
 
 
 def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks) -> None:
-    """Let the attentions of a rank's module meet the keys of other ranks."""
+    """Install attention over the keys of all ranks in a rank's module, if sequences are split."""
     from schedlang.runtime.context_parallel.install import install
 
     if tokens is not None:
         contexts = plan.contexts.items()
-        install(module, tokens, {site: _how(site, rows, ranks.group) for site, rows in contexts})
+        install(
+            module, tokens, {site: _method_of(site, rows, ranks.group) for site, rows in contexts}
+        )
 
 
 def on_its_tokens(
     plan: Plan, model: nn.Module, tokens: Tokens | None, batch: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
-    """The first rank's part of a microbatch for a model without ranks, and where it runs."""
+    """Return the first rank's inputs, and a context, for a forward on the meta device.
+
+    The attention of context parallelism is installed in `model`.
+    """
     from schedlang.runtime.batch import Part
     from schedlang.runtime.comm.collectives import Group
     from schedlang.runtime.context_parallel.install import InShard, WithoutValues, install
@@ -232,19 +237,21 @@ def on_its_tokens(
         plain = plan.mesh.fold(axes)
         return Group(plain, plan.mesh.group(0, plain), 0)
 
-    hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
+    hows = {site: _method_of(site, rows, group) for site, rows in plan.contexts.items()}
     install(model, tokens, hows)
     part = tokens.part(Part(dict(batch), ()), 0, WithoutValues())
     return part.inputs, InShard(tokens).within(part.shard, nullcontext())
 
 
-def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> AttentionMethod:
-    """The method of a module and its groups, outermost first."""
+def _method_of(
+    site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]
+) -> AttentionMethod:
+    """Return the attention method of a module and its process groups, outermost first."""
     from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
 
     outer = sorted(rows, key=lambda one: one.method == "ulysses")
-    axes = [axis for one in outer for axis in _levels(one)]
-    methods = [one.method for one in outer for _ in _levels(one)]
+    axes = [axis for one in outer for axis in _levels_of(one)]
+    methods = [one.method for one in outer for _ in _levels_of(one)]
     groups = [replace(group(axis), label=site) for axis in axes]
     real = [k for k, group in enumerate(groups) if group.size > 1]
     if len(rows) == 1 and len(real) == len(groups):
@@ -252,22 +259,22 @@ def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) ->
     if len(real) == 2:
         return AttentionMethod("usp", tuple(groups))
     (k,) = real
-    return AttentionMethod(_alone(methods[k], k), (groups[k],))
+    return AttentionMethod(_one_level_method(methods[k], k), (groups[k],))
 
 
 METHODS = {"double_ring": "double ring"}
 
 
-def _alone(method: str, level: int) -> str:
-    """A method of two levels of which one has one rank."""
+def _one_level_method(method: str, level: int) -> str:
+    """Return the method that remains of a two-level method when the other level has one rank."""
     if method == "double_ring":
         return "ring"
     inner = {"usp": "ulysses", "nbody": "gather"}.get(method)
     return method if inner is None else ("ring", inner)[level]
 
 
-def _levels(one: Context) -> list[str | tuple[str, ...]]:
-    """The axes of a row as levels: of two-level methods each axis, else all as one."""
+def _levels_of(one: Context) -> list[str | tuple[str, ...]]:
+    """Return the levels of a row: each axis for two-level methods, else all axes as one level."""
     return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]
 
 
@@ -279,23 +286,23 @@ def slicing_of(
     loss: Loss | None,
     weight: Weight | None,
 ) -> Slicing | None:
-    """Return what the probe finds for a microbatch in `count` slices; None where it stays whole.
+    """Return how the model runs on `count` slices of its sequences; None for one slice.
 
-    Raises Refusal S655 at the row that asks for slices if the model cannot be cut so. A model
-    without values is not tried: it cannot be built either.
+    Raises Refusal S655 at the row of the order if the model cannot run so. A model without values
+    is not probed: it cannot be built either.
     """
     if count == 1:
         return None
     try:
-        found = _of_slices(Subject(plan, traced, sample, loss, weight), count)
-        found = replace(found, grain=_grain(traced))
+        found = _probe_slices(Subject(plan, traced, sample, loss, weight), count)
+        found = replace(found, grain=_length_multiple(traced))
         found.pieces(sample)  # are there enough tokens?
         return found
     except Refusal as refusal:
         raise at_its_row(refusal, next(iter(plan.rows_changing(Facet.ORDER)), None)) from refusal
 
 
-def _of_slices(subject: Subject, count: int) -> Slicing:
+def _probe_slices(subject: Subject, count: int) -> Slicing:
     from schedlang.runtime.sequence_pipelining.probe import guess, probe, refusal
     from schedlang.runtime.sequence_pipelining.slices import Slicing
 
@@ -304,9 +311,8 @@ def _of_slices(subject: Subject, count: int) -> Slicing:
     return answer(subject, count, ask)
 
 
-def _grain(traced: Traced) -> int:
-    """Return the number of which lengths must be multiples: ranks that split activations by
-    tokens."""
+def _length_multiple(traced: Traced) -> int:
+    """Return the number that must divide lengths: of ranks that split activations by tokens."""
     from schedlang.ir.placement import S
     from schedlang.runtime.sharding.shard import dim_of
 
@@ -324,7 +330,7 @@ def _grain(traced: Traced) -> int:
 def slices_of(
     slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
 ) -> Slices | None:
-    """Return what cuts the microbatches of the local model; None: they stay whole."""
+    """Return the splitter of the local model's microbatches into slices; None without slices."""
     from schedlang.runtime.sequence_pipelining.slices import Slices
 
     if slicing is None:

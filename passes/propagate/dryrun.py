@@ -1,6 +1,6 @@
-"""The sharded copy on the meta device: what its modules want, and one run beside the original.
+"""The sharded copy of a model on the meta device: its sharded modules, and one run of the copy.
 
-* The sharded modules of a plan: how each computes, and what it wants.
+The run is compared with the recorded original; numbers that modules count by may be divided in it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from schedlang.runtime.sharding.sizes import Counted
 
 
-LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
+CUBE_LINES = ("down", "along", "deep")  # lines of a cube, in the order of its axes
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
 NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
-# classes that say how they compute
+# classes whose computation is known
 CLASSES = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS, *POOLS, *NORMS)
 
 
 def leaves_of(plan: Plan) -> dict[str, Leaf]:
-    """The sharded modules of a plan; axes of size 1 shard nothing."""
+    """Return the sharded modules of a plan, by name; axes of size 1 are left out."""
     from schedlang.runtime.propagation.dry import Leaf
 
     if plan.model.ties:
@@ -53,8 +53,8 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
             continue
         site = plan.model.sites[fqn]
         kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
-        kind = kind or ("norm" if _normalises(plan, site, real) else "")
-        make = WANTED.get(kind, _projection)
+        kind = kind or ("norm" if _is_split_norm(plan, site, real) else "")
+        make = WANTED.get(kind, _wanted_by_projection)
         wanted = tuple(make(plan, fqn, kind, b) for b in real)
         split = any(plan.held(fact.name).splits for fact in site.parameters.values())
         names = tuple(fact.name for fact in site.parameters.values())
@@ -63,13 +63,15 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
         split_kind = kind if own else ""
         last = bias.name if bias and pending else None
-        inner = _inner(plan, site, wanted) if len(site.dims) > 2 else ()
+        inner = _full_adapter_parameters(plan, site, wanted) if len(site.dims) > 2 else ()
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, last, inner)
     return leaves
 
 
-def _inner(plan: Plan, site: Site, wanted: tuple[Wanted, ...]) -> tuple[tuple[str, str], ...]:
-    """Return axes, each with a parameter of an adapter that is whole where the weight is split."""
+def _full_adapter_parameters(
+    plan: Plan, site: Site, wanted: tuple[Wanted, ...]
+) -> tuple[tuple[str, str], ...]:
+    """Return pairs of a split axis of the weight and an adapter's parameter without this split."""
     from schedlang.runtime.adapted import Adapted
 
     inner = Adapted.inner if site.is_a("Adapted") else ()
@@ -83,8 +85,8 @@ def _inner(plan: Plan, site: Site, wanted: tuple[Wanted, ...]) -> tuple[tuple[st
     )
 
 
-def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
-    """Return whether a module keeps parameters along a hidden dim that comes and goes in parts."""
+def _is_split_norm(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
+    """Return whether a module's parameters have one dim, split like the last dim of its tensors."""
     from schedlang.runtime.sharding.shard import dim_of
 
     facts = site.parameters.values()
@@ -97,23 +99,25 @@ def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
 
 
 def _check_ties(plan: Plan) -> None:
-    """Every module that uses a split parameter must be sharded over the same axes."""
+    """Refuse (S506) a module that uses a split parameter and is not sharded over the same axes."""
     for names in plan.model.ties:
         name = names[0]
         for used in names if name in plan.layouts else ():
             owner = plan.model.owner(used).fqn
             if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
-                continue  # a holder; whatever it does with its parameter is followed
+                continue  # only holds the parameter; its operations are traced
             known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
                 if not known.issuperset(plan.mesh.fold(split.axis)):
-                    raise Refusal(_half_sharded(plan, name, used, split))
+                    raise Refusal(_missing_row(plan, name, used, split))
 
 
-def _half_sharded(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
+def _missing_row(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
     site, axis = plan.model.owner(used), split.axis
     owners = [plan.model.owner(other) for other in plan.model.parameters[name].names]
-    row = next(a for a in plan.actions if {o.fqn for o in owners} & {*a.sites} or touches(a, name))
+    row = next(
+        a for a in plan.actions if {o.fqn for o in owners} & {*a.sites} or shards_module(a, name)
+    )
     words = any(owner.is_a("Embedding") for owner in owners)
     styles = ("vocab" if words else "col", "col" if site.is_a("Embedding") else "row")
     style = styles[split.dim ^ site.is_a("Conv1D")] if split.dim < 2 else styles[0]
@@ -127,8 +131,8 @@ def _half_sharded(plan: Plan, name: str, used: str, split: Split) -> Diagnostic:
     )
 
 
-def alike(plan: Plan, fqn: str) -> list[str]:
-    """The modules that stand in other layers where this one stands in its own."""
+def same_module_of_layers(plan: Plan, fqn: str) -> list[str]:
+    """Return the modules of the same kind whose names differ from `fqn` in numbers only."""
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
     kind = plan.model.sites[fqn].kind
     return [
@@ -136,8 +140,8 @@ def alike(plan: Plan, fqn: str) -> list[str]:
     ]
 
 
-def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
-    """The module that gathers its input for its children, beside what it did before."""
+def hoist_gather(fqn: str, known: Leaf | None, axis: str) -> Leaf:
+    """Return the leaf of a module that also gathers its input, for its children."""
     from schedlang.runtime.propagation.dry import Leaf, Wanted
 
     before = known.wanted if known is not None else ()
@@ -145,8 +149,8 @@ def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
     return Leaf(fqn, "", (*before, wanted))
 
 
-def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a Linear, Conv1D, Embedding, or unchanged module on one axis."""
+def _wanted_by_projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts that a Linear, Conv1D, Embedding or unchanged module needs on one axis."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry, output = boundary.axis, boundary.input, boundary.output
@@ -158,18 +162,18 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
         return Wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
     name = site.dims["weight"][split.dim]
     blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
-    lies = S(-1, blocks, split.uneven)
+    weight_layout = S(-1, blocks, split.uneven)
     if name == "in" and isinstance(entry, S):
-        entry = replace(lies, dim=entry.dim)  # inputs lie as the weight does
+        entry = replace(weight_layout, dim=entry.dim)  # inputs have the layout of the weight
     if name in ("out", "hidden"):
         head = isinstance(output, S) and output.dim == "vocab"
         cut = weight.shape[split.dim] if head else None
-        return Wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
+        return Wanted(axis, entry, output, weight_layout, splits=True, cut=cut, head=head)
     return Wanted(axis, entry, output, P(), splits=True)
 
 
-def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a convolution on an axis that splits its channels, or positions."""
+def _wanted_by_convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts that a convolution needs on an axis that splits channels or positions."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry, output = boundary.axis, boundary.input, boundary.output
@@ -177,19 +181,19 @@ def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     layout = plan.held(site.parameters["weight"].name)
     split = next((s for s in layout.splits if s.axis == axis), None)
     if split is None:
-        return _window(plan, fqn, kind, boundary)
+        return _wanted_by_window(plan, fqn, kind, boundary)
     name = site.dims["weight"][split.dim]
     blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
     if name == "in":
         return Wanted(axis, S(1, blocks), output, P(), splits=True)
     if plan.model.model.get_submodule(fqn).groups == 1:
         return Wanted(axis, entry or R, output, S(1, blocks), splits=True)
-    own = S(1, blocks)  # each group sees its own channels
+    own = S(1, blocks)  # each group has its own channels
     return Wanted(axis, own, output, own, splits=False)
 
 
-def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a convolution or pool on an axis that splits positions, if it does."""
+def _wanted_by_window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts of a convolution, pool or norm on an axis that may split positions."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, entry = boundary.axis, boundary.input
@@ -197,32 +201,31 @@ def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, entry, boundary.output, None, splits=False, parts=across)
 
 
-def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a module on a grid: rows split the batch, columns the hidden dim."""
+def _wanted_on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts of a module on a grid: rows split the batch, columns the hidden dim."""
     from schedlang.runtime.propagation.dry import Wanted
 
     _check_data(plan, fqn)
     if plan.boundaries[fqn].index(boundary) == 0:
         return Wanted(boundary.axis, None, None, R, splits=False, told="down")
-    return replace(_results(plan, fqn, boundary), splits=True, told="along")
+    return replace(_wanted_results(plan, fqn, boundary), splits=True, told="along")
 
 
-def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a module on a cube of ranks: inputs over two lines, results over the
-    third."""
+def _wanted_on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts of a module on a cube: two lines split inputs, the third one results."""
     from schedlang.runtime.propagation.dry import Wanted
 
     place = plan.boundaries[fqn].index(boundary)
     _check_data(plan, fqn)
-    if place < len(LINES):
-        return Wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+    if place < len(CUBE_LINES):
+        return Wanted(boundary.axis, None, None, R, splits=False, told=CUBE_LINES[place])
     if boundary.output is None:
         return Wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
-    return replace(_results(plan, fqn, boundary), told="out")
+    return replace(_wanted_results(plan, fqn, boundary), told="out")
 
 
-def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
-    """Return the demand for a product's results, which lie as its weight does."""
+def _wanted_results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
+    """Return the layout of a product's results, which is that of its weight."""
     from schedlang.runtime.propagation.dry import Wanted
 
     site, output = plan.model.sites[fqn], boundary.output
@@ -237,15 +240,15 @@ def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
     return Wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
 
 
-def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Return the demand of a norm over a split hidden dim: it takes parts, and gives parts."""
+def _wanted_by_norm(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts of a norm over a split hidden dim: input and output are split."""
     from schedlang.runtime.propagation.dry import Wanted
 
     return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
 
 
 def _check_data(plan: Plan, fqn: str) -> None:
-    """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
+    """Refuse (S510) a grid where not exactly the first axis splits the batch."""
     first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
     row = next(a for a in plan.rows_changing(Facet.PLACEMENT) if fqn in a.sites)
     label = Label(row.span)
@@ -259,8 +262,8 @@ def _check_data(plan: Plan, fqn: str) -> None:
             raise Refusal.of("S510", said, label, helps=(f"leave `{axis}` out of `zero`",))
 
 
-def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
-    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+def _wanted_by_experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Return the layouts of experts: tokens are sent on data axes, results summed on others."""
     from schedlang.runtime.propagation.dry import Wanted
 
     axis, told = boundary.axis, plan.told[fqn]
@@ -276,33 +279,29 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, R, R, P(), splits=True, told=told)
 
 
-# kinds that a row chose (plan.computes) and what each wants of one axis
+# kind of a module (its class, or chosen by a row in plan.computes) -> its layouts on one axis
 WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
-    **dict.fromkeys(CONVOLUTIONS, _convolution),
-    **dict.fromkeys((*POOLS, *NORMS), _window),
-    "summa Linear": _on_grid,
-    "summa Conv1D": _on_grid,
-    "summa Embedding": _on_grid,
-    "cube Linear": _on_cube,
-    "cube Conv1D": _on_cube,
-    "cube Embedding": _on_cube,
-    "norm": _normed,
-    "experts": _experts,
+    **dict.fromkeys(CONVOLUTIONS, _wanted_by_convolution),
+    **dict.fromkeys((*POOLS, *NORMS), _wanted_by_window),
+    **{f"summa {kind}": _wanted_on_grid for kind in CLASSES[:3]},
+    **{f"cube {kind}": _wanted_on_cube for kind in CLASSES[:3]},
+    "norm": _wanted_by_norm,
+    "experts": _wanted_by_experts,
 }
 
 
-def touches(action: Action, fqn: str) -> bool:
-    """Return whether a row shards the module, or something in it."""
+def shards_module(action: Action, fqn: str) -> bool:
+    """Return whether a row shards the module or a module inside it."""
     shards = action.changes(Facet.PLACEMENT)
     return shards and any(inside(s, fqn) for s in action.sites)
 
 
 Loss = Callable[..., Any]
-Below = tuple[tuple[str, str, int, Uneven], ...]  # what of a module is split: path, axis, ranks
+Below = tuple[tuple[str, str, int, Uneven], ...]  # splits inside a module: path, axis, ranks
 
 
 class Number(NamedTuple):
-    """A number by which modules of a class count that hold the same split things: old and new."""
+    """A number in an attribute of modules of a class with the same splits: full and local value."""
 
     kind: str
     below: Below
@@ -311,17 +310,16 @@ class Number(NamedTuple):
     local: int
 
 
-def _near(failure: Mismatch, number: Number) -> bool:
-    """Return whether a number may have made the sizes in the failing call."""
+def _may_explain(failure: Mismatch, number: Number) -> bool:
+    """Return whether a number may be the origin of sizes in the failing call."""
     sized = any(whole and whole % number.value == 0 for whole in failure.integers)
-    if number.value == failure.unit or sized:  # a whole tensor of as many heads may come from it
+    if number.value == failure.unit or sized:  # or of a full tensor with as many heads
         return True
     return "." not in number.attribute and bool(failure.integers or failure.mixed)
 
 
-def _locals(below: Below, value: int) -> Iterator[int]:
-    """Yield a number's values on one rank: its share of the ranks, or of those that hold the
-    same."""
+def _local_values(below: Below, value: int) -> Iterator[int]:
+    """Yield possible values on one rank: its share, and that of ranks with the same shard."""
     found = set()
     for _, _, ranks, uneven in below:
         found |= {value * uneven.wide / ranks, Fraction(value, uneven.repeat)}
@@ -329,10 +327,9 @@ def _locals(below: Below, value: int) -> Iterator[int]:
 
 
 class Part(NamedTuple):
-    """An argument of modules of a class, of which each rank needs its own part along a dim.
+    """An argument of modules of a class, of which each rank needs its own shard along a dim.
 
-    `unit` is the number of heads, which stands in the dim for each row of the batch; 0: the dim is
-    one of tokens.
+    `unit` is the number of heads per row of the batch in the dim; 0: the dim holds tokens.
     """
 
     kind: str
@@ -344,7 +341,7 @@ class Part(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A size that modules of a class read of an argument, and of which a rank counts its part."""
+    """A size of an argument that modules of a class read, and that must be divided on a rank."""
 
     kind: str
     below: Below
@@ -359,7 +356,11 @@ C = TypeVar("C", Number, Part, Size)
 
 @dataclass(eq=False)
 class Run:
-    """One forward of the sharded copy with some attributes divided."""
+    """One forward of the sharded copy, in which numbers, sizes and arguments are divided.
+
+    `given`: (module, turn) -> its inputs. `cuts`: (module, argument) -> its first split. For other
+    results see `Traced`.
+    """
 
     plan: Plan
     batch: Mapping[str, Any]
@@ -380,7 +381,7 @@ class Run:
         from schedlang.runtime.propagation.trace import Stack
 
         plan, known = self.plan, self.recording
-        self.stack = Stack(seen=self._see)
+        self.stack = Stack(seen=self._note_layouts)
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         self.sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         splits = {fqn: [w.axis for w in leaf.wanted] for fqn, leaf in self.leaves.items()}
@@ -390,9 +391,9 @@ class Run:
 
     @cached_property
     def below(self) -> Mapping[str, Below]:
-        """The splits, by path, in every module that holds something sharded.
+        """Return the splits inside every module that holds a sharded module.
 
-        What gathers its outputs is split for nobody around it: such modules are not alike.
+        A module that gathers its outputs is split only for itself, not for modules around it.
         """
         found: dict[str, list[Any]] = {}
         for leaf in self.leaves.values():
@@ -405,20 +406,20 @@ class Run:
                     found.setdefault(fqn, []).extend(split)
         return {fqn: tuple(split) for fqn, split in found.items()}
 
-    def _see(self, frame: tuple[str, int], tree: Any) -> None:
-        """Note how the tensors that a call is given, or gives, lie on the ranks."""
+    def _note_layouts(self, frame: tuple[str, int], tree: Any) -> None:
+        """Note the layouts of a call's inputs, or of its outputs."""
         from schedlang.runtime.tracing.meta import tensors_in
 
         if frame not in self.given and frame[0]:
-            self.given[frame] = tree  # first what goes in
+            self.given[frame] = tree  # inputs come first
         notes = None if self.follower.loose else tuple(map(self.follower.of, tensors_in(tree)))
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
-        """Run; what disagreed first, or None."""
+        """Run the forward; return the first mismatch with the original, or None."""
         from schedlang.runtime.batch import forward
         from schedlang.runtime.kept_outside import kept_outside
-        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace
+        from schedlang.runtime.propagation.trace import Hoist, Mismatch, Note, Trace, of_the_model
         from schedlang.runtime.tracing.meta import tensors_in, without_values
 
         model = self._copy()
@@ -431,16 +432,19 @@ class Run:
                     output, _ = forward(model, inputs, self.loss)
             for tensor in tensors_in(output):
                 for axis, tag in self.follower.of(tensor).tags.items():
-                    raise self._returned(axis, tag.by)
+                    raise self._returns_shard(axis, tag.by)
         except Mismatch as failure:
             return failure
         except Hoist:
             raise
         except Exception as error:
-            if not self.divided:
+            if self.divided:  # a number that counts something else: this try leads nowhere
+                return Mismatch(("", 0), str(error), None, (), -1)
+            if not of_the_model(error):
                 raise
-            # a number that counts something else was divided: this try leads nowhere
-            return Mismatch(("", 0), str(error), None, (), -1)
+            found = self.follower.refuse(str(error).split("\n")[0], None)
+            found.frame, found.raw = self.stack.broke, True
+            return found
         return None
 
     def _copy(self) -> nn.Module:
@@ -472,7 +476,7 @@ class Run:
         return model
 
     def _divide(self, model: nn.Module) -> None:
-        """Divide the numbers, sizes and arguments that are tried in this run."""
+        """Divide the numbers, sizes and arguments of this run in the copy."""
         from schedlang.runtime.comm.collectives import Group
         from schedlang.runtime.forward import wrap
         from schedlang.runtime.propagation.narrowed import Narrowed, dry_parts
@@ -495,10 +499,10 @@ class Run:
                 group = Group((cut.axis,), tuple(range(self.sizes[cut.axis])), 0, None, fqn)
                 edge = Edge(group, R, S(cut.dim), R, R, False)
                 parts = (*parts, Narrowed(cut.name, cut.dim, cut.unit, edge))
-            module.forward = dry_parts(module, parts, self.follower, partial(self._cut, fqn))
+            module.forward = dry_parts(module, parts, self.follower, partial(self._note_cut, fqn))
 
-    def _cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
-        """Note how an argument is cut; it is at every call, or at none."""
+    def _note_cut(self, fqn: str, part: Narrowed, now: Narrowed | None) -> None:
+        """Note how an argument is split; raise Mismatch if two calls differ."""
         from schedlang.runtime.propagation.dry import differently
 
         if self.cuts.setdefault((fqn, part.name), now) != now:
@@ -508,7 +512,7 @@ class Run:
             self.parts[fqn] = (*self.parts.get(fqn, ()), now)
 
     def _chosen(self, kind: type[C]) -> Iterator[tuple[str, list[C]]]:
-        """Modules, each with the choices of a kind that are about what it is and holds."""
+        """Yield modules with the choices of a kind that fit their class and their splits."""
         chosen: list[Any] = sorted((c for c in self.divided if isinstance(c, kind)), key=repr)
         for fqn, below in self.below.items():
             of = self.plan.model.sites[fqn].classes[0], below
@@ -517,11 +521,11 @@ class Run:
                 yield fqn, mine
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
-        """Numbers and arguments of the modules that were running that might mend the failure."""
+        """Return divisions that might repair the failure: sizes, numbers and arguments."""
         return [*self._sizes(failure), *self._numbers(failure), *self._parts(failure)]
 
     def _sizes(self, failure: Mismatch) -> list[Size]:
-        """Widths and channels of whole arguments of the module that failed, if it holds parts."""
+        """Return sizes of full arguments of the failing module, if modules inside are sharded."""
         from schedlang.runtime.sharding.sizes import arguments
 
         (fqn, _), given = failure.frame, self.given.get(failure.frame)
@@ -540,7 +544,7 @@ class Run:
         return [one for one in found if one not in self.divided]
 
     def _parts(self, failure: Mismatch) -> list[Part]:
-        """Arguments, whole on every rank, of the module that failed, where its heads are split."""
+        """Return full arguments of the failing module that may need a split by heads or tokens."""
         from schedlang.runtime.propagation.narrowed import whole_arguments
 
         fqn, given = failure.frame[0], self.given.get(failure.frame)
@@ -555,7 +559,7 @@ class Run:
         return [Part(kind, below, name, dim, unit, failure.axis) for name, dim in found]
 
     def _numbers(self, failure: Mismatch) -> list[Number]:
-        """Attributes of the modules that were running whose division might mend the failure."""
+        """Return attributes of the running modules whose division might repair the failure."""
         from schedlang.runtime.sharding.sizes import numbers_of
 
         if not failure.integers and not failure.mixed and not failure.unit:
@@ -569,16 +573,16 @@ class Run:
             module = self.plan.model.model.get_submodule(fqn)
             kind = self.plan.model.sites[fqn].classes[0]
             for attribute, value in numbers_of(module) if below else ():
-                for local in _locals(below, value):
+                for local in _local_values(below, value):
                     number = Number(kind, below, attribute, value, local)
-                    if number[:-1] not in known and _near(failure, number):
+                    if number[:-1] not in known and _may_explain(failure, number):
                         found.append(number)
-        # tried from the last: an attribute whose very value stands in the call comes first, and
-        # the module's own numbers come before those of its configuration
+        # the last is tried first: attributes whose value is in the failing call, and numbers of
+        # the module before those of its configuration
         return sorted(found, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
 
-    def _returned(self, axis: str, by: str) -> Mismatch:
-        """Say that the model returns a tensor that is sharded, and who sharded it."""
+    def _returns_shard(self, axis: str, by: str) -> Mismatch:
+        """Return the mismatch for a sharded tensor that the model returns; `by` sharded it."""
         from schedlang.runtime.propagation.trace import Mismatch
 
         reason = f"the model returns a tensor that is sharded over `{axis}`"

@@ -1,10 +1,9 @@
-"""The model as it is, recorded: its calls, labels, draws and sums of rows, and what parts weigh.
+"""Record one forward of the original model on the meta device: calls, labels, draws, sums of rows.
 
-* What a part of a batch weighs in the mean loss of the whole.
-* Losses made of statistics over the batch: which of their sums parts of it have to share. The
+* The weight of a part of a batch in the mean loss of the full batch.
+* Losses that need statistics over the batch: which of their sums must be reduced over ranks. The
   router losses of Switch Transformers (Fedus et al. 2021) and of ST-MoE (Zoph et al. 2022) are
-  made of means over all tokens.  Where a rank sees a part of them its means are those of all
-  parts.
+  computed from means over all tokens. A rank that has a part of the tokens uses the means of all.
 """
 
 from __future__ import annotations
@@ -38,27 +37,26 @@ class Original:
     """The results of one forward of the original.
 
     labels    how losses read their labels
-    label_counts  labels that count, of each mean of cross-entropies whose labels are known
-    read      keys of the batch that a loss beside the model reads
+    label_counts  number of counted labels, of each mean of cross-entropies whose labels are known
+    read      keys of the batch that the user's loss function reads
     unread    keys of the batch that neither this loss nor the forward takes
     random    whether an operator draws random numbers
-    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
+    drawn     (module, turn) of each random mask -> its full shape; (): unknown
     unbatched  (module, turn) of each mask -> it has no dim of samples; empty where all have one
-    apart     those that cannot be drawn alike on several ranks -> module and line of the model
-    reached   parameters that the loss depends on, whatever the values are
-    reenters  whether the model has reentrant checkpoints, whose backward runs another one
-    ungraded  modules that are called without a graph, in such a checkpoint or a teacher's -> the
+    apart     draws that several ranks cannot make equal -> module and line of the model
+    reached   parameters that the loss depends on, for all values
+    reenters  whether the model has reentrant checkpoints, whose backward runs another backward
+    ungraded  modules that are called without a graph, in such a checkpoint or by a teacher -> the
               `autograd.Function` in whose forward they are called, if any
-    outside   modules that are called while a module around them does not run, and that one
-    overwrites modules that write into a tensor that they are given
-    lent      parameters that are read, or replaced, while a module around them does not run, and it
-    rewritten parameters that the forward writes into: moving averages, weights that are clipped
+    outside   (module, enclosing module): called while the enclosing module does not run
+    overwrites modules that write into their input tensors
+    lent      (parameter, enclosing module): read or replaced while that module does not run
+    rewritten parameters that the forward writes into: moving averages, clipped weights
     derives   modules whose own forward takes a gradient -> the line of the model that does
-    lossless  what is said where there is no loss to train by
-    asked     whether the model asked for values: other ones may reach fewer parameters
-    truths    whether the batch decides what is true, where the model asks; else nothing is
-    wanders   modules that other values call another number of times, or in another order; with
-              them those that nobody has called
+    lossless  the message where there is no loss to train with
+    asked     whether the model read values: other values may reach fewer parameters
+    truths    whether conditions of the model are decided by the batch; else all are false
+    wanders   modules whose number or order of calls depends on values; also uncalled modules then
     entries   modules in the order of their first call, and how often each is called
     choices   modules that choose by values (a top-k) -> the call that does
     """
@@ -88,7 +86,7 @@ class Original:
 
 
 class Recording(NamedTuple):
-    """The calls of the original by module and turn, and what all of them show."""
+    """The calls of the original by (module, turn), and the results of the forward."""
 
     frames: Mapping[tuple[str, int], Sequence[Call]]
     original: Original
@@ -102,12 +100,12 @@ def record(
     draws: bool = False,
     truths: bool = False,
 ) -> Recording:
-    """Run the model as it is, without values, and record it.
+    """Run the unchanged model on the meta device, without values, and record its calls.
 
-    `draws`: what is drawn at random is watched, too; a model of which this shows only as it runs
-    is run again.  `truths`: whoever asks whether something is true is told what the batch decides,
-    not always no; so it is of a model that does not run otherwise (it asserts).  Raises Refusal
-    where the model, or the loss beside it, does not run.
+    `draws`: random draws are recorded, too; a model that turns out to draw is run again with it.
+    `truths`: conditions on tensors get the truth that the batch decides; otherwise they are false.
+    It is used for a model that fails otherwise (because it asserts). Raises Refusal where the model
+    or the user's loss does not run.
     """
     from torch.nn import Dropout
 
@@ -120,10 +118,10 @@ def record(
 
     parts = plan.data_axes or plan.cuts or plan.order or plan.stores
     stack = Stack(lending=Lending() if parts else None)
-    model = _followed(plan, stack, leaves)
+    model = _watched_copy(plan, stack, leaves)
     draws = draws or any(isinstance(one, Dropout) and one.p > 0 for one in model.modules())
     watched, read = Watched(lambda: stack.frames[-1][0]) if draws else None, set[str]()
-    tried = None if loss is None else partial(_tried, loss, read)
+    tried = None if loss is None else partial(_call_loss, loss, read)
     failed: Exception | None = None
     with kept_outside(plan.model.model, loss), without_values(batch) as (inputs, values):
         seen = Recorded(stack, inputs, values, draws)
@@ -158,7 +156,7 @@ def record(
         reenters=reenters,
         outside=frozenset(stack.outside),
         overwrites=frozenset(stack.overwrites),
-        lossless=_lossless(model, batch, loss, output, value, others) if no_loss else None,
+        lossless=_missing_loss(model, batch, loss, output, value, others) if no_loss else None,
         asked=values.asked,
         truths=truths,
         entries=stack.turns,
@@ -171,8 +169,8 @@ def record(
     return Recording(seen.frames, original)
 
 
-def _followed(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
-    """A copy of the model without values, whose calls a stack follows."""
+def _watched_copy(plan: Plan, stack: Stack, leaves: Mapping[str, Leaf]) -> nn.Module:
+    """Return a copy of the model on the meta device whose calls `stack` records."""
     from schedlang.runtime.propagation.stand_ins import put_stand_ins
     from schedlang.runtime.tracing.meta import meta_model
 
@@ -191,10 +189,10 @@ def _with_other_values(
     leaves: Mapping[str, Leaf],
     original: Original,
 ) -> Original:
-    """Note, if ranks slice state, what is called otherwise where values are other ones.
+    """Add the modules whose calls differ with other values, where ranks shard state.
 
-    Ranks see rows of their own.  A model that does not run with such values tells nothing: it
-    counts as one that asked.
+    Each rank has its own rows, so values differ between ranks. A model that does not run with
+    other values counts as one that reads values.
     """
     if not any(one.stage > 0 for one in plan.copies):
         return original
@@ -206,12 +204,12 @@ def _with_other_values(
     from schedlang.runtime.tracing.meta import without_values
 
     stack = Stack()
-    model, told = _followed(plan, stack, leaves), Trace(stack, other=True)
+    model, trace = _watched_copy(plan, stack, leaves), Trace(stack, other=True)
     try:
         kept = kept_outside(plan.model.model, loss)
-        with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), told:
+        with kept, fork_rng(devices=[]), without_values(batch, True) as (inputs, _), trace:
             forward(model, inputs, loss)
-    except Exception:  # a shape that is none, an index out of range
+    except Exception:  # an impossible shape, an index out of range
         return replace(original, asked=True)
     mine, others = original.entries, stack.turns
     wanders = {fqn for fqn in (*mine, *others) if mine.get(fqn) != others.get(fqn)}
@@ -224,7 +222,7 @@ def _with_other_values(
     return replace(original, asked=True, wanders=frozenset(wanders), outside=outside)
 
 
-def _lossless(
+def _missing_loss(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss: Loss | None,
@@ -232,9 +230,10 @@ def _lossless(
     value: Any,
     others: Mapping[str, bool],
 ) -> Diagnostic | None:
-    """The message about a missing loss: without labels a batch can still be evaluated.
+    """Return the message about a loss that is missing or that trains nothing, or None.
 
-    Or about one whose gradient no program sees: of `others`, which are the model's own or not.
+    Without labels a batch can still be evaluated. `others` are parameters with which the loss is
+    computed and that no program trains; the value says whether they belong to the model.
     """
     from torch import is_grad_enabled
 
@@ -262,14 +261,17 @@ def _lossless(
 
 
 class Many(NamedTuple):
-    """The results of a forward with a unique number of rows: masks, and sums over rows."""
+    """The results of a forward with a unique number of rows: shapes of masks, sums over rows."""
 
     drawn: Mapping[tuple[str, int], tuple[int, ...]]
     sums: Reaching | None
 
 
 def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> Many | None:
-    """Record such a forward once for a batch of these shapes; None: the model takes no other."""
+    """Record a forward with a unique number of rows, once for a batch of these shapes.
+
+    Returns None if the model accepts no other number of rows.
+    """
     from schedlang.runtime.batch import forward
     from schedlang.runtime.grad_reduction.batch_statistics import Sums
     from schedlang.runtime.kept_outside import as_before
@@ -285,7 +287,7 @@ def with_many_rows(plan: Plan, batch: Mapping[str, Any], loss: Loss | None) -> M
 
     known: Any = plan.model.cache.setdefault("many rows", {})
     key = signature(batch), id(loss)
-    if key not in known:  # the loss is kept with it, so that no other gets its identity
+    if key not in known:  # the cache holds the loss, so that its id is not used again
         with as_before(loss):
             known[key] = at_many_rows(plan.model.model, batch, run), loss
     found: Many | None = known[key][0]
@@ -297,8 +299,9 @@ def _unbatched(
 ) -> dict[tuple[str, int], bool]:
     """Return for each draw whether it has no dim of samples; empty where all have one.
 
-    Dropout on a table of relative positions is such a draw: its shape is one for all batches. Those
-    that are made of no tensor of the batch are looked at, as the rows that a shape was given count.
+    An example is dropout on a table of relative positions: its shape is the same for all batches.
+    Only draws that do not depend on a tensor of the batch are checked, since their shape may have
+    been computed from the number of rows.
     """
     again = with_many_rows(plan, batch, loss)
     if again is None:
@@ -308,7 +311,7 @@ def _unbatched(
 
 
 class Reading(dict[str, Any]):
-    """A batch that notes which of its keys are read: by these two, by which all else reads."""
+    """A batch that records which keys are read; all other methods read by the two methods below."""
 
     def __init__(self, batch: Mapping[str, Any], seen: set[str]) -> None:
         super().__init__(batch)
@@ -326,18 +329,18 @@ class Reading(dict[str, Any]):
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
 
-def _tried(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
-    """Call the user's loss; `read` gets the keys that it reads, its errors its line (S865)."""
+def _call_loss(loss: Loss, read: set[str], output: Any, batch: Mapping[str, Any]) -> Any:
+    """Call the user's loss and add the keys that it reads to `read`; its errors become S865."""
     try:
         return loss(output, Reading(batch, read))
     except Exception as error:
-        if _for_values(error):
+        if _is_about_values(error):
             raise
         raise told(error, "loss", loss) from error
 
 
-def _for_values(error: Exception) -> bool:
-    """Return whether an error says that a tensor without values was asked for them."""
+def _is_about_values(error: Exception) -> bool:
+    """Return whether an error says that values of a meta tensor were needed."""
     text = str(error)
     wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
     wanted |= "unallocated storage" in text or "meta tensor without output_size" in text
@@ -345,20 +348,22 @@ def _for_values(error: Exception) -> bool:
 
 
 def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
-    """The keys of a batch that the forward does not take."""
+    """Return the keys of a batch that the forward does not take."""
     from schedlang.runtime.batch import taken
 
     return [key for key in batch if key not in taken(model, batch)]
 
 
 def uncut(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The notes on tensors of a batch that hold several entries for each row, as packed patches of
-    images do: a part of the batch has all of them."""
+    """Return notes on tensors of a batch with several entries per row, such as packed patches.
+
+    These tensors are not split: each part of the batch has the full tensor.
+    """
     from schedlang.runtime.batch import named_tensors, rows_of
 
     try:
         rows = rows_of(batch)
-    except Refusal:  # a batch without rows: what the model said of it comes first
+    except Refusal:  # a batch without rows: the model's own error is reported first
         return ()
     sizes = {name: tensor.shape[:1] for name, tensor in named_tensors(batch).items()}
     found = [(name, size[0]) for name, size in sizes.items() if size and size[0] > max(1, rows)]
@@ -372,14 +377,14 @@ def uncut(batch: Mapping[str, Any]) -> tuple[str, ...]:
 def rejected(
     error: Exception, others: Sequence[str] = (), batch: Mapping[str, Any] | None = None
 ) -> Refusal:
-    """Return the refusal for what a model raised when it was followed on the meta device.
+    """Return the refusal for an error that the model raised on the meta device.
 
-    `others`: keys of the batch that it was not given, of which one may be misspelled.
-    `batch`: what it was given.
+    `others`: keys of the batch that the forward does not take; one may be misspelled.
+    `batch`: the batch with which the model ran.
     """
     from schedlang.runtime.tracing.calls import asks_for_values, line_of
 
-    if _for_values(error):
+    if _is_about_values(error):
         return asks_for_values(error)
     text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     packed = uncut(batch) if batch else ()
@@ -408,8 +413,7 @@ Weight = Callable[[Mapping[str, Any]], float]
 
 @dataclass(frozen=True)
 class ByLabels:
-    """The weight of parts by labels that count; by rows where a batch, to be evaluated only, has
-    none."""
+    """The weight of a part by its counted labels, or by its rows for evaluation without labels."""
 
     rule: LabelRule
 
@@ -418,13 +422,15 @@ class ByLabels:
         return self.rule.count(batch)
 
     def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
-        """The same where the labels lie."""
+        """Return the weight of a part as a tensor on the device of the labels."""
         return self.rule.counted(batch)
 
 
 def weight_of(traced: Original, parts: int) -> Weight:
-    """Return the weight function of parts of a batch: labels that count, else rows; may refuse
-    (S621)."""
+    """Return the weight function of parts of a batch: by counted labels, else by rows.
+
+    Refuses (S621) several parts where the model has several losses with different labels.
+    """
     from schedlang.runtime.batch import rows_of
 
     if len(traced.labels) == 1:
@@ -445,23 +451,26 @@ ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 def with_statistics(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
 ) -> Traced:
-    """Add to a trace the sums over rows that ranks have to share; refuse sums that microbatches
-    split."""
+    """Add to a trace the sums over rows that are reduced over ranks.
+
+    Refuses (S668) sums that microbatches split. `weighed`: the user gave a weight function.
+    """
     if plan.micro > 1 and not relaxed(plan) and not weighed:
         found = _known_sums(plan, sample, loss)
-        # beside a mean over labels none of these is a mean of means, whatever the rows are
+        # with a mean over labels, no other sum is a mean of means, for any number of rows
         certain = [one for one, linear in found.sums.items() if not linear] if found else []
         if found is not None and found.labels and certain:
-            raise _taken_apart(plan, certain[0])
+            raise _split_statistics(plan, certain[0])
     return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
 
 
 def statistics_of(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
 ) -> Statistics | None:
-    """The sums that the ranks which share a batch have to share; None where there are none.
+    """Return the sums to be reduced over the ranks that share a batch; None where there are none.
 
-    `weighed`: the user says what a part weighs.  A microbatch cannot know what later ones hold.
+    `weighed`: the user gave a weight function. With several microbatches the result is None: a
+    microbatch cannot know the values of later ones.
     """
     from schedlang.runtime.comm.collectives import Group
     from schedlang.runtime.grad_reduction.batch_statistics import Statistics
@@ -470,7 +479,11 @@ def statistics_of(
     if not axes or plan.micro > 1 or relaxed(plan):
         return None
     sums = shared_sums(plan, sample, loss, weighed)
-    if not sums or plan.mesh.size(plan.context_axes) > 1 or any(_again(plan, s.fqn) for s in sums):
+    if (
+        not sums
+        or plan.mesh.size(plan.context_axes) > 1
+        or any(_is_recomputed(plan, s.fqn) for s in sums)
+    ):
         return None
     return Statistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, sums[0].fqn))
 
@@ -478,13 +491,13 @@ def statistics_of(
 def check_microbatches(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
 ) -> None:
-    """Refuse a loss whose statistics no microbatch sees (S668), unless those of parts will do."""
+    """Refuse (S668) a loss with statistics of the full batch, unless the plan relaxes them."""
     sums = shared_sums(plan, sample, loss, weighed)
     if plan.micro > 1 and not relaxed(plan) and sums:
-        raise _taken_apart(plan, sums[0])
+        raise _split_statistics(plan, sums[0])
 
 
-def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
+def _split_statistics(plan: Plan, first: BatchSum) -> Refusal:
     micro = plan.micro
     row = plan.origin(plan.order) if plan.order is not None else None
     return Refusal.of(
@@ -501,17 +514,17 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
 
 
 def relaxed(plan: Plan) -> bool:
-    """Return whether statistics may be those of parts."""
+    """Return whether a step relaxes `batch_stats`: statistics of parts are allowed."""
     return any("batch_stats" in names for _, names in plan.relaxed)
 
 
 def shared_sums(
     plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
 ) -> tuple[BatchSum, ...]:
-    """The sums over rows of which the loss is no mean that weights of parts take care of.
+    """Return the sums over rows in the loss that need all rows of the batch.
 
-    A loss with labels is weighed by these, so that any other sum in it needs all rows; one without
-    is weighed by rows, so that a mean over rows does not.
+    A loss with labels is weighted by labels: any other sum in the loss needs all rows. A loss
+    without labels is weighted by rows: a mean over rows (a linear sum) needs no other rows.
     """
     found = _known_sums(plan, sample, loss)
     if found is None:
@@ -521,12 +534,12 @@ def shared_sums(
 
 
 def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Reaching | None:
-    """The sums over rows that the loss is made of; None where it cannot be told."""
+    """Return the sums over rows in the loss; None where they are unknown."""
     found = with_many_rows(plan, sample, loss)
     return found.sums if found is not None else None
 
 
-def _again(plan: Plan, fqn: str) -> bool:
-    """Return whether the forward of a module is run again in backward, where nothing is shared."""
+def _is_recomputed(plan: Plan, fqn: str) -> bool:
+    """Return whether a module is recomputed in backward, where no statistics are reduced."""
     sites = {s for a in plan.rows_changing(Facet.RECOMPUTE) for s in a.sites}
     return any(inside(fqn, site) for site in sites)

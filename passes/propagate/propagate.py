@@ -1,11 +1,9 @@
-"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+"""Layouts in one forward: how tensors arrive at each sharded module (the door `propagate`).
 
-* Where the backward of a model on the meta device can start.
-* Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
-  The plan's model runs twice on the meta device: once as it is, once with this plan's local
-  shapes, call by call beside the first.  Where the sharded one fails because a module counts
-  heads or widths by itself, the attribute that holds the number is found by trying, and divided;
-  the comparison of all later calls proves the choice.
+The plan's model runs twice on the meta device: the original, then a copy with the plan's local
+shapes, which is compared with the original call by call. If the copy fails because a module has
+its own count of heads or widths, attributes that may hold the number are divided by trial; the
+comparison of all later calls proves the choice.
 """
 
 from __future__ import annotations
@@ -20,7 +18,15 @@ from schedlang.ir.model import inside
 from schedlang.ir.placement import Replicate, S
 from schedlang.ir.plan import Action, Plan
 from schedlang.ir.primitive import Facet
-from schedlang.passes.propagate.dryrun import Choice, Loss, Run, alike, hoisted, leaves_of, touches
+from schedlang.passes.propagate.dryrun import (
+    Choice,
+    Loss,
+    Run,
+    hoist_gather,
+    leaves_of,
+    same_module_of_layers,
+    shards_module,
+)
 from schedlang.passes.propagate.original import Original, Recording, record
 from schedlang.passes.propagate.saved_parts import Parts
 
@@ -35,14 +41,20 @@ if TYPE_CHECKING:
 
 
 def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """Something to go backward from: the loss, else the sum of what the model gives."""
+    """Run a forward and return the tensor from which backward starts, or None.
+
+    The tensor is the loss, else the sum of the model's outputs.
+    """
     from schedlang.runtime.batch import forward
 
     return root_of(*forward(model, inputs, loss))
 
 
 def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Return where a backward can start: the loss, the model's own, else the sum of its outputs."""
+    """Return the tensor from which backward starts, or None if no tensor requires a gradient.
+
+    The tensor is `loss`, else the model's own loss in `output`, else the sum of the outputs.
+    """
     import torch
 
     from schedlang.runtime.batch import loss_of
@@ -61,22 +73,22 @@ RESHAPES = ("view", "reshape", "unflatten")
 
 @dataclass(frozen=True)
 class Traced(Original):
-    """The results of one forward of the original, and one of the copy sharded as the plan says.
+    """The results of two forwards: of the original, and of the copy sharded by the plan.
 
-    edges     module -> its edges, with groups that have no processes yet
-    kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
+    edges     module -> its edges; their process groups do not exist yet
+    kinds     module -> how the module computes (Linear, Conv1D, Embedding; "": unchanged)
     numbers   attributes to be divided: (module, attribute, local value)
-    counted   module -> sizes of its arguments by which it counts what it holds a part of
-    parts     module -> its arguments that are whole, and of which it takes a part
-    partial   parameter -> axes over which its gradient must still be summed
-    masks     (module, turn) of a random draw -> whole shape and split dims by axis
-    layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
-              None where they are not known; empty where nothing is sharded
-    uncalled  sharded modules that this batch did not reach: nothing is known of what they get
-    saved     how ranks split what modules save that keep it in fewer bits; None: they do not
-    statistics  sums over all rows that ranks which share a batch have to share
-    sharing   modules that take a tensor which another one redistributes in the same way
-    written   whether such a tensor is written into between the two
+    counted   module -> sizes of its arguments that the module reads, and that must be divided
+    parts     module -> its full arguments of which the module needs only this rank's shard
+    partial   parameter -> axes over which its gradient is partial and must be reduced
+    masks     (module, turn) of a random draw -> full shape and split dims by axis
+    layouts   (module, turn) -> notes on the input tensors and on the output tensors, None where
+              unknown; empty where nothing is sharded
+    uncalled  sharded modules that this batch did not reach: the layouts of their inputs are unknown
+    saved     how ranks split tensors that modules save in fewer bits; None: they do not split
+    statistics  sums over all rows that must be reduced over the ranks that share a batch
+    sharing   modules whose input tensor is also redistributed, in the same way, by another module
+    written   whether this shared tensor is written in place between the two modules
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -99,22 +111,25 @@ class Traced(Original):
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
-    """Trace a plan with one microbatch; raises Refusal where it cannot work."""
+    """Trace a plan with one microbatch on the meta device.
+
+    Raises Refusal where the sharded copy does not compute what the original computes.
+    """
     from schedlang.runtime.propagation.trace import Hoist
 
     leaves = leaves_of(plan)
     recording = record(plan, batch, loss, leaves)
     if not leaves:
         return Traced(**vars(recording.original))
-    # what served before is tried first: the comparison proves it anew
+    # divisions that worked before are tried first: the comparison proves them again
     served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
     laid = (plan.boundaries, plan.layouts, plan.computes)
     lies = (plan.mesh.axes, *(tuple(one.items()) for one in laid))
     hoists: Any = plan.model.cache.setdefault("hoisted", {})
     gathers: list[tuple[str, str]] = [*hoists.get(lies, ())]  # by which module, over which axis
     for fqn, axis in gathers:
-        leaves[fqn] = hoisted(fqn, leaves.get(fqn), axis)
-    # divided numbers, and at which call, and how, it failed without the last of them
+        leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), axis)
+    # divided numbers; the call and the reason of the failure without the last of them
     tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
         (found, (-1, "")) for found in (frozenset(), *served)
     ]
@@ -128,24 +143,24 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
         if not single and any((divided - {number}, reached) in idle for number in divided):
-            continue  # one of the two changes nothing here
+            continue  # one of the two numbers changes nothing here
         run = Run(plan, batch, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
         except Hoist as place:
-            for fqn in alike(plan, place.fqn):
-                leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
+            for fqn in same_module_of_layers(plan, place.fqn):
+                leaves[fqn] = hoist_gather(fqn, leaves.get(fqn), place.axis)
                 gathers.append((fqn, place.axis))
             tries.append((divided, reached))
             continue
         except Refusal as refusal:
-            raise _at_its_row(plan, refusal) from refusal
+            raise _at_sharding_row(plan, refusal) from refusal
         if failure is None:
             if divided and divided not in served:
                 served.append(divided)
             hoists[lies] = tuple(gathers)
-            return _traced(plan, recording, run)
-        if best is None or _told(failure) > _told(best):
+            return _traced(recording, run)
+        if best is None or _report_key(failure) > _report_key(best):
             best = failure
         if failure.place <= reached[0]:  # this division alone did not help
             # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
@@ -162,15 +177,15 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     raise _refusal(plan, best)
 
 
-def _told(failure: Mismatch) -> tuple[int, bool]:
-    """Return the key by which one of two failures is told: the later one, or one with a remedy."""
+def _report_key(failure: Mismatch) -> tuple[int, bool]:
+    """Return the key that ranks failures: a later failure, then one with helps, is reported."""
     return failure.place, bool(failure.helps)
 
 
 # -- the result --------------------------------------------------------------------------------
 
 
-def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
+def _traced(recording: Recording, run: Run) -> Traced:
     return Traced(
         **vars(recording.original),
         edges=run.edges,
@@ -188,10 +203,10 @@ def _traced(plan: Plan, recording: Recording, run: Run) -> Traced:
 
 
 def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
-    """The failure as a message at the row that shards what was running."""
+    """Return a failure as a refusal at the row that shards the failing module."""
     fqn = failure.frame[0]
-    action = _guilty(plan, failure)
-    heads, asked = _heads(plan, failure)
+    action = _blamed_row(plan, failure)
+    heads, asked = _heads_message(plan, failure)
     line = f", at {failure.line}" if failure.line else ""
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
@@ -200,15 +215,19 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None else Label()
-    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action, fqn)
-    made = () if heads else tuple(_made(plan, failure))
+    helps = (
+        (*heads[1:], *failure.helps)
+        if heads
+        else failure.helps or _boundary_helps(plan, action, fqn)
+    )
+    made = () if heads else tuple(_missing_splits(plan, failure))
     said = (
         (site, ", ".join(f"{name}=S({dim})" for name, dim in dims.items())) for site, dims in made
     )
     too = (f"{site}  shard({splits}, over={failure.axis})" for site, splits in said)
     helps = (*(f"shard the other one, too: `{row}`" for row in too), *helps)
     if not heads and action is not None:
-        helps = (*_beside(plan, failure, action), *helps)
+        helps = (*_missing_rows(plan, failure, action), *helps)
     if line and not heads and failure.call in RESHAPES and failure.integers:
         helps = (
             f"write -1 in place of the number of heads, or of their size, at {failure.line}",
@@ -221,21 +240,24 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         notes=notes,
         helps=helps,
         facts=(
-            *(fact for site, dims in made[:1] for fact in _asked(site, dims)),
+            *(fact for site, dims in made[:1] for fact in _missing_row_facts(site, dims)),
             *((("line", line),) if line else ()),
             *(asked if heads else failure.asked),
         ),
     )
 
 
-def _asked(site: str, dims: Mapping[str, int]) -> Facts:
-    """The module that a row is missing for, and the dims along which it would split."""
+def _missing_row_facts(site: str, dims: Mapping[str, int]) -> Facts:
+    """Return facts on a missing row: its module, and the dims that the row would split."""
     splits = ", ".join(f"{name}={dim}" for name, dim in dims.items())
     return ("module", site), ("splits", splits)
 
 
-def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Replicated parameters that meet sharded heads (a bias table): module, and the split dims."""
+def _missing_splits(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yield (module, split dims) of replicated parameters that are combined with sharded heads.
+
+    An example is a table of biases.
+    """
     names, size = failure.made
     found: dict[str, dict[str, int]] = {}
     for name in sorted(names, reverse=True) if failure.axis is not None else ():
@@ -249,9 +271,12 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[tuple[str, Mapping[str, int
 COMBINED = ("add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub")  # two tensors
 
 
-def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
-    """The row for projections whose outputs meet the sharded one in the same forward, as those of
-    adapters do (LoRA's second one): of the same size along the dim that is split, and whole."""
+def _missing_rows(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
+    """Yield the row for a full projection whose output is combined with the sharded one's output.
+
+    Both are in the same forward, and have the same size along the split dim; an example is the
+    second projection of LoRA. Yields nothing where several projections fit.
+    """
     fqn, by, axis, sites = failure.frame[0], failure.by, failure.axis, plan.model.sites
     holder = f"{fqn}." if fqn else ""
     combines = failure.call.strip("_") in COMBINED
@@ -271,14 +296,14 @@ def _beside(plan: Plan, failure: Mismatch, action: Action) -> Iterator[str]:
         if fits and not any(axis in plan.held(fact.name).axes for fact in own.values()):
             stem, tail = by.removeprefix(holder), site.fqn.removeprefix(holder)
             alike = [f"{one.removesuffix(stem)}{tail}" for one in action.sites]
-            where = _selected([one for one in alike if one in sites], sites)
+            where = _selector_of([one for one in alike if one in sites], sites)
             found.append(f"shard what it is combined with, too: `{where}  {action.primitive}`")
     if len(found) == 1:  # of several it is not known which
         yield found[0]
 
 
-def _selected(alike: Sequence[str], sites: Mapping[str, object]) -> str:
-    """A selector of these modules: one path where a star stands for what differs, else them all."""
+def _selector_of(alike: Sequence[str], sites: Mapping[str, object]) -> str:
+    """Return a selector of modules: one path with `*` for different segments, else all names."""
     parts = [set(found) for found in zip(*(one.split(".") for one in alike))]
     path = [next(iter(found)) if len(found) == 1 else "*" for found in parts]
     names = [one.split(".") for one in sites if one.count(".") == len(path) - 1]
@@ -286,8 +311,8 @@ def _selected(alike: Sequence[str], sites: Mapping[str, object]) -> str:
     return ".".join(path) if len(met) == len(alike) else ", ".join(alike)
 
 
-def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
-    """Return helps that make the modules around a row fit to it; `fqn` is the module that ran."""
+def _boundary_helps(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
+    """Return helps that change the layouts at the edges of a row; `fqn` is the failing module."""
     if action is None or len(action.primitive.along) != 1:
         return ()
     (over,) = action.primitive.along
@@ -297,7 +322,7 @@ def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
     own = [boundary for boundary in around if boundary.row == action.row]
     within = any(fqn != site and inside(fqn, site) for site in action.sites)
     split = next((b.input for b in own if isinstance(b.input, S)), None)
-    if within and split is not None:  # it gets what this row has split
+    if within and split is not None:  # a module inside gets a shard
         return (f"drop `input=` of this row: what is inside needs more than a part of {split}",)
     missing = f"add the missing rows: `complete(over={over})`, below"
     if any(isinstance(boundary.output, Replicate) for boundary in own):
@@ -305,31 +330,34 @@ def _fitting(plan: Plan, action: Action | None, fqn: str) -> tuple[str, ...]:
     return (missing, "or gather its output: `output=R`")
 
 
-def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
-    """A refusal without a place at the last row that shards the module that it is about."""
+def _at_sharding_row(plan: Plan, refusal: Refusal) -> Refusal:
+    """Return a refusal without a place, placed at the last row that shards its module."""
     named = {value for d in refusal.diagnostics for fact, value in d.facts if fact == "site"}
     shards = list(plan.rows_changing(Facet.PLACEMENT))
     row = next((a for a in reversed(shards) if named & set(a.sites)), None)
     return refusal if row is None else refusal.at(row.span)
 
 
-def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
-    """The row at the module that ran, else the one that split what failed, else one inside."""
+def _blamed_row(plan: Plan, failure: Mismatch) -> Action | None:
+    """Return the row to blame for a failure.
+
+    It is the row of the failing module, else the row that split the tensor, else one inside.
+    """
     fqn, by = failure.frame[0], failure.by
     shards = plan.rows_changing(Facet.PLACEMENT)
     exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
-    return next(exact, next((a for a in shards if touches(a, fqn)), None))
+    return next(exact, next((a for a in shards if shards_module(a, fqn)), None))
 
 
-def _heads(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
-    """Return the title, helps and arguments for heads in a split dim that the ranks do not divide.
+def _heads_message(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
+    """Return (title, *helps) and the row's arguments for heads that ranks cannot divide evenly.
 
-    The title and helps, and the arguments that the first of them gives the row.
+    The arguments are those of the first remedy. Returns empty tuples where heads are no problem.
     """
     axis, count = failure.axis, next(iter(failure.counted), None)
     if axis is None or count is None:
         return (), ()
-    ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
+    ranks, row = plan.mesh.size(axis), _head_row(plan, failure.by, axis)
     if count % ranks == 0 or (row is not None and row.settles_heads):
         return (), ()
     legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -342,7 +370,7 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[tuple[str, ...], Facts]:
     return (title, *helps), asked
 
 
-def _row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:
-    """The row that splits a module over an axis so that heads can be said."""
+def _head_row(plan: Plan, fqn: str, axis: str) -> SplittingHeads | None:
+    """Return the row that splits a module over an axis and has an argument for heads."""
     rows = ((a, row) for a, row in reversed(plan.rows_with(SplittingHeads)) if fqn in a.sites)
     return next((row for _, row in rows if fqn and row.along == (axis,)), None)

@@ -1,7 +1,9 @@
-"""Splits over ranks of what a module saves for backward: blocks, tokens, or whole.
+"""Splits over ranks of saved tensors: activations that a module saves for backward.
 
-* How ranks split what a module saves for backward: the blocks that one process has to round.
-* How ranks that split sequences split what a module saves: the tokens or heads of each of them.
+Compressed activations are rounded block by block. A single process (the original of a proof) must
+round the blocks that each rank rounds, so it has to know each rank's shard of a saved tensor.
+`SavedParts` describes shards on ranks that split weights, `TokenParts` on ranks that split
+sequences.
 """
 
 from __future__ import annotations
@@ -26,37 +28,37 @@ if TYPE_CHECKING:
 
 
 class Saving(NamedTuple):
-    """The place of a saved tensor: coded module, module in it, and turn there, from 1 on."""
+    """The place of a saved tensor: compressed module, module inside it, and turn there, from 1."""
 
     fqn: str
     site: str
     turn: int
-    samples: int  # of the part of the batch
+    samples: int  # in this part of the batch
 
 
-_Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
-_Like = tuple[int, tuple[bool, ...]]  # size of the last dim, and which of those amid are one
-Turn = tuple[str, bool, int]  # who saves, whether ranks split it, which of those that are alike
+_Place = tuple[str, str, int]  # compressed module, innermost module that saves, number of dims
+_ShapeKey = tuple[int, tuple[bool, ...]]  # size of the last dim, and which middle dims have size 1
+Turn = tuple[str, bool, int]  # module that saves, whether ranks split the tensor, count from 1
 
 
 @dataclass(frozen=True)
 class SavedParts:
-    """The split of what coded modules save, over the ranks along the axis that splits weights.
+    """Splits of tensors that compressed modules save, over the axis that splits weights.
 
-    splits  place -> for whole tensors that look alike, the dim that is split, or None
-    blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
-            rank has a part each
-    same    (coded module, turn) -> the turn of the same call whose tensor it is on a rank (None:
-            of none), where that is another than in the model
+    splits  place -> for full tensors of one `_ShapeKey`, the dim that is split, or None
+    blocks  module -> sizes of its outputs side by side (queries, keys, values); a rank has a shard
+            of each
+    same    (compressed module, turn) -> the turn of the same call that saves this tensor on a rank
+            (None: no turn), where the turn differs from that in the full model
     """
 
     ranks: int
-    splits: Mapping[_Place, Mapping[_Like, int | None]]
+    splits: Mapping[_Place, Mapping[_ShapeKey, int | None]]
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     same: Mapping[tuple[str, Turn], Turn | None] = field(default_factory=dict)
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """A whole tensor with each rank's part of it changed."""
+        """Return a full tensor in which `change` was applied to each rank's shard."""
         import torch
 
         dim = self.dim(at.fqn, at.site, tensor)
@@ -75,7 +77,7 @@ class SavedParts:
     def _in_blocks(
         self, tensor: Tensor, dim: int, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Each rank's part of all blocks changed as one."""
+        """Apply `change` to each rank's shards of all blocks, concatenated into one tensor."""
         import torch
 
         mine = [size // self.ranks for size in sizes]
@@ -87,12 +89,12 @@ class SavedParts:
         return torch.cat([torch.cat(parts, dim) for parts in zip(*made)], dim)
 
     def dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
-        """Return the dim of a whole tensor along which ranks split it; None: none."""
-        for name in _upwards(site):  # a module whose inside is not followed stands for it
+        """Return the dim along which ranks split a full tensor, or None."""
+        for name in _enclosing_modules(site):  # a module whose inside is not traced has the entry
             known = self.splits.get((fqn, name, tensor.dim()))
             if known is not None:
                 dims = set(known.values())
-                return dims.pop() if len(dims) == 1 else known.get(_like(tensor.shape))
+                return dims.pop() if len(dims) == 1 else known.get(_shape_key(tensor.shape))
         return None
 
     def _runs(self, size: int, samples: int) -> int:
@@ -101,50 +103,52 @@ class SavedParts:
 
 
 def counted(before: Iterable[Turn], site: str, split: bool) -> Turn:
-    """Return the turn of what a module saves next in a call.
+    """Return the turn of the next tensor that a module saves in a call.
 
-    Masks are not split: so they count apart, as a batch without padding has none.
+    Masks are not split; they are counted separately, since a batch without padding has none.
     """
     return site, split, 1 + sum(turn[:2] == (site, split) for turn in before)
 
 
-def _like(shape: Sequence[int]) -> _Like:
-    """Tell tensors of one module apart: a mask of one head may be as wide as its queries."""
+def _shape_key(shape: Sequence[int]) -> _ShapeKey:
+    """Return a key that distinguishes tensors of one module.
+
+    The last dim is not enough: a mask with one head may be as wide as the queries.
+    """
     return shape[-1], tuple(size == 1 for size in shape[1:-1])
 
 
-def _upwards(site: str) -> Iterator[str]:
-    """A module and those around it, the innermost first."""
+def _enclosing_modules(site: str) -> Iterator[str]:
+    """Yield a module and the modules around it, innermost first."""
     while site:
         yield site
         site = site.rpartition(".")[0]
 
 
 def experts_of(plan: Plan) -> tuple[str, ...]:
-    """The modules whose experts ranks share out: what they save is kept as it is."""
+    """Return the modules with experts spread over ranks; their saved tensors are not compressed."""
     from schedlang.runtime.propagation.stand_ins import ROUTED
 
     return tuple(fqn for fqn, kind in plan.computes.items() if kind in ROUTED)
 
 
 def splitting(plan: Plan) -> list[str]:
-    """The axes over which rows split weights, those of experts aside, along which ranks see the
-    same samples."""
+    """Return the axes that split weights (without experts') and whose ranks have equal samples."""
     data = {a for row in plan.replicas for over in row.axes for a in plan.mesh.fold(over)}
-    apart = experts_of(plan)
+    experts = experts_of(plan)
     found = {
         axis
         for name, layout in plan.layouts.items()
-        if not _inside(name, apart)
+        if not _inside(name, experts)
         for axis in layout.axes
     }
     return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
 
 
 def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
-    """Return the modules that run again and are coded, or lie in coded modules.
+    """Return the recomputed modules that are compressed or inside compressed modules.
 
-    Rows with a limit of memory count by what they chose, once that is known.
+    `chains`: the choices of rows with a memory limit, once these are known.
     """
     found: dict[Again, None] = {}
     for action, row in meeting(plan):
@@ -155,8 +159,10 @@ def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
 
 
 def summed(traced: Traced) -> tuple[str, ...]:
-    """The modules whose results are parts of sums over ranks: a second run that is spared them is
-    given them as they are."""
+    """Return the modules whose results are partial over ranks.
+
+    A recomputation that saves these results gets them as partial values.
+    """
     from schedlang.ir.placement import P
 
     pairs = traced.edges.items()
@@ -164,7 +170,7 @@ def summed(traced: Traced) -> tuple[str, ...]:
 
 
 def meeting(plan: Plan) -> list[tuple[Action, Recomputing]]:
-    """The rows by which something runs again from what is kept in fewer bits, or may."""
+    """Return the rows that recompute, or may recompute, from compressed activations."""
     coded = [row.fqn for row in plan.kept]
     rows = plan.rows_with(Recomputing) if coded else []
     return [(a, row) for a, row in rows if any(_inside(site, coded) for site in a.sites)]
@@ -177,19 +183,23 @@ def _inside(fqn: str, coded: Sequence[str]) -> bool:
 def saved_parts(
     plan: Plan, whole: Mapping[str, Sequence[Saved]], local: Mapping[str, Sequence[Saved]]
 ) -> SavedParts | None:
-    """Compare what the original and a rank save; raises Refusal S935 where it is not the same."""
+    """Compare the tensors that the original and a rank save, by compressed module.
+
+    Returns None where not exactly one axis splits weights. Raises Refusal S935 where a rank saves
+    other tensors than equal shards of the original's.
+    """
     axes = splitting(plan)
-    if not whole or len(axes) != 1:  # of several axes it is said elsewhere
+    if not whole or len(axes) != 1:  # several axes are refused elsewhere
         return None
     ranks = plan.mesh.size(axes[0])
-    splits: dict[_Place, dict[_Like, int | None]] = {}
+    splits: dict[_Place, dict[_ShapeKey, int | None]] = {}
     same: dict[tuple[str, Turn], Turn | None] = {}
     for fqn, saved in whole.items():
         mine = local[fqn]
         if len(saved) != len(mine):
             what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
             raise refusal(plan, fqn, axes[0], what)
-        turns: dict[tuple[str, int] | None, Turn] = {}  # by who saves on a rank, and which there
+        turns: dict[tuple[str, int] | None, Turn] = {}  # (module, turn) on a rank -> turn
         for one, part in zip(saved, mine):
             dim = _split(one, part, ranks)
             turn = counted(turns.values(), one.site, dim is not None)
@@ -197,14 +207,14 @@ def saved_parts(
             if one.same != part.same:
                 same[fqn, turn] = turns.get(part.same)
             known = splits.setdefault((fqn, one.site, len(one.shape)), {})
-            if isinstance(dim, str) or known.setdefault(_like(one.shape), dim) != dim:
+            if isinstance(dim, str) or known.setdefault(_shape_key(one.shape), dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
                 raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
     return SavedParts(ranks, splits, _blocks(plan, axes[0]), same)
 
 
 def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
-    """Modules whose weights rows split in several blocks, and the sizes of these."""
+    """Return block sizes of the modules whose weights are split over `axis` in several blocks."""
     return {
         name.rpartition(".")[0]: split.blocks
         for name, layout in plan.layouts.items()
@@ -214,7 +224,10 @@ def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
 
 
 def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
-    """The dim along which a rank saves an equal part, None: none; or in words what differs."""
+    """Return the dim along which a rank saves an equal shard, or None for the full tensor.
+
+    Returns a text that describes the difference where the rank's tensor is neither.
+    """
     if whole.site != part.site or len(whole.shape) != len(part.shape):
         return f"{list(part.shape)} in `{part.site}` for {list(whole.shape)}"
     pairs = list(zip(whole.shape, part.shape))
@@ -227,7 +240,7 @@ def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
 
 
 def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
-    """Ranks along an axis save something else than equal parts of what the model saves."""
+    """Return S935: ranks save other tensors than equal shards of the model's saved tensors."""
     row = next((plan.origin(one) for one in plan.kept if one.fqn == fqn), None)
     label = Label((row and row.span) or NOWHERE, "rounds saved activations, block by block")
     return Refusal.of(
@@ -243,11 +256,12 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
 
 
 class Split(NamedTuple):
-    """The part of a tensor that a rank has.
+    """The shard of a tensor that a rank has.
 
-    tokens  the dim of tokens that is split as sequences are, None: all tokens are there
+    tokens  the dim of tokens that is split as sequences are; None: the rank has all tokens
     heads   whether dim 1 is split into equal runs of heads
-    copies  how often each head of dim 1 is there for one of the rank's (keys of several queries)
+    copies  how often dim 1 of the full tensor repeats each head of the rank (keys of several
+            queries)
     """
 
     tokens: int | None = None
@@ -257,36 +271,36 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenParts:
-    """The split of what coded modules save, over the ranks that split sequences.
+    """Splits of tensors that compressed modules save, over the ranks that split sequences.
 
-    splits  (coded module, module that saves) -> for each tensor that a call saves there, in order
+    splits  (compressed module, module that saves) -> split of each saved tensor, in order
     """
 
     ranks: int
-    kind: str  # of layout
+    kind: str  # of token layout
     splits: Mapping[tuple[str, str], tuple[Split, ...]]
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """A whole tensor with each rank's part of it changed."""
+        """Return a full tensor in which `change` was applied to each rank's shard."""
         known = self.splits.get((at.fqn, at.site), (Split(),))
         split = known[(at.turn - 1) % len(known)]
-        copies = split.copies if _copied(tensor, split.copies) else 1
-        alone = tensor[:, ::copies] if copies > 1 else tensor
+        copies = split.copies if _has_copies(tensor, split.copies) else 1
+        single = tensor[:, ::copies] if copies > 1 else tensor
         if split.heads:
-            made = _heads(alone, self.ranks, change)
+            made = _change_heads(single, self.ranks, change)
         elif split.tokens is None:
-            made = change(alone)
+            made = change(single)
         else:
-            made = self._tokens(alone, split.tokens, at.samples, change)
+            made = self._tokens(single, split.tokens, at.samples, change)
         return made.repeat_interleave(copies, 1) if copies > 1 else made
 
     def _tokens(
         self, tensor: Tensor, dim: int, samples: int, change: Callable[[Tensor], Tensor]
     ) -> Tensor:
         if dim:
-            return _placed(tensor, dim, self._layout(tensor.shape[dim]), change)
-        rows = tensor.reshape(samples, -1, *tensor.shape[1:])  # of samples and tokens in one dim
-        return _placed(rows, 1, self._layout(rows.shape[1]), change).flatten(0, 1)
+            return _change_placed(tensor, dim, self._layout(tensor.shape[dim]), change)
+        rows = tensor.reshape(samples, -1, *tensor.shape[1:])  # samples and tokens are in one dim
+        return _change_placed(rows, 1, self._layout(rows.shape[1]), change).flatten(0, 1)
 
     def _layout(self, total: int) -> Layout:
         from schedlang.runtime.context_parallel.token_layout import Layout
@@ -296,50 +310,54 @@ class TokenParts:
 
 @dataclass(frozen=True)
 class WeightsAndTokens:
-    """The split of what coded modules save where rows split weights, and others sequences.
+    """Splits of saved tensors where some axes split weights and other axes split sequences.
 
-    Of a rank's part by weights it has its tokens, or in Ulysses some of its heads.
+    A rank has its shard by weights, and of this shard its tokens, or its heads (Ulysses).
     """
 
     weights: SavedParts
     tokens: TokenParts
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """A whole tensor with each rank's part of it changed."""
+        """Return a full tensor in which `change` was applied to each rank's shard."""
         return self.weights.each(at, tensor, lambda part: self.tokens.each(at, part, change))
 
 
 Parts = SavedParts | TokenParts | WeightsAndTokens
 
 
-def _copied(tensor: Tensor, copies: int) -> bool:
-    """Return whether heads are there so often: a batch without padding has no mask, and attention
-    without a mask takes keys of several queries as they are."""
+def _has_copies(tensor: Tensor, copies: int) -> bool:
+    """Return whether the heads of a tensor are repeated `copies` times.
+
+    A batch without padding has no mask, and attention without a mask does not repeat keys.
+    """
     import torch
 
     return copies > 1 and torch.equal(tensor, tensor[:, ::copies].repeat_interleave(copies, 1))
 
 
-def _heads(tensor: Tensor, ranks: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _change_heads(tensor: Tensor, ranks: int, change: Callable[[Tensor], Tensor]) -> Tensor:
     import torch
 
     return torch.cat([change(part) for part in tensor.chunk(ranks, 1)], 1)
 
 
-def _placed(tensor: Tensor, dim: int, layout: Layout, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _change_placed(
+    tensor: Tensor, dim: int, layout: Layout, change: Callable[[Tensor], Tensor]
+) -> Tensor:
     places = range(len(layout.runs))
     return layout.whole([change(layout.take(tensor, dim, place)) for place in places], dim)
 
 
 class Cut(NamedTuple):
-    """The numbers of tokens in all, of tokens on a rank, and of ranks."""
+    """The number of all tokens, of tokens on a rank, and of ranks."""
 
     total: int
     here: int
     ranks: int
 
     def of(self, whole: tuple[int, ...], part: tuple[int, ...]) -> Split | None:
-        """Return how the rank has a part of a tensor; None: in no known way."""
+        """Return the rank's shard of a tensor from both shapes; None where no known split fits."""
         if len(whole) != len(part):
             return None
         found = Split()
@@ -351,19 +369,20 @@ class Cut(NamedTuple):
                 found = found._replace(heads=many > 1, copies=all_ // mine // many)
                 if mine * many * found.copies != all_:
                     return None
-            elif dim < 3 and found.tokens is None and self._run(all_, mine, first=dim == 0):
+            elif (
+                dim < 3 and found.tokens is None and self._counts_tokens(all_, mine, first=dim == 0)
+            ):
                 found = found._replace(tokens=dim)
             else:
                 return None
         return found
 
     def _has_heads(self, shape: tuple[int, ...]) -> bool:
-        """Return whether dims 1 and 2 are heads and tokens; of three dims they may be tokens and a
-        width."""
+        """Return whether dims 1 and 2 are heads and tokens; of 3 dims they may be tokens, width."""
         heads = len(shape) == 4 or (len(shape) == 3 and shape[1] != self.total)
         return heads and shape[2] == self.total
 
-    def _run(self, all_: int, mine: int, *, first: bool) -> bool:
-        """Do sizes count tokens, of one sample or (in dim 0) of several after another?"""
+    def _counts_tokens(self, all_: int, mine: int, *, first: bool) -> bool:
+        """Return whether two sizes count tokens: of one sample, or in dim 0 of several samples."""
         samples = all_ // self.total if first and all_ % self.total == 0 else 1
         return (all_, mine) == (samples * self.total, samples * self.here)

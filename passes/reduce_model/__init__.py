@@ -1,1 +1,1 @@
-"""Smaller models under the same schedule, that show what the whole one would."""
+"""Reduction of a model: a smaller one under the same schedule that can show the same mistakes."""

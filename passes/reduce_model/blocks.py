@@ -1,7 +1,6 @@
-"""Blocks of a model that repeat: their common names, and the fewest that show what all do.
+"""Repeated blocks of a model: lists of blocks, common names, and the fewest representative layers.
 
-* Kinds of layers, and the fewest that show each kind, neighbour and stage.
-* Lists of blocks, and names that are equal in all of them.
+Used by the reduction of models, and by proposals of rows (passes/complete, passes/autoshard).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 
 LISTS = ("ModuleList", "Sequential", "ModuleDict")
-Kind = object  # equal for layers that are alike and to which the schedule does the same
+Kind = object  # equal for equal layers that have the same rows of the schedule
 
 
 def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
-    """Return the kind of each child of a list, by its modules and the rows that act on them.
+    """Return the kind of each child of a list: its modules and the rows that act on them.
 
-    `telling` are the attributes by which layers of the whole model are told apart.
+    `telling` are the attributes in which layers of the full model differ.
     """
     facts = plan.model
     cuts = [fqn for cut in plan.cuts for fqn in cut.before]
@@ -40,7 +39,7 @@ def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
             (
                 f[len(root) :],
                 facts.sites[f].kind,
-                _flags(facts.module(f), f[len(root) :], telling),
+                _distinguishing_attributes(facts.module(f), f[len(root) :], telling),
                 tuple(p.requires_grad for p in facts.sites[f].parameters.values()),
             )
             for f in below(facts, root)
@@ -56,12 +55,13 @@ def kinds(plan: Plan, trunk: str, telling: Set[tuple[str, str]]) -> list[Kind]:
     return out
 
 
-def _flags(
+def _distinguishing_attributes(
     module: nn.Module, path: str, telling: Set[tuple[str, str]]
 ) -> frozenset[tuple[str, object]]:
-    """The attributes by which a block is told to compute otherwise than its neighbours.
+    """Return the attributes by which a block may compute otherwise than other blocks.
 
-    Yes or no, nothing, a word, and what is `telling`.  Other numbers are sizes, or count blocks.
+    These are booleans, None, words without digits, and the attributes in `telling`. Other numbers
+    are sizes or indices of blocks.
     """
     return frozenset(
         (name, value)
@@ -78,39 +78,39 @@ def _place(span: object) -> object:
 
 
 def neighbours(sequence: Sequence[Kind]) -> set[tuple[Kind, Kind]]:
-    """Return the pairs of adjacent kinds, the two ends included."""
+    """Return the pairs of adjacent kinds, with both ends of the sequence."""
     ends: list[Kind] = ["first", *sequence, "last"]
     return set(zip(ends, ends[1:]))
 
 
 def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
-    """Tell whether the shorter model has all kinds of layers, adjacent pairs and stages."""
+    """Return whether a shorter model has the same kinds of layers, adjacent pairs, and stages."""
     for trunk in lists:
         telling = apart(old.model, [f"{trunk}.{child}" for child in old.model.children(trunk)])
         before, after = kinds(old, trunk, telling), kinds(new, trunk, telling)
         if neighbours(before) != neighbours(after):
             return False
-        stages_old, stages_new = _stages(old, trunk), _stages(new, trunk)
+        stages_old, stages_new = _count_stages(old, trunk), _count_stages(new, trunk)
         if stages_old == 1:
             continue
         if len(after) < min(2, len(before) // stages_old) * stages_new:
             return False
         if (len(before) % stages_old == 0) != (len(after) % stages_new == 0):
             return False
-        everywhere = set.intersection(*_shares(before, stages_old))
-        if not all(everywhere <= share for share in _shares(after, stages_new)):
+        everywhere = set.intersection(*_kinds_by_share(before, stages_old))
+        if not all(everywhere <= share for share in _kinds_by_share(after, stages_new)):
             return False
     return True
 
 
-def _stages(plan: Plan, trunk: str) -> int:
-    """Count the stages that a row about the list itself splits it into."""
+def _count_stages(plan: Plan, trunk: str) -> int:
+    """Return the number of stages into which a row at the list itself splits it."""
     cut = [cut for cut in plan.cuts if trunk in cut.trunks]
     return plan.stages(cut[0].axis) if cut else 1
 
 
-def _shares(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
-    """The kinds in each of equal shares of the layers."""
+def _kinds_by_share(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
+    """Return the kinds in each share of the layers, for shares of equal size."""
     size, more = divmod(len(sequence), stages)
     shares, at = [], 0
     for k in range(stages):
@@ -121,9 +121,10 @@ def _shares(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:
 
 
 def counterpart(name: str, shorter: Mapping[str, tuple[int, int]]) -> str:
-    """The name in the whole model of a parameter of the shorter: layers from both ends.
+    """Return the name in the full model of a parameter of the shorter model.
 
-    `shorter` gives for each list how many layers it has and had.
+    `shorter` maps each list to its numbers of layers in the shorter and in the full model. The
+    shorter model has the layers from both ends of the list.
     """
     for trunk, (now, before) in shorter.items():
         if name.startswith(f"{trunk}."):
@@ -141,10 +142,10 @@ LEAST = 2  # projections in a block
 
 
 def leaf_kind(site: Site) -> str:
-    """One of LEAVES, whose weights have dims with names; else nothing."""
+    """Return the class in LEAVES of a module whose weight has named dims, or ""."""
     weight = site.parameters.get("weight")
     if weight is None or len(weight.shape) != 2 or "weight" not in site.dims:
-        return ""  # another class of that name may lay its weight otherwise
+        return ""  # another class of the same name may have another layout of its weight
     return next((kind for kind in LEAVES if site.is_a(kind)), "")
 
 
@@ -152,63 +153,63 @@ CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 
 
 def splits(facts: ModelFacts, fqn: str) -> bool:
-    """Tell whether a module may be sharded in a pair: a leaf, or an ungrouped convolution."""
+    """Return whether a module can be sharded in a pair: a leaf, or an ungrouped convolution."""
     site = facts.sites[fqn]
     convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
-    return bool(leaf_kind(site)) or convolves and _groups(facts, fqn) == 1
+    return bool(leaf_kind(site)) or convolves and _conv_groups(facts, fqn) == 1
 
 
-def _groups(facts: ModelFacts, fqn: str) -> int:
+def _conv_groups(facts: ModelFacts, fqn: str) -> int:
     return int(facts.model.get_submodule(fqn).groups)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The lists of blocks of a model, by their names with numbers of outer blocks as `*`."""
+    """The lists of blocks of a model, by names in which `*` stands for numbers of outer blocks."""
 
     facts: ModelFacts
     lists: frozenset[str]
 
     def common(self, fqn: str) -> str:
-        """The name that a module has in every block: `model.layers.*.mlp.up`."""
+        """Return the name of a module that is common to all blocks: `model.layers.*.mlp.up`."""
         out: list[str] = []
         for part in fqn.split("."):
             out.append("*" if ".".join(out) in self.lists and out else part)
         return ".".join(out)
 
     def inside(self, fqn: str) -> bool:
-        """Tell whether the module is inside a block."""
+        """Return whether a module is a block or inside a block."""
         return "*" in self.common(fqn).split(".")  # also for names that are common already
 
     def is_block(self, fqn: str) -> bool:
-        """Tell whether the module is a block itself."""
+        """Return whether a module is a block itself."""
         return bool(fqn) and self.common(fqn).endswith(".*")
 
     def around(self, fqn: str) -> str:
-        """The innermost block in which a module stands; "" outside of all."""
+        """Return the innermost block around a module; "" outside blocks."""
         common = self.common(fqn)
         depth = common.rpartition("*")[0].count(".")
         return ".".join(fqn.split(".")[: depth + 1]) if "*" in common else ""
 
     @cached_property
     def named(self) -> Mapping[str, tuple[str, ...]]:
-        """The modules of each common name, in model order."""
+        """Return the modules of each common name, in the order of the model."""
         found: dict[str, list[str]] = {}
         for fqn in self.facts.sites:
             found.setdefault(self.common(fqn), []).append(fqn)
         return {name: tuple(group) for name, group in found.items()}
 
     def sites(self, name: str) -> tuple[str, ...]:
-        """The modules of a common name, or the one of a name that says its numbers."""
+        """Return the modules of a common name, or the single module of a full name."""
         return self.named.get(name) or ((name,) if name in self.facts.sites else ())
 
     def of(self, facts: ModelFacts) -> Blocks:
-        """The same lists in a model that has fewer blocks."""
+        """Return the same lists for a model with fewer blocks."""
         return Blocks(facts, self.lists)
 
 
 def blocks_of(facts: ModelFacts) -> Blocks:
-    """Lists of two or more blocks of one class, or of a single one that is called again and again.
+    """Return the lists of blocks: lists with two blocks of one class, or with a single block.
 
     A block has at least two projections.
     """
@@ -233,7 +234,7 @@ def _repeats(facts: ModelFacts, site: Site, below: Counter[str]) -> bool:
 
 
 def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
-    """The model on the meta device with the fewest blocks that show all kinds and neighbours."""
+    """Return the model on the meta device with the fewest blocks that have all kinds and pairs."""
     from schedlang.runtime.tracing.meta import meta_model
 
     kept = {}
@@ -248,9 +249,10 @@ def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
 
 
 def fewest(kinds: Sequence[object], stages: int = 1) -> list[int]:
-    """Places from both ends of a list that have all of its kinds, next to all their neighbours.
+    """Return indices from both ends of a list that have all its kinds and adjacent pairs.
 
-    For several stages they divide as the whole list does, with two a stage where it has two.
+    With several stages their number is divisible by the stages if the list's length is, and each
+    stage has two layers if the list has two per stage.
     """
     whole, count = neighbours(kinds), len(kinds)
     least = min(count, min(2, max(1, count // stages)) * stages)

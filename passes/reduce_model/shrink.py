@@ -1,7 +1,7 @@
-"""Shrink: the same classes and the same schedule with every size as small as its meaning allows.
+"""Shrink a model: the same classes and schedule, with sizes as small as their meaning allows.
 
-* A smaller model under the same schedule: layers first, then widths, then values and batches.
-* The reduced model, and what is said about it.
+The number of layers is reduced first, then widths, then the model gets values and batches. The
+schedule is planned at full size before, and traced in full width. The result is for `verify`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
     from schedlang.ir.modelfile import ModelFile
 
-# -- meshes that one machine runs ------------------------------------------------------------------
+# -- meshes for one machine ------------------------------------------------------------------------
 
 
 MOST = 8
 
 
 def small_meshes(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Smaller sizes of the axes, the best first; the mesh itself where it is small enough.
+    """Yield smaller sizes of the axes, the best first; only the mesh itself if it is small enough.
 
-    Best is a mesh that leaves no axis out, whose axes differ in size (so that a sum over the wrong
-    one shows), and that has few ranks.
+    The best mesh has no axis of size 1, axes of different sizes (so that a reduction over the
+    wrong axis shows), and few ranks.
     """
     if math.prod(axes.values()) <= MOST:
         yield dict(axes)
@@ -82,9 +82,9 @@ def _cost(mesh: Mapping[str, int], axes: Mapping[str, int]) -> tuple[int, int, i
 
 @dataclass(frozen=True)
 class Whole:
-    """The schedule as written: its syntax, settings and plan for the model in full size.
+    """The schedule at full size: its syntax tree, settings and plan for the full model.
 
-    `given` is the mesh that was asked for, where one machine runs it.
+    `given` is the mesh that the user requested for the reduced model, if any.
     """
 
     tree: n.File
@@ -93,15 +93,17 @@ class Whole:
     given: Mapping[str, int] | None = None
 
     def at(self, model: nn.Module, mesh: Mapping[str, int], requires: bool = True) -> Plan:
-        """The same text planned for another model on another mesh."""
+        """Return the plan of the same file for another model on another mesh."""
         facts = ModelFacts(model)
-        facts.given.update(self.plan.model.replacements)  # the class made it, not the model file
+        facts.given.update(
+            self.plan.model.replacements
+        )  # the model was made by its class, not by the model file
         made = expand(self._tree(requires), facts, self._set(mesh)).plan
         assert made is not None
         return made
 
     def meshes(self, requires: bool) -> Iterator[Mapping[str, int]]:
-        """Small meshes whose sizes the knobs of the file accept, the best first."""
+        """Yield small meshes that the file's knobs accept, the best first."""
         if self.given is not None:
             yield self.given
             return
@@ -118,7 +120,7 @@ class Whole:
         return replace(self.tree, items=kept)
 
     def _set(self, mesh: Mapping[str, int]) -> Settings:
-        """Knobs that size axes are set by the mesh."""
+        """Return settings for a mesh, without the knobs that size its axes."""
         args = [a for item in self.tree.items if isinstance(item, n.Mesh) for a in item.args]
         values = [a.value for a in args if isinstance(a, n.Keyword)]
         sizing = {value.text for value in values if isinstance(value, n.Name)}
@@ -126,63 +128,63 @@ class Whole:
 
 
 def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
-    """Plan at full size; what does not divide there is refused here.
+    """Plan the schedule at full size; refuse sizes that are not divisible there.
 
-    A mesh given from outside that one machine runs is the mesh of the reduced model, and full size
-    is what the file says.
+    A mesh in the settings that fits on one machine is the mesh of the reduced model; the full mesh
+    is then the file's.
     """
-    asked = expand(tree, None, settings).mesh if settings.mesh else None
-    small = asked is not None and asked.world <= MOST
+    requested = expand(tree, None, settings).mesh if settings.mesh else None
+    small = requested is not None and requested.world <= MOST
     if small:
         settings = replace(settings, mesh={})
     plan = expand(tree, ModelFacts(model), settings).plan
     assert plan is not None
     _enough_layers(plan)
-    return Whole(tree, settings, plan, dict(asked.axes) if small and asked else None)
+    return Whole(tree, settings, plan, dict(requested.axes) if small and requested else None)
 
 
 def _enough_layers(plan: Plan) -> None:
-    """Refuse a list that is cut into more stages than it has layers (S613)."""
+    """Refuse (S613) a list that is split into more stages than it has layers."""
     for cut in plan.cuts:
         if cut.trunks:
             even([Unit(name, 1) for name in elements(plan, cut)], plan.stages(cut.axis))
 
 
 def parts(plan: Plan) -> int:
-    """Return the number of parts that a batch is cut into."""
+    """Return the number of parts into which a batch is split."""
     return plan.shares * (plan.micro)
 
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
-    """Follow the shapes through the model on the meta device, as every rank would."""
+    """Trace a plan on the meta device; raise the refusals that ranks would raise."""
     from schedlang.runtime.batch import split
 
     micro = plan.micro
     try:
         sample = split(dict(batch), plan.dealt, micro)[0][0].inputs
-    except Refusal:  # fewer rows than parts: shapes can be followed all the same
+    except Refusal:  # fewer rows than parts: shapes can be traced nevertheless
         sample = dict(batch)
     prepare(plan, sample, loss)
 
 
 def stage_mesh(plan: Plan, mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh at full size but for the axes that hold stages."""
+    """Return the full mesh, with the sizes of `mesh` for the axes of stages."""
     cut = {axis for one in plan.cuts for axis in plan.mesh.fold(one.axis)}
     return {axis: mesh[axis] if axis in cut else size for axis, size in plan.mesh.axes}
 
 
 def codes(refusals: Sequence[Refusal]) -> set[str]:
-    """The codes of all their messages."""
+    """Return the codes of all diagnostics of some refusals."""
     return {d.code for refusal in refusals for d in refusal.diagnostics}
 
 
-LIMIT = 64  # what no shape depends on, such as the longest sequence
-MADE, PLANNED = 200, 12  # choices of sizes that are made, and planned, before giving up
+LIMIT = 64  # bound of sizes on which no shape depends, such as the longest sequence
+MADE, PLANNED = 200, 12  # choices of sizes that are made, and planned, before the search stops
 
 
 @dataclass(frozen=True)
 class Data:
-    """Batches, loss and the seed of the model's values."""
+    """The batches, the loss, and the seed of the model's values."""
 
     batches: Sequence[Batch]
     loss: Any
@@ -190,30 +192,30 @@ class Data:
 
 
 class Narrowing:
-    """Tries to make a model smaller, for one mesh after the other."""
+    """The search for a smaller model; results are cached between meshes."""
 
     def __init__(self, whole: Whole, recipe: Recipe, data: Data) -> None:
         self.whole, self.recipe, self.data = whole, recipe, data
-        self._layers: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._fewest_layers: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         self._known: dict[tuple[tuple[str, int], ...], list[Quantity]] = {}
 
     def full_width(self, mesh: Mapping[str, int]) -> None:
-        """Refuse what the ranks would meet at full size: fewer layers, traced in full width.
+        """Raise the refusals of full size: trace the plan in full width, with fewer layers.
 
-        Layers that are alike are traced alike.
+        Fewer layers suffice, since equal layers have equal traces.
         """
         sizes = stage_mesh(self.whole.plan, mesh)
         shallow = self._shallow(self._fewest(mesh))
-        _flags(self.whole.plan.model, shallow)
+        _copy_flags(self.whole.plan.model, shallow)
         plan = self.whole.at(shallow, sizes, requires=False)
         trace(plan, self.data.batches[0], self.data.loss)
 
     def at(
         self, mesh: Mapping[str, int], requires: bool
     ) -> tuple[Plan, tuple[Batch, ...], Mapping[str, int]]:
-        """The plan of the smallest model that keeps everything, its batches and its sizes.
+        """Return the plan of the smallest model that satisfies all rules, its batches and sizes.
 
-        Refuses S752 and S753, and whatever the rows refuse on each choice of sizes.
+        Raises S752, S753, or the first refusal of the rows, if no choice of sizes is accepted.
         """
         fixed = self._fewest(mesh)
         known = self._learned(fixed)
@@ -229,14 +231,16 @@ class Narrowing:
             if made is None or not keeps(known, counted(made), rules):
                 continue
             try:
-                return *_filled(self.whole, self.recipe, sizes, mesh, requires, self.data), sizes
+                return *_make_reduced(
+                    self.whole, self.recipe, sizes, mesh, requires, self.data
+                ), sizes
             except Refusal as refusal:
                 reasons.append(refusal)
-        said = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
+        text = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
         raise (
             reasons[0]
             if reasons
-            else refused("S752", f"on a mesh of {said} no sizes keep the divisibility")
+            else refused("S752", f"on a mesh of {text} no sizes keep the divisibility")
         )
 
     def _shallow(self, fixed: Mapping[str, int]) -> nn.Module:
@@ -251,25 +255,25 @@ class Narrowing:
         return self._known[key]
 
     def _fewest(self, mesh: Mapping[str, int]) -> dict[str, int]:
-        """The numbers of layers, each as small as it can be."""
+        """Return the smallest possible numbers of layers, by size name."""
         sizes = stage_mesh(self.whole.plan, mesh)
         key = tuple(sizes.items())
-        if key not in self._layers:
+        if key not in self._fewest_layers:
             fixed: dict[str, int] = {}
             for deep in deep_sizes(self.recipe, self.whole.plan.model):
-                fixed[deep.name] = _layers(self.whole, self.recipe, deep, fixed, sizes)
-            self._layers[key] = fixed
-        return self._layers[key]
+                fixed[deep.name] = _fewest_layers(self.whole, self.recipe, deep, fixed, sizes)
+            self._fewest_layers[key] = fixed
+        return self._fewest_layers[key]
 
 
-def _layers(
+def _fewest_layers(
     whole: Whole, recipe: Recipe, deep: Deep, fixed: Mapping[str, int], sizes: Mapping[str, int]
 ) -> int:
     for layers in range(1, deep.layers):
         made = recipe.meta({**fixed, deep.name: layers})
         if made is None:
             continue
-        _flags(whole.plan.model, made)
+        _copy_flags(whole.plan.model, made)
         try:
             plan = whole.at(made, sizes, requires=False)
         except Refusal:
@@ -283,7 +287,7 @@ def _layers(
 
 
 def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
-    """Collect what the rows of the schedule require of sizes."""
+    """Return the rules for sizes that follow from the rows of the schedule."""
     named = [name for layout in plan.layouts.values() for name in layout.axes]
     named += [b.axis for boundaries in plan.boundaries.values() for b in boundaries]
     over = {axis for name in named for axis in plan.mesh.fold(name)}
@@ -297,20 +301,20 @@ def _rules(plan: Plan, model: nn.Module, mesh: Mapping[str, int]) -> Rules:
 
 
 def _tables(site: Site) -> list[tuple[str, int]]:
-    """The parameters of a module that have a row for each id, and which dim that is."""
+    """Return (parameter, dim) of a module's parameters that have a row for each id."""
     named = [(name, dims) for name, dims in site.dims.items() if name in site.parameters]
     return [(name, dims.index("vocab")) for name, dims in named if "vocab" in dims]
 
 
 def _pads(plan: Plan) -> list[tuple[int, int]]:
-    """Dims that are padded, by their size, and to a multiple of what."""
+    """Return (size, multiple) of the padded dims."""
     return [(one.size, one.multiple) for one in plan.padded]
 
 
 # -- values ------------------------------------------------------------------------------------
 
 
-def _filled(
+def _make_reduced(
     whole: Whole,
     recipe: Recipe,
     chosen: Mapping[str, int],
@@ -318,13 +322,13 @@ def _filled(
     requires: bool,
     data: Data,
 ) -> tuple[Plan, tuple[Batch, ...]]:
-    """The reduced model with values, planned and traced; and batches for it."""
+    """Make the reduced model with values; return its plan, after a trace, and its batches."""
     import torch
 
     torch.manual_seed(data.seed)
     with torch.device("cpu"):
         made = recipe.make(chosen)
-    _flags(whole.plan.model, made)
+    _copy_flags(whole.plan.model, made)
     plan = whole.at(made, mesh, requires)
     cutting = _cutting(whole.plan, plan, recipe, chosen)
     fewer = tuple(small(batch, cutting) for batch in data.batches)
@@ -333,8 +337,8 @@ def _filled(
     return plan, fewer
 
 
-def _flags(old: ModelFacts, made: nn.Module) -> None:
-    """Copy requires_grad, dtype and training mode from the whole model."""
+def _copy_flags(old: ModelFacts, made: nn.Module) -> None:
+    """Copy requires_grad, dtype and training mode from the full model to a reduced model."""
     sites = ModelFacts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))
@@ -363,7 +367,7 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
 
 
 def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
-    """The reduced model and the loss take the reduced batches, or it is refused here (S753)."""
+    """Refuse (S753) batches that the reduced model or the loss rejects."""
     import torch
 
     from schedlang.runtime.batch import called
@@ -383,9 +387,9 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A reduced model: its plan with values, its batches, and what was reduced.
+    """A reduced model: its plan with values, its batches, and a description of the reduction.
 
-    `whole` is the plan in full size.
+    `gaps` are what the reduced model cannot show; `whole` is the plan at full size.
     """
 
     plan: Plan
@@ -405,26 +409,27 @@ def shrink(
     make: Callable[..., nn.Module] | None = None,
     seed: int = 0,
 ) -> Shrunk:
-    """A reduced model under the same schedule, and what to verify it with.
+    """Return a reduced model under the same schedule, with batches for it.
 
-    The schedule is planned at full size first, and traced in full width: what does not divide is
-    refused there.  A mesh given in the settings that one machine runs is the one of the reduced
-    model; else one is chosen.  `make` is a function with sizes as defaults that makes the model.
-    Raises Refusal S751 where the model cannot be made smaller, S752 where no reduction keeps the
-    schedule's meaning, S753 where batches do not fit it.
+    The schedule is first planned at full size, and traced in full width; sizes that are not
+    divisible are refused there. A mesh in the settings that fits on one machine is the mesh of the
+    reduced model; otherwise a mesh is chosen. `make` is a function that makes the model; its
+    parameters with integer defaults are sizes. Raises Refusal S751 where the model cannot be
+    reduced, S752 where no reduction keeps the meaning of the schedule, S753 where batches do not
+    fit the reduced model.
     """
     full = whole(tree, settings, model)
-    recipe = _recipe(model, make)
+    recipe = _find_recipe(model, make)
     narrowing = Narrowing(full, recipe, Data(batches, loss, seed))
     for mesh in itertools.islice(full.meshes(requires=False), 1):
         narrowing.full_width(mesh)
 
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
         plan, fewer, sizes = narrowing.at(mesh, requires)
-        said = _said(recipe, sizes, full.plan, plan)
-        return Shrunk(plan, fewer, said, _gaps(full.plan, plan), full.plan)
+        text = _describe_reduction(recipe, sizes, full.plan, plan)
+        return Shrunk(plan, fewer, text, _gaps(full.plan, plan), full.plan)
 
-    return _first(full, at)
+    return _first_accepted(full, at)
 
 
 def given(
@@ -435,24 +440,24 @@ def given(
     batches: Sequence[Batch],
     loss: Callable[..., Any] | None = None,
 ) -> Shrunk:
-    """The same with a reduced model that somebody made: the model file's `small()`."""
+    """Return the reduction with a given smaller model: the result of the model file's `small()`."""
     full = whole(tree, settings, model)
     runs(smaller, batches, loss)
 
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
         plan = full.at(smaller, mesh, requires)
-        said = f"to the model of `small()`, mesh {full.plan.mesh} -> {plan.mesh}"
+        text = f"to the model of `small()`, mesh {full.plan.mesh} -> {plan.mesh}"
         gaps = _gaps(full.plan, plan)
-        return Shrunk(plan, tuple(batches), said, gaps, full.plan)
+        return Shrunk(plan, tuple(batches), text, gaps, full.plan)
 
-    return _first(full, at)
+    return _first_accepted(full, at)
 
 
-def _first(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shrunk:
-    """Return the model reduced for the first mesh that serves.
+def _first_accepted(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shrunk:
+    """Return the model reduced for the first mesh that is accepted.
 
-    Where only a `require` is in the way, which holds at full size, it is left out and the report
-    says so.
+    If only `require` statements fail on all meshes, they are left out, and a gap reports this; they
+    hold at full size.
     """
     reasons: list[Refusal] = []
     for requires in (True, False):
@@ -473,12 +478,12 @@ def _first(full: Whole, at: Callable[[Mapping[str, int], bool], Shrunk]) -> Shru
     )
 
 
-def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
-    """Find a recipe that remakes the model in full size; refuse (S751) if none does."""
+def _find_recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
+    """Return a recipe that makes the full model again; refuse (S751) if there is none."""
     wrong: list[Refusal] = []
     for recipe in recipes(model, make):
         try:
-            _same_model(recipe, model)
+            _check_same_model(recipe, model)
             return recipe
         except Refusal as refusal:
             wrong.append(refusal)
@@ -492,8 +497,8 @@ def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
     )
 
 
-def _same_model(recipe: Recipe, model: nn.Module) -> None:
-    """Made anew in full size it is the model, or reducing it would verify another one."""
+def _check_same_model(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse (S751) a recipe whose full model differs from the model."""
     again = recipe.meta({})
     if again is None:
         raise refused("S751", "its class cannot be called with only its configuration")
@@ -511,10 +516,10 @@ def _same_model(recipe: Recipe, model: nn.Module) -> None:
         raise refused("S751", "ties, hooks or attributes were changed after it was built")
 
 
-# -- what is said about it ---------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------
 
 
-def _said(recipe: Recipe, chosen: Mapping[str, int], old: Plan, new: Plan) -> str:
+def _describe_reduction(recipe: Recipe, chosen: Mapping[str, int], old: Plan, new: Plan) -> str:
     parts = [
         f"{name} {size} -> {chosen[name]}"
         for name, size in recipe.sizes.items()
@@ -538,18 +543,18 @@ def _gaps(old: Plan, new: Plan) -> tuple[Gap, ...]:
 
 
 def remarked(report: Report, small: Shrunk | None) -> Report:
-    """The report of a reduced model says what was reduced, and what that cannot show."""
+    """Return the report with the reduction and its gaps; unchanged without a reduction."""
     if small is None:
         return report
     facts = (*report.facts, ("reduced", small.said))
     return replace(report, facts=facts, gaps=(*report.gaps, *small.gaps))
 
 
-# -- who asks ----------------------------------------------------------------------------------
+# -- model files -------------------------------------------------------------------------------
 
 
 def lies_on_meta(model: nn.Module) -> bool:
-    """Tell whether the model lies on the meta device."""
+    """Return whether the model has parameters on the meta device."""
     return any(p.is_meta for p in model.parameters())
 
 
@@ -561,7 +566,7 @@ def shrunk(
     batches: Sequence[Batch],
     seed: int,
 ) -> Shrunk:
-    """The reduction of a model file's model: by its `small()`, or by what its sizes are."""
+    """Return the reduction of a model file's model: by its `small()`, or by its sizes."""
     smaller = file.small(seed)
     if smaller is not None:
         own = [file.small_batch(seed + step) for step in range(len(batches))]

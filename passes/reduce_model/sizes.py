@@ -1,6 +1,7 @@
-"""The sizes from which a model is made, and the smallest that keep what matters of it.
+"""Sizes of a model: a recipe that makes it from sizes, and a search for the smallest sizes.
 
-* A recipe: the whole numbers from which a model was made, and the model for other numbers.
+Dims and attributes of the model are learned as functions of its sizes, by making it on the meta
+device with other sizes. `Search` yields choices of sizes that satisfy the rules of a schedule.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from schedlang.ir.model import ModelFacts
 
 
-TOKENS = ("token_id", "token_index")  # how transformers names numbers that are ids, not sizes
+TOKENS = ("token_id", "token_index")  # ends of names of ids in configurations of transformers
 
-LAYERS = "layer"  # in the names of their numbers of layers: n_layer, num_hidden_layers
+LAYERS = "layer"  # in names of numbers of layers in these: n_layer, num_hidden_layers
 
 TITLES = {
     "S751": "this model cannot be reduced",
@@ -35,16 +36,18 @@ TITLES = {
 
 
 def refused(code: str, reason: str, *helps: str) -> Refusal:
-    """Make the refusal of a reduction, with what to write instead."""
+    """Return the refusal of a reduction; its help offers `small()` of the model file."""
     offer = "define `small()` in the model file: it returns the model to verify"
     return Refusal.of(code, TITLES[code], notes=(reason,), helps=(offer, *helps))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`sizes` by name, dotted inside nested configurations; `make` takes those that change.
+    """A recipe that makes a model from sizes.
 
-    `specials` are the ids that stand for something: padding, the end of a text.
+    sizes     by name; names inside nested configurations are dotted
+    make      a function from changed sizes to a model
+    specials  ids with a meaning, such as padding or the end of a text
     """
 
     sizes: Mapping[str, int]
@@ -52,21 +55,21 @@ class Recipe:
     specials: tuple[int, ...] = ()
 
     def meta(self, changed: Mapping[str, int]) -> nn.Module | None:
-        """The model of other sizes on the meta device; None where its constructor fails."""
+        """Return the model with other sizes on the meta device; None if its constructor fails."""
         import torch
 
         try:
             with torch.device("meta"):
                 return self.make(changed)
-        except Exception:  # whatever a constructor raises, it refuses these numbers
+        except Exception:  # the constructor rejects these sizes
             return None
 
 
 def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) -> Iterator[Recipe]:
-    """Yield ways to make a model anew: by its class from its `config`, or by a function of sizes.
+    """Yield recipes of a model: its class with its `config`, then a function of sizes.
 
-    A config is one of transformers' kind, with `to_dict`; the numbers of a function are those of
-    its parameters whose defaults are whole.
+    The config is like transformers', with `to_dict`. The sizes of a function are its parameters
+    with integer defaults.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
@@ -81,7 +84,7 @@ def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) 
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, int]:
-    """The keyword parameters of a function whose defaults are whole numbers."""
+    """Return the parameters of a function with integer defaults, without `seed`."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if type(p.default) is int and p.name != "seed"}
 
@@ -99,10 +102,10 @@ def _numbers(config: Any, prefix: str = "", least: int = 2) -> Iterator[tuple[st
 
 
 def changed_config(config: Any, changed: Mapping[str, int]) -> Any:
-    """A copy of a configuration with other numbers.
+    """Return a copy of a configuration with other numbers.
 
-    Lists with an entry for each layer become as short as the number of layers; ids of tokens stay
-    below the vocabulary.
+    Lists with an entry per layer are cut to the number of layers; ids of tokens are mapped into
+    the vocabulary.
     """
     new = copy.deepcopy(config)
     for path, value in changed.items():
@@ -115,12 +118,12 @@ def changed_config(config: Any, changed: Mapping[str, int]) -> Any:
         for key, entry in vars(before).items() if LAYERS in name else ():
             if value < old and isinstance(entry, list | tuple) and len(entry) == old:
                 setattr(holder, key, entry[:value])
-    _tokens_inside(new, None)
+    _fold_token_ids(new, None)
     return new
 
 
-def _tokens_inside(config: Any, above: int | None) -> None:
-    """Ids beyond the vocabulary become its last ones, different ids different ones."""
+def _fold_token_ids(config: Any, above: int | None) -> None:
+    """Replace ids beyond the vocabulary by its last ids; different ids stay different."""
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
     own = getattr(config, "vocab_size", None)
     size = (
@@ -139,11 +142,11 @@ def _tokens_inside(config: Any, above: int | None) -> None:
         else:
             setattr(config, key, folded.get(entry, entry))
     for value in inner:
-        _tokens_inside(value, size)
+        _fold_token_ids(value, size)
 
 
 def special_ids(ids: tuple[int, ...], size: int) -> dict[int, int]:
-    """Map special ids into a vocabulary of `size`: an id stays, or becomes one of the last."""
+    """Map special ids into a vocabulary of `size`: an id is unchanged, or becomes a last id."""
     ids = tuple(sorted({v for v in ids if v >= 0}))
     high = [v for v in ids if v >= size - len(ids)]
     return {v: v for v in ids} | {v: size - len(high) + k for k, v in enumerate(high)}
@@ -151,7 +154,7 @@ def special_ids(ids: tuple[int, ...], size: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Deep:
-    """A size that is a number of layers, and the lists of modules that it makes long."""
+    """A size that is a number of layers, and the module lists whose length depends on it."""
 
     name: str
     layers: int
@@ -159,9 +162,9 @@ class Deep:
 
 
 def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
-    """The sizes that count layers: one less of them is one module less in a list, and no dim less.
+    """Return the sizes that count layers: one less shortens a list of modules and changes no dim.
 
-    Experts in a list are no layers: their number is also a dim of what chooses among them.
+    Experts in a list are not layers: their number is also a dim of the router.
     """
     lengths = {
         fqn: len(site.children)
@@ -189,11 +192,11 @@ def deep_sizes(recipe: Recipe, facts: ModelFacts) -> list[Deep]:
 
 FACTORS = (Fraction(2), Fraction(4), Fraction(1, 2), Fraction(1, 4), Fraction(3))
 POWERS = (1, -1, 2, -2)
-OWN = "(sizes)"  # stands for the module of the numbers from which the model is made
+OWN = "(sizes)"  # module name of the sizes themselves
 
 
 class Key(NamedTuple):
-    """One number: dim `dim` of parameter `name`, or the attribute `name` (dim -1), of a module."""
+    """The place of a number in a module: a dim of a parameter, or an attribute (`dim` is -1)."""
 
     fqn: str
     name: str
@@ -201,15 +204,15 @@ class Key(NamedTuple):
 
     @property
     def is_dim(self) -> bool:
-        """True for a dim of a parameter."""
+        """Whether the number is a dim of a parameter."""
         return self.dim >= 0
 
 
 @dataclass(frozen=True)
 class Form:
-    """A quantity as a function of the sizes: a product of powers, or a line in one size.
+    """A quantity as a function of sizes: a product of powers, or linear in one size.
 
-    `powers` maps each size to its power; with `shift` there is one size, of power 1.
+    `powers` are pairs of a size and its power; with `shift` there is one size, with power 1.
     """
 
     factor: Fraction
@@ -217,7 +220,7 @@ class Form:
     shift: int = 0
 
     def at(self, sizes: Mapping[str, int]) -> int | None:
-        """Return the value for these sizes; None where it is not whole."""
+        """Return the value for some sizes; None where it is not an integer."""
         over, under = self.factor.numerator, self.factor.denominator
         for name, power in self.powers:
             if power > 0:
@@ -229,13 +232,13 @@ class Form:
 
     @property
     def degree(self) -> int:
-        """0 for a ratio of sizes."""
+        """Return the sum of the powers; 0 for a ratio of sizes."""
         return sum(power for _, power in self.powers)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of the model: its value, the sizes it depends on, and its form where one fits."""
+    """A number of the model: its value, the sizes on which it depends, and its form or None."""
 
     key: Key
     value: int
@@ -244,7 +247,7 @@ class Quantity:
 
 
 def counted(model: nn.Module) -> dict[Key, int]:
-    """Every dim of every parameter and every whole-number attribute of every module."""
+    """Return all dims of parameters and all positive integer attributes of modules."""
     found: dict[Key, int] = {}
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
@@ -257,7 +260,7 @@ def counted(model: nn.Module) -> dict[Key, int]:
 
 
 def written_in(model: nn.Module) -> list[tuple[object, ...]]:
-    """Plain attributes of every module, its hooks, and whether it has a forward of its own."""
+    """Return plain attributes of each module, its number of hooks, and whether it has `forward`."""
     plain = (bool, int, float, str, type(None))
     found: list[tuple[object, ...]] = []
     for fqn, module in model.named_modules():
@@ -270,9 +273,9 @@ def written_in(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 def learned(recipe: Recipe, fixed: Mapping[str, int]) -> list[Quantity]:
-    """Every quantity that depends on a size which is not in `fixed`, found by trying other sizes.
+    """Return the quantities that depend on sizes outside `fixed`, found by trying other sizes.
 
-    `fixed` are sizes already chosen.  A constructor that refuses a try teaches nothing.
+    `fixed` are sizes already chosen. Tries that the constructor rejects are ignored.
     """
     base_model = recipe.meta(fixed)
     assert base_model is not None, "the sizes chosen so far make a model"
@@ -285,7 +288,7 @@ def learned(recipe: Recipe, fixed: Mapping[str, int]) -> list[Quantity]:
         models = [(f, recipe.meta({**fixed, name: int(size * f)})) for f in tries]
         seen[name] = [(f, counted(m)) for f, m in models if m is not None]
     out = []
-    for name, size in recipe.sizes.items():  # the number itself, where it decides anything
+    for name, size in recipe.sizes.items():  # the size itself, if something depends on it
         if name not in fixed and any(counts != base for _, counts in seen[name]):
             out.append(Quantity(Key(OWN, name), size, (name,), Form(Fraction(1), ((name, 1),))))
     for key, value in base.items():
@@ -293,25 +296,25 @@ def learned(recipe: Recipe, fixed: Mapping[str, int]) -> list[Quantity]:
             name for name, tries in seen.items() if any(c.get(key) != value for _, c in tries)
         )
         if depends:
-            form = _form(key, value, {n: seen[n] for n in depends}, recipe.sizes)
+            form = _fit_form(key, value, {n: seen[n] for n in depends}, recipe.sizes)
             out.append(Quantity(key, value, depends, form))
     return out
 
 
-def _form(
+def _fit_form(
     key: Key,
     value: int,
     seen: Mapping[str, Sequence[tuple[Fraction, dict[Key, int]]]],
     sizes: Mapping[str, int],
 ) -> Form | None:
-    """The form that fits what was seen; None if none does."""
+    """Return the form that fits the observed values, or None."""
     powers: list[tuple[str, int]] = []
     for name, tries in seen.items():
         pairs = [(factor, counts[key]) for factor, counts in tries if key in counts]
         fits = {p: sum(Fraction(got) == value * f**p for f, got in pairs) for p in POWERS}
         power = max(fits, key=lambda p: fits[p])
         if fits[power] < 2:
-            return _line(name, value, pairs, sizes[name]) if len(seen) == 1 else None
+            return _fit_line(name, value, pairs, sizes[name]) if len(seen) == 1 else None
         powers.append((name, power))
     factor = Fraction(value)
     for name, power in powers:
@@ -319,8 +322,10 @@ def _form(
     return Form(factor, tuple(powers))
 
 
-def _line(name: str, value: int, pairs: Sequence[tuple[Fraction, int]], size: int) -> Form | None:
-    """factor x size + shift, through all that was seen."""
+def _fit_line(
+    name: str, value: int, pairs: Sequence[tuple[Fraction, int]], size: int
+) -> Form | None:
+    """Return the form factor x size + shift through all observed values, or None."""
     slopes = {Fraction(got - value) / (size * (f - 1)) for f, got in pairs}
     if len(pairs) < 2 or len(slopes) != 1:
         return None
@@ -330,7 +335,10 @@ def _line(name: str, value: int, pairs: Sequence[tuple[Fraction, int]], size: in
 
 
 def limits(quantities: Sequence[Quantity]) -> set[str]:
-    """The sizes that decide no shape and nothing together with another: a longest sequence."""
+    """Return the sizes on which no dim depends, and no quantity of several sizes.
+
+    An example is the longest sequence.
+    """
     names = {name for q in quantities for name in q.depends}
     return {
         name
@@ -342,11 +350,11 @@ def limits(quantities: Sequence[Quantity]) -> set[str]:
 # -- the search for the smallest sizes -------------------------------------------------------------
 
 
-KEPT = 4  # numbers up to this say what kind of thing it is (top-k, channels), not how large
-RATIO = 16  # ratios of sizes up to this are kept exactly: query heads per key-value head
-ROWS = 16  # of an embedding: positions for a few tokens, and a choice of ids
+KEPT = 4  # numbers up to this are a kind (top-k, channels), not a size, and do not change
+RATIO = 16  # ratios of sizes up to this do not change: query heads per key-value head
+ROWS = 16  # least rows of an embedding: positions for a few tokens, and a choice of ids
 WIDTH = 4096  # values tried for one size
-NODES = 50_000  # of the search
+NODES = 50_000  # largest number of nodes of the search
 
 
 Dims = dict[int, int]  # new sizes of dims by their old ones
@@ -354,7 +362,7 @@ Dims = dict[int, int]  # new sizes of dims by their old ones
 
 @dataclass(frozen=True)
 class Split:
-    """An axis that splits tensors: its ranks as they are and after the reduction."""
+    """An axis that splits tensors: its number of ranks before and after the reduction."""
 
     before: int
     after: int
@@ -364,7 +372,7 @@ class Split:
 class Rules:
     """Constraints on reduced sizes.
 
-    `pads` are the multiples that dims are padded to, by the value of the dim.
+    `pads` are pairs of a dim's size and the multiple to which it is padded.
     """
 
     splits: tuple[Split, ...] = ()
@@ -372,7 +380,7 @@ class Rules:
     tables: frozenset[Key] = frozenset()  # rows of embeddings
 
     def allow(self, q: Quantity, new: int) -> bool:
-        """Tell whether a quantity may become `new`."""
+        """Return whether a quantity may become `new`."""
         old = q.value
         if not 0 < new <= old:
             return False
@@ -381,7 +389,7 @@ class Rules:
         dividing = [s for s in self.splits if s.before > 1 and old % s.before == 0]
         if old <= KEPT and all(s.before == s.after for s in dividing):
             return new == old
-        for split in dividing:  # two different parts on each rank show their order
+        for split in dividing:  # two elements on each rank show a wrong order
             each = min(old // split.before, 2) if q.key.is_dim else 1
             if new % split.after or new < each * split.after:
                 return False
@@ -395,9 +403,10 @@ class Rules:
         return new >= min(old, least) and (q.key not in self.tables or self._padded(old, new))
 
     def fitting(self, made: Iterable[tuple[Quantity, int | None]], dims: Dims) -> Dims | None:
-        """Return new dims by their old size, these added, if all are allowed and keep their order.
+        """Return `dims` with the new sizes of some quantities, by old size.
 
-        None where they do not, or a quantity is no whole number.
+        Returns None where a new size is no integer or not allowed, or where the order of sizes
+        would change.
         """
         dims = dict(dims)
         for q, new in made:
@@ -409,7 +418,7 @@ class Rules:
         return dims if all(a < b for a, b in zip(sizes, sizes[1:])) else None
 
     def _padded(self, old: int, new: int) -> bool:
-        """Tell whether a dim is padded as before, with the last rank's shard not all padding."""
+        """Return whether padding of a dim stays: the last rank's shard must not be all padding."""
         for value, multiple in self.pads:
             if value == old:
                 whole = -(-new // multiple) * multiple
@@ -422,32 +431,32 @@ class Rules:
 
 
 class Search:
-    """All choices of sizes that keep the rules, small ones first."""
+    """The choices of sizes that satisfy the rules, small sizes first."""
 
     def __init__(
         self, sizes: Mapping[str, int], quantities: Sequence[Quantity], rules: Rules
     ) -> None:
         self.sizes, self.rules = sizes, rules
-        # small ones first: what counts heads decides widths, and not the other way round
+        # small sizes are chosen first: numbers of heads decide widths, not the reverse
         names = {name for q in quantities for name in q.depends}
         self.names = sorted(names, key=sizes.__getitem__)
         self.visited = 0
         self.decided: list[list[tuple[Form, Quantity]]] = [[] for _ in self.names]
-        alike: set[tuple[Form, bool, bool]] = set()  # quantities of one form have one value
+        known: set[tuple[Form, bool, bool]] = set()  # quantities of one form have one value
         for q in quantities:
             if q.form is None:
                 continue
             kind = (q.form, q.key.is_dim, q.key in rules.tables)
-            if kind not in alike:
-                alike.add(kind)
+            if kind not in known:
+                known.add(kind)
                 last = max(self.names.index(name) for name, _ in q.form.powers)
                 self.decided[last].append((q.form, q))
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         self.visited = 0
-        yield from self._below({}, {})
+        yield from self._search_below({}, {})
 
-    def _below(self, chosen: dict[str, int], dims: Dims) -> Iterator[dict[str, int]]:
+    def _search_below(self, chosen: dict[str, int], dims: Dims) -> Iterator[dict[str, int]]:
         if len(chosen) == len(self.names):
             yield dict(chosen)
             return
@@ -457,37 +466,39 @@ class Search:
             if self.visited > NODES:
                 return
             tried = {**chosen, name: value}
-            found = self._fitting(self.decided[len(chosen)], tried, dims)
+            found = self._fit_dims(self.decided[len(chosen)], tried, dims)
             if found is not None:
-                yield from self._below(tried, found)
+                yield from self._search_below(tried, found)
 
     @cached_property
     def values(self) -> dict[str, list[int]]:
-        """The values that satisfy the rules about each size alone."""
+        """Return, for each size, the values allowed by quantities that depend on this size only."""
         out = {}
         for place, name in enumerate(self.names):
-            alone = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
+            single = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
             size = self.sizes[name]
             wanted = (*range(1, min(size, WIDTH)), size)
-            out[name] = [v for v in wanted if self._fitting(alone, {name: v}, {}) is not None]
+            out[name] = [v for v in wanted if self._fit_dims(single, {name: v}, {}) is not None]
         return out
 
-    def _fitting(
+    def _fit_dims(
         self, known: Sequence[tuple[Form, Quantity]], chosen: Mapping[str, int], dims: Dims
     ) -> Dims | None:
         return self.rules.fitting(((q, form.at(chosen)) for form, q in known), dims)
 
 
 def keeps(quantities: Sequence[Quantity], now: Mapping[Key, int], rules: Rules) -> bool:
-    """Tell whether the sizes of a reduced model, as it was made, satisfy all rules."""
-    # what is of a module that a smaller count left out is not there
+    """Return whether the quantities of a reduced model satisfy all rules."""
+    # modules that the reduced model does not have are skipped
     made = ((q, now[q.key]) for q in quantities if q.key in now)
-    return rules.fitting(made, {}) is not None and _choices(quantities, now)
+    return rules.fitting(made, {}) is not None and _keeps_order(quantities, now)
 
 
-def _choices(quantities: Sequence[Quantity], now: Mapping[Key, int]) -> bool:
-    """Return whether each module keeps its sizes above the small numbers it keeps, as experts above
-    the number of those chosen."""
+def _keeps_order(quantities: Sequence[Quantity], now: Mapping[Key, int]) -> bool:
+    """Return whether sizes of a module stay above its unchanged small numbers.
+
+    For example, num_experts stays above top_k.
+    """
     kept: dict[str, int] = {}
     for q in quantities:
         if not q.key.is_dim and q.value <= KEPT:

@@ -1,4 +1,4 @@
-"""Batches for a reduced model, from those that were made for the whole one."""
+"""Batches for a reduced model, made from batches of the full model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Batch = Mapping[str, Any]
-LENGTH = 12  # tokens that are kept of a longer row
-IGNORED = -100  # the label that torch's losses leave out
+LENGTH = 12  # tokens of a longer sequence that stay
+IGNORED = -100  # the label that torch's losses ignore
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """Changes of batches: dims by their old size, vocabularies (old and new rows), special ids.
+    """The changes of batches: new sizes of dims and vocabularies by old sizes, and special ids.
 
-    `parts` are the parts that a batch is cut into, before and after the reduction.
+    `parts` are the numbers of parts of a batch before and after the reduction.
     """
 
     dims: Mapping[int, int]
@@ -30,17 +30,17 @@ class Cutting:
 
 
 def small(batch: Batch, how: Cutting) -> dict[str, Any]:
-    """The batch with fewer rows, shorter sequences, smaller dims, and ids below the vocabulary.
+    """Return the batch with fewer rows, shorter sequences, smaller dims, and ids in the vocabulary.
 
-    Of a long sequence places spread over all of it are kept, alike in all tensors, so that padding
-    stays padding and labels stay beside their tokens.  Ids go round in the smaller vocabulary;
-    special ids and negative labels stay what they are.  Everything else is passed on as it is,
-    but for a number for each row that may be its length: it is refused (S753).
+    Of a long sequence some positions, spread over its length, stay; they are the same in all
+    tensors, so that padding stays padding and labels stay with their tokens. Ids are taken modulo
+    the smaller vocabulary; special ids and negative labels do not change. All else is unchanged.
+    Refuses (S753) a tensor with one number per row that may be the row's length.
     """
     from torch import Tensor
 
     rows = _rows(batch)
-    kept = _kept_rows(rows, *how.parts)
+    kept = _new_rows(rows, *how.parts)
     lengths = _lengths(batch)
     out: dict[str, Any] = {}
     for key, value in batch.items():
@@ -48,9 +48,9 @@ def small(batch: Batch, how: Cutting) -> dict[str, Any]:
             value = value[:kept] if value.dim() and value.shape[0] == rows else value
             if value.dim() == 1 and key != "labels" and _counts_tokens(value, lengths):
                 raise refused("S753", f"`{key}` may count tokens, but sequences were shortened")
-            value = _shorter(value, lengths, how.dims)
+            value = _shorten(value, lengths, how.dims)
             if _are_ids(value):
-                value = _folded(value, int(batch[key].max()), how)
+                value = _fold_ids(value, int(batch[key].max()), how)
         out[key] = value
     return out
 
@@ -61,33 +61,33 @@ def _rows(batch: Batch) -> int:
     return max((len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()), default=0)
 
 
-def _kept_rows(rows: int, before: int, after: int) -> int:
-    """Two rows a part, and one more where the rows of the whole batch did not divide."""
+def _new_rows(rows: int, before: int, after: int) -> int:
+    """Return two rows per part, and one more where the full batch was not divisible."""
     return min(rows, 2 * after + (1 if rows % before and after > 1 else 0))
 
 
 def _lengths(batch: Batch) -> list[int]:
-    """The lengths of sequences of ids."""
+    """Return the lengths of the sequences of ids in a batch."""
     from torch import Tensor
 
     return [v.shape[1] for v in batch.values() if isinstance(v, Tensor) and _are_ids(v)]
 
 
 def _counts_tokens(value: Tensor, lengths: Sequence[int]) -> bool:
-    """A number for each row, too large for what is left of a row and right for all of it."""
+    """Return whether a number of some row is above LENGTH and at most the length of a sequence."""
     whole = not value.is_floating_point() and value.numel() > 0
     return whole and any(LENGTH < int(value.max()) <= length for length in lengths)
 
 
 def _are_ids(value: Tensor) -> bool:
-    """Whole numbers, a row of them for each row of the batch."""
+    """Return whether a tensor may hold ids: integers, with two dims or more."""
     import torch
 
     whole = not value.is_floating_point() and value.dtype != torch.bool
     return whole and value.dim() >= 2 and value.numel() > 0
 
 
-def _shorter(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> Tensor:
+def _shorten(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> Tensor:
     for dim in range(1, value.dim()):
         size = value.shape[dim]
         if size in lengths and size > LENGTH:
@@ -98,8 +98,11 @@ def _shorter(value: Tensor, lengths: Sequence[int], dims: Mapping[int, int]) -> 
     return value
 
 
-def _folded(ids: Tensor, largest: int, how: Cutting) -> Tensor:
-    """Ids in the smallest vocabulary that holds the largest of them."""
+def _fold_ids(ids: Tensor, largest: int, how: Cutting) -> Tensor:
+    """Return ids mapped into the reduced vocabulary.
+
+    The full vocabulary is the smallest table with more rows than the largest id.
+    """
     import torch
 
     old = min((size for size in how.tables if size > largest), default=None)

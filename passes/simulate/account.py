@@ -1,4 +1,5 @@
-"""Count what a plan costs: bytes per rank and collectives; and what differs between two plans."""
+"""Account of a plan for `schedlang plan`: bytes per rank and collectives; and differences of
+two."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
     from schedlang.passes.propagate.original import Weight
     from schedlang.pipeline.timeline.table import Timeline
 
-# -- activations on the next rank of the pipeline --------------------------------------------------
+# -- activations on a peer -------------------------------------------------------------------------
 
 
 def parked_activations(
     plan: Plan, prepared: Prepared, played: Callable[[], Rehearsal]
 ) -> Iterator[Collective]:
-    """Once out and once home for each microbatch that leaves; what tells sizes is not counted.
+    """Yield the sends of activations to a peer and back, once each for each such microbatch.
 
-    What forwards save is seen in a step that is `played` only where something leaves.
+    Messages with sizes are not counted.  A step is simulated (`played`) only where something is
+    moved, to find the bytes that forwards save.
     """
     from schedlang.pipeline.timeline.table import Kind
 
@@ -51,7 +53,7 @@ def parked_activations(
 
 
 def _row(plan: Plan) -> int | None:
-    """The row that asks for it: of activations, or of the order."""
+    """Return the row that moves activations: of `offload`, or of the order."""
     from schedlang.passes.partition.staging import on_peers
 
     rows = on_peers(plan, "activations") or plan.rows_changing(Facet.ORDER)
@@ -69,13 +71,13 @@ ACTIVATIONS = "not estimated"
 class Account:
     """Exact figures of one training step.
 
-    classes      distinct kinds of ranks; None where stages are not known, for want of a batch
-    collectives  None where there is no batch to count them with
+    classes      distinct kinds of ranks; None where stages are unknown, for want of a batch
+    collectives  None without a batch
     timeline     at unit cost: forward 1, backward 2; None without a pipeline
     stages       unit -> stage; empty without a pipeline
-    notes        what is assumed or left out, in words
-    memory       bytes over the step by class; None where it was not asked for, or cannot be told
-    gains        kernels and bytes of fused modules, where memory was asked for
+    notes        assumptions and omissions, in words
+    memory       bytes over the step by class; None where not requested, or impossible to simulate
+    gains        kernels and bytes of fused modules, where memory was requested
     """
 
     classes: tuple[RankClass, ...] | None
@@ -95,7 +97,7 @@ class Account:
         return None if self.timeline is None else float(timing(self.timeline).bubble)
 
     def at(self, place: int | None) -> tuple[Collective, ...]:
-        """The collectives in which a rank at one place of the pipeline takes part."""
+        """Return the collectives in which a rank at one pipeline place takes part."""
         return tuple(
             one
             for one in self.collectives or ()
@@ -127,10 +129,10 @@ def account(
     weight: Weight | None = None,
     memory: bool = False,
 ) -> Account:
-    """Count what a plan costs; with `memory` also the bytes that ranks hold while a step runs.
+    """Count the costs of a plan; with `memory` also the bytes that ranks hold during a step.
 
-    `batch` is the keyword arguments of one whole step; without it what depends on it is left out.
-    Raises Refusal where the plan cannot be built for this batch.
+    `batch` is the keyword arguments of one full step; without it, figures that depend on it are
+    left out.  Raises Refusal where the plan cannot be built for this batch.
     """
     if batch is None:
         return _without_batch(plan)
@@ -164,9 +166,9 @@ def _of_a_step(
         notes.append("microbatches differ in rows; bytes are those of the largest")
     if why := drawn_logically(plan, prepared, rows_of(sample)):
         notes.append(f"dropout is drawn logically in training, too: {why}")
-    played = cache(lambda: rehearse(plan, batch, loss, prepared))  # once, for all that ask
+    played = cache(lambda: rehearse(plan, batch, loss, prepared))  # at most once
     sent = collectives(plan, prepared, sample, loss)
-    parked, why = _told(lambda: [*parked_activations(plan, prepared, played)], _UNSENT)
+    parked, why = _try_simulation(lambda: [*parked_activations(plan, prepared, played)], _UNSENT)
     sent, notes = (*sent, *(parked or ())), [*notes, *([why] if why else [])]
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
@@ -175,7 +177,7 @@ def _of_a_step(
     if memory:
         notes += [*told(plan, prepared.chains), *fewer_bits.told(plan, prepared.bits)]
         gained = gains(plan, sample)
-        memories, why = _told(lambda: held(plan, prepared, played()), _UNTOLD)
+        memories, why = _try_simulation(lambda: held(plan, prepared, played()), _UNTOLD)
         notes += [why] if why else []
         notes += dict.fromkeys(f"W703: {said}" for one in memories or () for said in one.left)
     staged = prepared.staged
@@ -191,8 +193,8 @@ def _of_a_step(
     )
 
 
-def _told(play: Callable[[], T], said: str) -> tuple[T | None, str]:
-    """Return what a played step shows; or None, and why it cannot be played."""
+def _try_simulation(play: Callable[[], T], said: str) -> tuple[T | None, str]:
+    """Return the result of a simulated step; or None, and the reason why it cannot be simulated."""
     from schedlang.runtime.comm.tap import free
 
     if not free():
@@ -201,7 +203,7 @@ def _told(play: Callable[[], T], said: str) -> tuple[T | None, str]:
         return play(), ""
     except Refusal as refusal:
         return None, f"{said}: {refusal.diagnostics[0].title}"
-    except Exception as error:  # a model may ask for what only values tell, a kernel for a device
+    except Exception as error:  # a model may read values, a kernel may need a device
         first = f"{type(error).__name__}: {error}".split("\n")[0]
         return None, f"{said}: {first}"
 
@@ -262,7 +264,7 @@ class Cost:
 
     @property
     def change(self) -> str:
-        """Return the difference, relative or in points; "" where nothing can be said."""
+        """The difference, relative or in points; "" where there is none."""
         if self.old is None or self.new is None or self.old == self.new:
             return ""
         if self.unit == "share":
@@ -270,7 +272,7 @@ class Cost:
         return f"{self.new / self.old - 1:+.1%}" if self.old else ""
 
     def said(self, value: float | None) -> str:
-        """A value of this figure in words."""
+        """Format a value of this figure."""
         from schedlang.diagnostics.tables import size
 
         if value is None:
@@ -281,9 +283,10 @@ class Cost:
 
 
 def delta(old: Account, new: Account) -> tuple[Cost, ...]:
-    """Bytes of the fullest rank at its peak, by class and between steps, collectives, the bubble.
+    """Compare bytes of the fullest rank at its peak (by class) and between steps, collectives, the
+    bubble.
 
-    What neither plan tells (the peak, where no memory was asked for) is left out.
+    A figure that neither plan has (the peak, where no memory was requested) is left out.
     """
     return tuple(
         Cost(name, unit, before, after)
@@ -293,7 +296,7 @@ def delta(old: Account, new: Account) -> tuple[Cost, ...]:
 
 
 def _peaks(one: Account) -> Iterator[tuple[str, str, float | None]]:
-    """The peak of the fullest rank, and what it holds then."""
+    """Yield the peak of the fullest rank, and its bytes by class at that moment."""
     top = heaviest(one.memory) if one.memory else None
     yield PEAK, "bytes", None if top is None else top.peak
     for name in CLASSES:

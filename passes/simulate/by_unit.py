@@ -1,7 +1,6 @@
-"""A step of one rank played by units: what each layer of a model does, keeps and holds.
+"""A simulated step of one rank, unit by unit: work, saved bytes and peak of each layer of a model.
 
-* What was seen of one unit in one microbatch.
-* Marks at the calls of units, and where their gradients come back.
+The planner's profiles use it.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.storage.footprint import Footprint, Ran, Work
 
-# -- what was seen ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One unit: from its call to that of the next, and its backward, in one microbatch.
+    """One unit in one microbatch: from its call to the next unit's call, and its backward.
 
-    kept    bytes that its forward leaves for its backward, its output among them
-    most    bytes that forward or backward holds beside what is kept until then, at most
-    given   bytes that a backward gives a gradient for, and that only the unit before has made
-    loose   those of them that nobody keeps once the unit has run
-    carried   those, and what earlier units have made and the unit reads as well
-    outputs   bytes of what its modules with parameters give
-    modules   outside of units, that are called first in this one; in the order of their calls
+    kept      bytes that its forward saves for its backward, its output included
+    most      the most bytes of forward or backward besides those saved until then
+    given     bytes of inputs that get a gradient and that only the previous unit has made
+    loose     those of `given` that nothing holds once the unit has run
+    carried   `given`, and inputs that earlier units have made
+    outputs   bytes of outputs of its modules with parameters
+    modules   modules outside of units that are first called in this unit, in call order
     """
 
     name: str
@@ -50,16 +49,16 @@ class Seen:
 
 
 FORWARD, BACKWARD = "forward", "backward"
-MICRO = 2  # the first, and one that finds gradients there: this is looked at
+MICRO = 2  # microbatches: the first, and one with existing gradients, which is reported
 HEAD, TAIL = "", "after"
 
 
 def by_unit(step: Step, units: Sequence[str]) -> tuple[Seen, ...]:
-    """Play a step of the first rank, of one stage and MICRO microbatches, unit by unit.
+    """Simulate a step of the first rank, with one stage and MICRO microbatches, unit by unit.
 
-    What is called before the first of `units` is a unit, and what follows the last one.  Raises
-    what the model raises where it cannot be played, LookupError for units of which one is called
-    twice in a forward, or never.
+    Modules called before the first of `units` are a unit, and so are modules after the last one.
+    Raises what the model raises where it cannot be simulated, LookupError where a unit is not
+    called exactly once in a forward.
     """
     from schedlang.passes.simulate.rehearse import state_held
     from schedlang.runtime.adapters.fully_shard import without_values
@@ -77,7 +76,7 @@ def by_unit(step: Step, units: Sequence[str]) -> tuple[Seen, ...]:
 
 
 def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
-    """Each unit, in the order of their calls, in the microbatch between."""
+    """Return each unit, in call order, in the second microbatch."""
     if len(calls.order) != len(set(calls.order)) or len(calls.order) != len(calls.units):
         raise LookupError("units are not called once each, one after the other")
     ran = footprint.ran(())
@@ -92,8 +91,8 @@ def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
         found.append(
             Seen(
                 name,
-                _together(ahead),
-                _together(back),
+                _add_work(ahead),
+                _add_work(back),
                 end - before[name],
                 most,
                 *calls.given.get(name, Given()).sizes,
@@ -107,7 +106,7 @@ def _seen(footprint: Footprint, calls: _Calls) -> tuple[Seen, ...]:
 
 
 def _passing(one: Ran) -> int:
-    """Bytes of no state at the end."""
+    """Return the bytes besides state at the end."""
     return int(one.end[len(STATE) :].sum())
 
 
@@ -116,8 +115,8 @@ def _level(ran: Sequence[Ran], what: object, *, start: bool) -> int:
     return _passing(ran[place - start])
 
 
-def _together(ran: Sequence[Ran]) -> Work:
-    """The work of several stretches."""
+def _add_work(ran: Sequence[Ran]) -> Work:
+    """Add the work of several stretches."""
     from schedlang.runtime.storage.footprint import Work
 
     work = Work()
@@ -132,10 +131,10 @@ def _together(ran: Sequence[Ran]) -> Work:
 
 @dataclass
 class _Calls:
-    """Tells a footprint which unit runs; knows the order of calls, and what is handed over.
+    """Marks in a footprint which unit runs; records the order of calls, and inputs of units.
 
-    order   of the first microbatch; later ones know by it which unit is the last
-    given   of each unit
+    order     of the first microbatch; later microbatches find the last unit by it
+    given     of each unit
     outputs   of each unit, bytes
     modules   outside of units -> the unit in which they are first called
     """
@@ -151,7 +150,7 @@ class _Calls:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Hear the calls of a model's modules, and when its footprint is told of an operation."""
+        """Hook the calls of a model's modules, and replace the marks of its footprint."""
         from schedlang.pipeline.timeline.table import Kind
 
         plain = self.footprint.mark
@@ -203,8 +202,10 @@ class _Calls:
             self._enter(TAIL, out)
 
     def _enter(self, name: str, given: Any) -> None:
-        """The next unit begins, with these arguments; the one before runs back once they have
-        gradients."""
+        """Begin the next unit, with these arguments.
+
+        The previous unit's backward begins once these arguments have gradients.
+        """
         before, self.now = self.now, name
         tensors = [t for t in pytree.tree_leaves(given) if getattr(t, "grad_fn", None) is not None]
         last = self.given.get(before, Given())
@@ -220,8 +221,12 @@ class _Calls:
 
 @dataclass
 class Given:
-    """Arguments of a unit that have a gradient, by storage: bytes, which of them only the unit
-    before has made, and which of these are alive once the unit has run."""
+    """Inputs of a unit that have a gradient, by storage.
+
+    all    bytes of each
+    made   those that only the previous unit has made
+    alive  those of `made` that are alive once the unit has run
+    """
 
     all: dict[int, int] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)
@@ -229,7 +234,7 @@ class Given:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes: made, of them no longer alive, all."""
+        """Bytes: of `made`, of those no longer alive, of all."""
         made, loose = (sum(self.all[key] for key in some) for some in (self.made, self.loose))
         return made, loose, sum(self.all.values())
 

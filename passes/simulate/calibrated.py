@@ -1,4 +1,4 @@
-"""A machine fitted to what was measured of it, and its text as a file that can be read."""
+"""A machine fitted to measured rates, and its text as a TOML file, for `schedlang calibrate`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from schedlang.passes.simulate.machine import SHARES, Cluster
 if TYPE_CHECKING:
     from schedlang.runtime.rates import Rate
 
-LARGEST = 4  # sizes of copies that count: smaller ones stay in a cache
+LARGEST = 4  # the largest sizes of copies count: smaller ones stay in a cache
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A machine, and for each field how it was found: samples, and how far they lie from it."""
+    """A machine, and for each field how it was found: number of samples, and their mean error."""
 
     cluster: Cluster
     how: Mapping[str, str]
 
 
 def line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Fit seconds = steps * a + work / b: a, b and the mean relative error.
+    """Fit seconds = steps * a + work / b; return a, b and the mean relative error.
 
-    Each of `samples` is (steps, work, seconds).  Least squares of relative errors, neither part
-    below 0; of samples that take as long whatever their work, b is the most that one reached.
-    Raises ValueError for no sample.
+    Each of `samples` is (steps, work, seconds).  Least squares of relative errors, with a and 1/b
+    not below 0.  Where seconds do not depend on work, b is the highest rate of the samples.  Raises
+    ValueError without samples.
     """
     table = np.array(list(samples), dtype=np.float64)
     if not len(table):
@@ -47,16 +47,16 @@ def line(samples: Iterable[tuple[float, float, float]]) -> tuple[float, float, f
         if (found >= 0).all() and off < best[0]:
             best = (off, found)
     off, (start, per) = best
-    reached = float((parts[:, 1] / took[:, 0]).max())  # where work takes no time that one sees
+    reached = float((parts[:, 1] / took[:, 0]).max())  # used where the fit gives work no time
     return float(start), float(1 / per) if per > 0 else reached, off
 
 
 def fitted(
     base: Cluster, rates: Sequence[Rate], sent: Sequence[Rate], dtype: str, ranks: int
 ) -> Fitted:
-    """A machine with what was measured in place of what `base` has, for work in `dtype`.
+    """Replace the figures of `base` by measured ones, for work in `dtype`.
 
-    Operations are counted as 16-bit ones, those in 32 bits twice: so is the speed that they reach.
+    FLOPs are counted as 16-bit ones, those in 32 bits twice; so is the speed.
     """
     start = next(one.seconds for one in rates if one.what == "start")
     copies = [(1.0, one.bytes, one.seconds) for one in rates if one.what == "copy"][-LARGEST:]
@@ -94,7 +94,7 @@ def _said(samples: Sequence[object], off: float) -> str:
 
 
 def text(found: Fitted) -> str:
-    """The machine as a table of a file; what is as a data sheet promises is left out."""
+    """Format the machine as a table of a TOML file, without fields that have their defaults."""
     one, plain = found.cluster, {field.name: field.default for field in fields(Cluster)}
     rows = [f"[{one.name}]"]
     for name, default in list(plain.items())[1:]:

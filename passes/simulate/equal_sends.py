@@ -1,4 +1,7 @@
-"""Units of a pipeline that send the same: two of each kind are heard, and tell of the others."""
+"""Equal units of a pipeline: sends of two of each kind are recorded, and stand for the others.
+
+`traffic` uses this to record fewer units.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of one forward and backward: what, over which axes, how many bytes, where.
+    """One collective of one forward and backward: kind, axes, bytes, module.
 
-    Without a kind it stands for all that a unit sends there.
+    With an empty kind it stands for all sends of a unit.
     """
 
     kind: str
@@ -29,20 +32,22 @@ class Exchange:
 
 
 def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
-    """Return the units of a pipeline, each with what is equal for those that compute the same.
+    """Map the units of a pipeline to keys that are equal for units with the same computation.
 
-    Equal ones have run the same operators, on results of the same sizes, when the stages were cut.
-    Empty where a row treats modules by the stage that they are in, or tokens by ranks.
+    Equal units ran the same operators on results of the same sizes when the stages were split.
+    Empty where a row treats modules by their stage, or tokens by ranks.
     """
     traced, staged, graph = prepared.traced, prepared.staged, prepared.staged.cut.graph
-    apart = prepared.chains or prepared.bits or plan.kept or plan.contexts or traced.statistics
-    if staged.axis is None or apart or len(set(graph.units)) < len(graph.units):
+    distinguishes = (
+        prepared.chains or prepared.bits or plan.kept or plan.contexts or traced.statistics
+    )
+    if staged.axis is None or distinguishes or len(set(graph.units)) < len(graph.units):
         return {}
     rows: dict[str, list[int]] = {}
     for action in plan.actions:
         for site in action.sites:
             rows.setdefault(site, []).append(action.row)
-    heard = {unit for unit, leaf in graph.leaves if leaf < 0}  # by hooks, in it
+    hooked = {unit for unit, leaf in graph.leaves if leaf < 0}  # hooks inside these units
     found: dict[str, object] = {}
     for unit, name in enumerate(graph.units):
         modules = tuple(
@@ -59,7 +64,7 @@ def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
             for fqn in below(plan.model, name)
         )
         ran = graph.ran[2 * unit + 1], graph.saved[unit], graph.given[unit]
-        alone = name if unit in heard else ""
+        alone = name if unit in hooked else ""
         found[name] = kind_of(plan.model, name), modules, ran, alone
     return found
 
@@ -67,8 +72,10 @@ def unit_kinds(plan: Plan, prepared: Prepared) -> dict[str, object]:
 def of_all(
     heard: Sequence[Exchange], kinds: Mapping[str, object], reached: Mapping[str, object]
 ) -> list[Exchange] | None:
-    """Return what all units send, where those that were passed over are told by others of their
-    kind; None where these do not send the same, or backward has not `reached` all alike."""
+    """Return the sends of all units: skipped units get those of others of their kind.
+
+    None where units of a kind do not send the same, or backward has not `reached` them equally.
+    """
     own: dict[str, list[list[Exchange]]] = {name: [[], []] for name in kinds}
     passed: dict[str, list[int]] = {}
     for one in heard:
@@ -84,8 +91,8 @@ def of_all(
             ran.setdefault(kind, []).append(name)
     for name, (forward, backward) in passed.items():
         first, second = ran[kinds[name]]
-        alike = own[first] == own[second] and reached[first] == reached[second] == reached[name]
-        if not alike or any(own[name]) or (forward, backward) != (1, bool(reached[name])):
+        same = own[first] == own[second] and reached[first] == reached[second] == reached[name]
+        if not same or any(own[name]) or (forward, backward) != (1, bool(reached[name])):
             return None
     return [*_spread(heard, kinds, own, ran)]
 
@@ -96,7 +103,7 @@ def _spread(
     own: Mapping[str, list[list[Exchange]]],
     ran: Mapping[object, Sequence[str]],
 ) -> Iterator[Exchange]:
-    """Yield each exchange; where a unit was passed over, those of the second of its kind."""
+    """Yield each exchange; for a skipped unit those of the second unit of its kind."""
     for one in heard:
         if one.kind:
             yield one

@@ -1,4 +1,5 @@
-"""Bounds of `expect` statements, compared with what is counted of a plan."""
+"""Bounds of `expect` statements, compared with the plan's counted costs, or with times of a
+step."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ FASTER = "`schedlang simulate FILE` shows where ranks wait; docs/pipelines.md li
 
 
 def timed(plan: Plan) -> tuple[Expectation, ...]:
-    """Return the plan's expectations of times that are about its machine."""
+    """Return the plan's expectations of times for its mesh."""
     return tuple(one for one in plan.expected if one.measure == TIME and one.applies(plan.mesh))
 
 
@@ -50,7 +51,7 @@ def late(plan: Plan, took: Took) -> Iterator[Diagnostic]:
 
 
 UNTOLD = "S862"
-Help = str | tuple[str, str]  # words, and a row over an axis of replicas
+Help = str | tuple[str, str]  # words; or words and a row over an axis of replicas
 STATE = ("shard it over replicas: ", "zero(stage=3, over={})")
 AGAIN = "recompute them: `layers.*  checkpoint()`"
 LOWER: Mapping[str, tuple[Help, ...]] = {
@@ -68,9 +69,9 @@ LOWER: Mapping[str, tuple[Help, ...]] = {
 
 
 def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
-    """Return diagnostics of expectations that do not hold (S860), or are not known (S862).
+    """Return diagnostics of expectations that do not hold (S860), or cannot be computed (S862).
 
-    Times are no costs that can be counted: `expected_time` holds them.
+    Expectations of times are not included: see `late`.
     """
     return tuple(problem for one in counting(plan) for problem in _problems(plan, account, one))
 
@@ -78,9 +79,9 @@ def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
 def bounds(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
 ) -> tuple[Bound, ...]:
-    """Every expectation that applies, with what is counted for it with a whole step's batch.
+    """Return every expectation that applies, with the cost counted for a full step's batch.
 
-    A plan that cannot be built for this batch tells nothing, and why.
+    Where the plan cannot be built for this batch, each bound has the reason instead of a cost.
     """
     mine = counting(plan)
     later = [Bound(one.said, None, why=(LEFT,), left=True) for one in timed(plan)]
@@ -102,7 +103,7 @@ def bounds(
 def counted(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
 ) -> Account:
-    """Account for the plan, as far as its expectations need it."""
+    """Account for the plan, with memory only where an expectation needs it."""
     memory = any(one.measure == "peak_memory" for one in counting(plan))
     return account(plan, batch, loss, weight=weight, memory=memory)
 
@@ -112,22 +113,22 @@ def demand(
 ) -> None:
     """Refuse (S860) a plan that costs more than is expected, before anything is built.
 
-    What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
-    a warning.
+    A cost that cannot be computed (memory, where this process is a rank of a job already) is no
+    refusal, but a warning.
     """
     if not counting(plan):
         return
-    told = unmet(plan, counted(plan, batch, loss, weight))
-    for problem in told:
+    problems = unmet(plan, counted(plan, batch, loss, weight))
+    for problem in problems:
         if problem.code == UNTOLD:
             warnings.warn(problem.render(PLAIN), stacklevel=3)
-    wrong = [problem for problem in told if problem.code != UNTOLD]
+    wrong = [problem for problem in problems if problem.code != UNTOLD]
     if wrong:
         raise Refusal(*wrong)
 
 
 def counting(plan: Plan) -> list[Expectation]:
-    """The expectations about this plan that are held against what is counted."""
+    """Return the expectations of this plan that are compared with counted costs."""
     return [one for one in plan.expected if one.measure != TIME and one.applies(plan.mesh)]
 
 
@@ -145,7 +146,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
 
 
 def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
-    """The measure; None where the plan does not tell it."""
+    """Return the measured cost; None where the plan does not have it."""
     if one.measure == "peak_memory":
         return None if not account.memory else heaviest(account.memory).peak
     if one.measure == "bubble":
@@ -154,7 +155,7 @@ def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
 
 
 def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, int]:
-    """Bytes that ranks at each place of the pipeline take part in sending over the axes."""
+    """Return the bytes of sends over the axes, for each pipeline place."""
     wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
     places = {each.place for each in account.classes or ()} or {None}
     return {
@@ -164,7 +165,7 @@ def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, in
 
 
 def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Say where a cost is largest, of what, and what would lower it."""
+    """Say where a cost is largest, what it consists of, and what would lower it."""
     if one.measure == "peak_memory":
         top = heaviest(account.memory or ())
         parts = sorted(top.classes.items(), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""Gains of rows that are there for fewer kernels, counted with a batch; S888 for one without."""
+"""Gains of rows that save kernels, counted with a batch; S888 refuses a row without any gain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedlang.ir.plan import Action, Plan
 
 @dataclass(frozen=True)
 class Gained:
-    """The gain of one row at modules of one kind; counted at the first of them, whole, on one
+    """The gain of one row at equal modules, counted at the first of them, unsharded, on one
     microbatch."""
 
     row: int
@@ -68,7 +68,7 @@ def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
 
 
 def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
-    """The same for a batch of a whole step, where they can be counted; raises Refusal S888."""
+    """Count gains for a batch of a full step, where they can be counted; raises Refusal S888."""
     from schedlang.runtime.batch import split
 
     if not plan.rows_with(Gaining):
@@ -78,8 +78,8 @@ def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     except Refusal as refusal:
         if refusal.diagnostic.code == "S888":
             raise
-        return ()  # whatever else is wrong is told by those who build
-    except Exception:  # a model that asks for values may be built, and trained, all the same
+        return ()  # building the program will report other refusals
+    except Exception:  # a model that reads values can still be built and trained
         return ()
 
 
@@ -100,7 +100,7 @@ def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
 
 
 def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """The arguments of one call of each module, without values."""
+    """Record the arguments of one call of each module, without values."""
     import torch
 
     from schedlang.runtime.batch import called

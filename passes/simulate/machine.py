@@ -1,8 +1,4 @@
-"""Machines: what operators and messages cost on ranks that are all alike.
-
-* A cluster, and seconds of what runs on it.
-* Clusters by name, and of a file of one's own.
-"""
+"""Machines: what operators and messages cost on equal ranks; clusters by name, and from a file."""
 
 from __future__ import annotations
 
@@ -29,26 +25,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks that are all alike, `node` of them in each node, numbered node by node.
+    """Equal ranks, `node` of them in each node, numbered node by node.
 
-    speed    floating-point operations a second, in 16 bits
+    speed    FLOPs a second, in 16 bits
     stream   bytes a second between a rank and its own memory
     link     bytes a second that a rank sends within its node, and as many receives
     network  the same to other nodes
     memory   bytes of a rank
-    host     bytes a second that a rank copies to its host, or its processor passes for a rank
+    host     bytes a second that a rank copies to its host, or its host's processor reads for a rank
 
-    Left as they are the rest makes of it what a data sheet promises:
+    The defaults of the other fields give the figures of the data sheet:
 
     product, attention   share of `speed` that large products and fused attention reach
     streaming            share of `stream` that other operators reach
     linked, routed       share of `link` and `network` that rings of messages reach
-    start, ramp          seconds of an operator beside its work, and of a product in addition
-    overlap              share that is hidden of messages beside as long computing
-    peaks                operations a second in other dtypes, which `operator` does not ask for
-    library              "nccl", whose latencies and choices are known, or any other
-    hop, far             of any other: seconds of each step of a ring within a node, between nodes
-    low, reducing, plateau   of NCCL, as `Fabric` has them
+    start, ramp          seconds of an operator in addition to its work; of a product in addition
+    overlap              share of messages that computing of equal length hides
+    peaks                FLOPs a second in other dtypes, which `operator` does not use
+    library              "nccl", whose latencies and algorithms are modelled, or any other
+    hop, far             for any other: seconds of each step of a ring within a node, between nodes
+    low, reducing, plateau   for NCCL: see `Fabric`
     """
 
     name: str
@@ -76,33 +72,33 @@ class Cluster:
     host: float = 25e9  # PCI Express 4.0 of 16 lanes, less its headers
 
     def of(self, rank: int) -> Cluster:
-        """The device of a rank: all are alike."""
+        """Return the device of a rank: all are equal."""
         return self
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return rank // self.node
 
     @property
     def slowest(self) -> Cluster:
-        """The device that computes slowest: all are alike."""
+        """The device that computes slowest: all are equal."""
         return self
 
     def ordered(self, order: Sequence[int]) -> Cluster:
-        """The same with its nodes in another order: all are alike."""
+        """Return the cluster itself: all nodes are equal."""
         return self
 
     def holding(self, share: float) -> Cluster:
-        """The same with a share of its memory."""
+        """Return the cluster with a share of its memory."""
         return replace(self, memory=int(self.memory * share))
 
     # -- operators -----------------------------------------------------------------------------
 
     def operator(self, kind: str, flops: float, moved: float) -> float:
-        """Seconds of one operator: its start, and operations or bytes, whatever takes longer.
+        """Seconds of one operator: its start, and operations or bytes, whichever takes longer.
 
-        The roofline of Williams et al. 2009 under what is reached.  `kind` is product, attention
-        or other; operations count as 16-bit ones.
+        Roofline (Williams et al. 2009) under the reached rates.  `kind` is product, attention or
+        other; FLOPs count as 16-bit ones.
         """
         reached = {"product": self.product, "attention": self.attention}.get(kind, 1.0)
         bound = max(flops / (self.speed * reached), moved / (self.stream * self.streaming))
@@ -122,10 +118,10 @@ class Cluster:
     # -- messages ------------------------------------------------------------------------------
 
     def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
-        """Seconds of a collective among ranks that lie `stride` apart; 0 of one rank alone.
+        """Seconds of a collective among ranks at a distance of `stride`; 0 for one rank.
 
-        `size` is in bytes and of the whole tensor; "send" is one message between neighbours, where
-        any of them lie on different nodes one that leaves its node.
+        `size` is bytes of the full tensor.  "send" is one message between neighbours; where any
+        neighbours are on different nodes, one that leaves its node.
         """
         each = max(1, min(ranks, self.node // stride))
         return self._sent(op, size, nccl.Ranks(ranks, math.ceil(ranks / each), each))
@@ -138,7 +134,7 @@ class Cluster:
         return self._sent(message.op if message.ends is None else "send", message.bytes, lie)
 
     def hidden(self, op: str, size: float, ranks: Sequence[int]) -> float:
-        """Share of a message that is hidden beside as long computing."""
+        """Share of a message that computing of equal length hides."""
         return self.overlap
 
     def _sent(self, op: str, size: float, ranks: nccl.Ranks) -> float:
@@ -148,7 +144,7 @@ class Cluster:
             return nccl.seconds(op, size, ranks, self._fabric)
         steps, share = _ring(op, ranks.count)
         step = self.hop if ranks.nodes == 1 else self.far
-        if op == "all_to_all" and ranks.nodes > 1:  # what leaves a node does so by its rank's way
+        if op == "all_to_all" and ranks.nodes > 1:  # each rank has its own network link
             away = (ranks.count - ranks.each) / ranks.count * size / self._fabric.network
             return steps * step + max(away, share * size / self._fabric.link)
         reached = self._fabric.network if op == "send" and ranks.nodes > 1 else None
@@ -160,10 +156,10 @@ class Cluster:
         return nccl.Fabric(link, network, self.low, self.reducing, self.plateau)
 
     def bandwidth(self, ranks: Sequence[int]) -> float:
-        """Bytes a second along a ring of these ranks, as the data sheet has it.
+        """Bytes a second along a ring of these ranks, by the data sheet.
 
-        Where it crosses nodes every rank of a node has its own way out, and as many rings run as
-        the node with fewest has ranks.
+        Across nodes every rank of a node has its own network link, and as many rings run as the
+        node with the fewest ranks has ranks.
         """
         nodes = Counter(rank // self.node for rank in ranks)
         lie = nccl.Ranks(len(ranks), len(nodes), min(nodes.values()))
@@ -171,9 +167,9 @@ class Cluster:
 
 
 def _ring(op: str, ranks: int) -> tuple[int, float]:
-    """Steps of a ring, and what share of the whole tensor a rank sends.
+    """Return the steps of a ring, and the share of the full tensor that a rank sends.
 
-    It is the least there is for large tensors (Patarasuk and Yuan 2009).
+    This is optimal for large tensors (Patarasuk and Yuan 2009).
     """
     known = SHARES.get(op)
     return (1, 1.0) if known is None else known(ranks)
@@ -200,8 +196,8 @@ CALIBRATE = "measure the machine at hand: `schedlang calibrate -o mine.toml`"
 def read_machines(path: Path) -> dict[str, Cluster]:
     """Read the machines of a file, by name.
 
-    Raises Refusal S936 for a file that is not there, is no TOML, or has a table whose fields are
-    not those of a machine.
+    Raises Refusal S936 for a file that is missing, is no TOML, or has a table with fields that a
+    machine does not have.
     """
     _, tables = _tables(path)
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
@@ -210,7 +206,7 @@ def read_machines(path: Path) -> dict[str, Cluster]:
 
 
 def _tables(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a file, and what it says (S936)."""
+    """Return the text of a file, and its parsed tables (S936)."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
@@ -219,7 +215,7 @@ def _tables(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
-    """The machine of a table (S936)."""
+    """Parse the machine of a table (S936)."""
     known = [one.name for one in fields(Cluster)][1:]
     for field, value in table.items():
         if field not in known:
@@ -234,7 +230,7 @@ def machine_of(path: Path, name: str, table: Mapping[str, Any]) -> Cluster:
 
 
 def _wrong(field: str, value: Any) -> str | None:
-    """Say why a field cannot have a value; None: it can."""
+    """Return the reason why a field cannot have a value; None if it can."""
     if field == "library":
         return None if isinstance(value, str) else "a name is needed"
     if field == "peaks":
@@ -255,7 +251,7 @@ def _wrong(field: str, value: Any) -> str | None:
 
 
 def number(value: Any) -> bool:
-    """Whether a value is a finite number."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -264,7 +260,7 @@ def _positive(value: Any) -> bool:
 
 
 def _bytes(value: Any) -> int:
-    """Bytes of a number, or of a size with its unit; 0 for what is neither."""
+    """Parse bytes: a number, or a size with its unit; 0 for anything else."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", value)
         if found is None:
@@ -285,7 +281,7 @@ _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
 def unread(
     path: Path, why: str, help_: str = "", facts: Facts = (), legal: str = CALIBRATE
 ) -> Refusal:
-    """A refusal of a file (S936)."""
+    """Return the refusal of a file (S936)."""
     title = f"no machine can be read from `{path}`"
     helps = tuple(filter(None, (help_, legal)))
     return Refusal.of("S936", title, notes=(why,), helps=helps, facts=facts)
@@ -295,10 +291,10 @@ CLUSTERS = read_machines(Path(__file__).with_name("machines.toml"))
 
 
 def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
-    """The cluster and the ranks of `a100x64`; None for what is not known of it.
+    """Return the cluster and the ranks of `a100x64`; None for what the name does not say.
 
-    `mine.toml` is the one machine, or the first, of a file; or unlike nodes (`Nodes`), whose ranks
-    are all of theirs.  Raises Refusal S936 where that cannot be read.
+    `mine.toml` is the single machine, or the first, of a file; or unequal nodes (`Nodes`), with all
+    of their ranks.  Raises Refusal S936 where the file cannot be read.
     """
     if device is not None and device.endswith(TOML):
         text, tables = _tables(Path(device))
@@ -315,10 +311,10 @@ def cluster_named(device: str | None) -> tuple[Cluster | None, int | None]:
 
 
 def cluster_of(tree: File) -> tuple[Cluster | None, int | None]:
-    """The cluster and the ranks that the mesh of a schedule lies on; None for what it does not say.
+    """Return the cluster and the ranks of a schedule's mesh; None for what the mesh does not say.
 
-    A file of a machine lies beside the schedule, unless there is one in this folder.  Raises
-    Refusal S936 as `cluster_named`.
+    A machine's file is searched in this folder, then beside the schedule.  Raises Refusal S936 as
+    `cluster_named`.
     """
     from schedlang.language import nodes
 
@@ -334,7 +330,8 @@ REACHED = {"speed": ("product", "attention"), "link": ("linked",), "network": ("
 
 
 def changed(cluster: Cluster, **given: float | None) -> Cluster:
-    """The same with other figures, where there are some; a speed that is given is one reached."""
+    """Replace the given figures that are not None; a given speed counts as reached, so its share is
+    1."""
     mine = {name: value for name, value in given.items() if value is not None}
     whole = {share: 1.0 for name in mine for share in REACHED.get(name, ())}
     return replace(cluster, **{**whole, **mine})  # type: ignore[arg-type]

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold equally much: how many they are, the lowest one, and what each holds.
+    """Ranks with equal memory: how many, the lowest one, and the bytes of each.
 
     place       along the pipeline's axis, if there is one
     elements    of parameters, padding included
-    parameters, gradients, optimizer   bytes, as they lie between two steps
-    working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
-                reduced, of what ZeRO slices; other versions of the weights, where they are stale;
-                parameters that come to the device module by module
+    parameters, gradients, optimizer   bytes between two steps
+    working     additional bytes during a step, at most: of ZeRO's shards, gathered parameters and
+                gradients not yet reduced; other versions of the weights, where they are stale;
+                parameters that are loaded module by module
     peer        bytes of other ranks' optimizer state that it holds for them
-    cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there, and not on
+    cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there and not on
                 the device, which the entries above are about
     """
 
@@ -55,20 +55,20 @@ class RankClass:
         return self.parameters + self.gradients + self.optimizer
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values; tiers that hold nothing are left out."""
+        """Return plain values, without tiers that hold nothing."""
         away = [name for name in ("cpu", "disk", "peer") if not getattr(self, name)]
-        told = {name: value for name, value in asdict(self).items() if name not in away}
-        return {**told, "state": self.state}
+        values = {name: value for name, value in asdict(self).items() if name not in away}
+        return {**values, "state": self.state}
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters that lie alike: on these stages, each slice with as many elements."""
+    """Parameters with equal storage: on these stages, with equally many elements in each shard."""
 
     stages: frozenset[int] | None
-    elements: tuple[tuple[int, int], ...]  # runs of equal slices: their first place, and how many
+    elements: tuple[tuple[int, int], ...]  # runs of equal shards: first index, elements of each
     itemsize: int
-    coded: int | None  # bytes of each, where it lies in codes
+    coded: int | None  # bytes of each, where it is stored in codes
     trained: bool
     tiers: tuple[str, str, str]  # of the parameter, its gradients and its optimizer state
 
@@ -79,7 +79,7 @@ def rank_classes(
     """Return the bytes of each distinct kind of rank, in the order of their first rank.
 
     `moments` are tensors of optimizer state per trained parameter, of its shape and dtype.  The
-    cost grows with distinct shapes, stages and slices, not with ranks.
+    cost grows with distinct shapes, stages and shards, not with ranks.
     """
     mesh = plan.mesh
     row, _ = slicing(plan)
@@ -95,7 +95,7 @@ def rank_classes(
         working += window_bytes(plan, staged, holdings, place)
         for cut, end in zip(cuts, [*cuts[1:], slices]):
             held, away = _held(kinds, place, cut, moments)
-            kept = working + _others(staged, place) * held[2]
+            kept = working + _extra_versions(staged, place) * held[2]
             first = _first(plan, staged, axes, place, cut)
             away = (*away[:2], _held(kinds, (place - 1) % places, cut, moments)[1][2])
             entry = found.setdefault((place, *held, kept, *away), [0, first])
@@ -108,7 +108,7 @@ def rank_classes(
 
 
 def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -> Iterator[_Kind]:
-    """The kind of every parameter; parts are measured once per distinct layout."""
+    """Yield the kind of every parameter; parts are measured once per distinct layout."""
     known: dict[object, tuple[tuple[int, int], ...]] = {}
     tiers = tiers_of(plan)
     for name, holding in holdings.items():
@@ -116,25 +116,25 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
         key = (holding.layout, holding.sliced)
         if key not in known:
             known[key] = _sizes(plan, holding, axes)
-        lies = tiers[name].each if name in tiers else ("device",) * 3
+        storage = tiers[name].each if name in tiers else ("device",) * 3
         coding = plan.model.coded(name)
         part = holding.layout.local_shape(plan.mesh) if coding is not None else ()
         coded = coding.bytes(part, fact.itemsize) if coding is not None else None
-        yield _Kind(holding.stages, known[key], fact.itemsize, coded, fact.requires_grad, lies)
+        yield _Kind(holding.stages, known[key], fact.itemsize, coded, fact.requires_grad, storage)
 
 
 def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """Elements of a parameter's slices, by the place from which on they are as many."""
+    """Return runs of equal shards of a parameter: first index, elements of each."""
 
     def size(place: int) -> int:
         rank = plan.mesh.member(0, axes, place) if axes else 0
         return math.prod(holding.local_shape(plan.mesh, rank))
 
     count = plan.mesh.size(axes) if holding.sliced else 1
-    if plan.mesh.fold(holding.sliced) != axes:  # over some of the axes: they come again and again
+    if plan.mesh.fold(holding.sliced) != axes:  # over some of the axes: shards repeat
         return tuple((place, size(place)) for place in range(count))
     found, place = [], 0
-    while place < count:  # slices never grow: full ones, one that is not, empty ones
+    while place < count:  # sizes never grow: full shards, at most one partial, empty ones
         found.append((place, size(place)))
         rest = range(place, count)
         place += bisect_right(rest, -found[-1][1], key=lambda at: -size(at))
@@ -144,7 +144,7 @@ def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[i
 def _held(
     kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
-    """Elements and bytes on the device; bytes in host memory, on disk and on a peer."""
+    """Return elements and bytes on the device, and bytes in host memory, on disk and on a peer."""
     elements, device, away = 0, [0, 0, 0], Counter[str]()
     for kind, count in kinds.items():
         if kind.stages is not None and place not in kind.stages:
@@ -152,8 +152,8 @@ def _held(
         size = count * next(size for first, size in reversed(kind.elements) if first <= cut)
         elements += size
         gradients = size * kind.itemsize * kind.trained
-        lies = size * kind.itemsize if kind.coded is None else count * kind.coded
-        sizes = (lies, gradients, gradients * moments)
+        stored = size * kind.itemsize if kind.coded is None else count * kind.coded
+        sizes = (stored, gradients, gradients * moments)
         for what, (tier, number) in enumerate(zip(kind.tiers, sizes)):
             if tier == "device":
                 device[what] += number
@@ -162,8 +162,8 @@ def _held(
     return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"], away["peer"])
 
 
-def _others(staged: Staged, place: int) -> int:
-    """Return the most versions of the weights that a place keeps beside those it trains."""
+def _extra_versions(staged: Staged, place: int) -> int:
+    """Return the most versions of the weights that a place keeps besides the current one."""
     from schedlang.pipeline.timeline.versions import weight_copies
 
     copies = weight_copies(staged.timeline)
@@ -171,13 +171,14 @@ def _others(staged: Staged, place: int) -> int:
 
 
 def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:
-    """The lowest rank at a place of the pipeline and a place of the slices."""
+    """Return the lowest rank at a pipeline place and a shard index."""
     rank = plan.mesh.member(0, axes, cut) if axes else 0
     return rank if staged.axis is None else plan.mesh.member(rank, staged.axis, place)
 
 
-def _together(plan: Plan) -> int:
-    """Return the most modules that are recomputed as one; those under a limit all may be."""
+def _recomputed_together(plan: Plan) -> int:
+    """Return the most modules that are recomputed as one region; under a memory limit all may
+    be."""
     rows = plan.rows_changing(Facet.RECOMPUTE)
     sizes = [len(region) for action in rows for region in action.together]
     limited = (a for a, row in plan.rows_with(Recomputing) if row.budget is not None)
@@ -187,7 +188,8 @@ def _together(plan: Plan) -> int:
 def gathered_bytes(
     plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...], *, cast: bool = False
 ) -> int:
-    """Bytes of parameters that are gathered whole from slices of equal size; `cast`: as used."""
+    """Return the bytes of parameters gathered from shards of equal size; `cast`: in the compute
+    dtype."""
     total, low = 0, gathered_in(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
@@ -199,11 +201,12 @@ def gathered_bytes(
 
 
 def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
-    """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and those next).
+    """Return the additional bytes of ZeRO during a step.
 
-    Gradients are whole until they are reduced: all of them at the end in stage 1, else one unit's.
-    A stage that rows of the timeline hold gathered is whole with its gradients, one at a time, and
-    a unit on its way besides.
+    Stages 1 and 2 keep all units gathered through the step, stage 3 one at a time (and prefetched
+    ones).  Gradients are unsharded until they are reduced: all of them at the end in stage 1, else
+    one unit's.  A stage that rows of the timeline keep gathered is unsharded with its gradients,
+    one at a time, with one unit in flight besides.
     """
     row, _ = slicing(plan)
     if row is None:
@@ -215,7 +218,7 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
         whole += mine
         if gathers_of(plan, staged, stage, place) is not None:
             held = max(held, 2 * sum(mine) + max(mine, default=0))
-    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch, 1 + _together(plan)) :])
+    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch, 1 + _recomputed_together(plan)) :])
     parameters = sum(whole) if row.stage < 3 or not row.reshard else largest
     several = plan.order is not None and plan.order.micro > 1
     gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)

@@ -1,8 +1,4 @@
-"""Clusters as they are: nodes of unlike devices, and the network between them.
-
-* Nodes, and what carries the messages of ranks on several of them.
-* A file of nodes.
-"""
+"""Clusters of unequal nodes: their devices, the network between them, and their TOML file."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ if TYPE_CHECKING:
 class Node:
     """Ranks of one node, as many as its device's `node` says.
 
-    price   of an hour of the node; `power` watts of a rank (None: nobody says)
-    limits  watts that a rank may be held to, and what share of its `speed` it reaches then
+    price   of an hour of the node; `power` watts of a rank (None: not given)
+    limits  pairs: a power limit of a rank in watts, and the share of `speed` that it then reaches
     """
 
     device: Cluster
@@ -49,7 +45,7 @@ class Node:
 
     @property
     def held(self) -> Iterator[Node]:
-        """The node as it is, and with its ranks held to each of its limits."""
+        """Yield the node at full power, and under each of its power limits."""
         yield self
         for watts, share in self.limits:
             device = replace(self.device, speed=self.device.speed * share)
@@ -57,22 +53,22 @@ class Node:
 
 
 ENGINE, DEVICE = "engine", "device"
-SMS = 6 / 80  # of a device's processors, which collectives need to fill its links
-# bytes of its memory that a device reads for each that it sends: a sum reads what came and what is
-# there.  An engine reads once what a collective begins with
+SMS = 6 / 80  # share of a device's processors that collectives need to fill its links
+# bytes of memory that a device reads for each byte that it sends: a reduction reads the received
+# and the local data.  An engine reads the input of a collective once
 READS: Final[Mapping[str, float]] = {"all_reduce": 1.5, "reduce_scatter": 2.0}
 
 
 @dataclass(frozen=True)
 class Nodes(Cluster):
-    """Nodes in the order of their ranks; as a plain cluster the best of each of their figures.
+    """Nodes in the order of their ranks; as a plain `Cluster` it has the best of each figure.
 
-    leaf      nodes beneath one leaf of the network; with `rails` rank i of each has a leaf of its
-              own, and `leaf` nodes share those
-    over      how much less than enters a leaf from below it passes on (oversubscription)
-    endpoint  who runs a collective beside computing: the "device" itself, or an "engine" beside it
+    leaf      nodes under one leaf switch of the network; with `rails` rank i of each node has a
+              leaf of its own, which `leaf` nodes share
+    over      oversubscription: how much less a leaf passes on than enters it from below
+    endpoint  who runs a collective during computing: the "device" itself, or an "engine" beside it
               (ACE, Rashidi et al., ISCA 2021); "": as the devices' `overlap` says
-    only      of all ranks those that work is told of; (): all
+    only      the ranks, among all, that take part; (): all
     numbers   of the nodes in their file, from 1 on
     """
 
@@ -95,7 +91,7 @@ class Nodes(Cluster):
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
-        """The node of each rank, and its place there."""
+        """The node of each rank, and its index there."""
         return tuple((at, k) for at, one in enumerate(self.nodes) for k in range(one.device.node))
 
     @property
@@ -104,36 +100,38 @@ class Nodes(Cluster):
         return len(self._places)
 
     def of(self, rank: int) -> Cluster:
-        """The device of a rank."""
+        """Return the device of a rank."""
         return self.nodes[self._places[rank][0]].device
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return self._places[rank][0]
 
     def at(self, ranks: Sequence[int]) -> Nodes:
-        """The same as some ranks find it that wait for each other: operators take what they take on
-        the slowest, and messages stay among these ranks."""
+        """Return the cluster as ranks see it that wait for each other.
+
+        Operators take as long as on the slowest of these ranks, and messages stay among them.
+        """
         devices = {self.of(rank) for rank in ranks}
         worst = {name: min(getattr(one, name) for one in devices) for name in HIGHER}
         worst |= {name: max(getattr(one, name) for one in devices) for name in LOWER}
         at = self._places[ranks[0]][0]
-        if self._places[ranks[-1]][0] == at:  # what stays in a node is alike in nodes alike
+        if self._places[ranks[-1]][0] == at:  # within a node: the same as in the first equal node
             same = self.nodes.index(self.nodes[at])
             first = sum(one.device.node for one in self.nodes[:same])
             ranks = range(first, first + len(ranks))
         return replace(self, **worst, only=tuple(ranks))
 
     def part(self, ranks: int) -> Nodes:
-        """The first nodes, with so many ranks at least."""
+        """Return the first nodes that have at least so many ranks."""
         return self.some(range(self._places[ranks - 1][0] + 1))
 
     def ordered(self, order: Sequence[int]) -> Nodes:
-        """The same nodes in another order of the ranks; of none as they are."""
+        """Return the nodes in another order of their ranks; unchanged for an empty order."""
         return self.some(order) if order else self
 
     def holding(self, share: float) -> Nodes:
-        """The same with a share of each memory."""
+        """Return the nodes with a share of each memory."""
         less = [
             replace(one, device=replace(one.device, memory=int(one.device.memory * share)))
             for one in self.nodes
@@ -141,7 +139,7 @@ class Nodes(Cluster):
         return self.some(range(len(less)), less)
 
     def some(self, places: Sequence[int], nodes: Sequence[Node] = ()) -> Nodes:
-        """The nodes of some places, in this order; or others that stand for these."""
+        """Return the nodes of some indices, in this order; or `nodes` in their places."""
         own = tuple(self.numbers[at] for at in places)
         nodes = nodes or [self.nodes[at] for at in places]
         return of_nodes(self.name, nodes, numbers=own, **self._network)
@@ -151,15 +149,15 @@ class Nodes(Cluster):
         return {name: getattr(self, name) for name in ("leaf", "over", "rails", "endpoint")}
 
     def rate(self, ranks: int) -> float:
-        """Money for a second of the nodes of the first ranks."""
+        """Return the money for a second of the nodes of the first ranks."""
         return sum(one.price or 0.0 for one in self.part(ranks).nodes) / 3600
 
     def watts(self, ranks: int) -> float:
-        """Watts of the first ranks."""
+        """Return the watts of the first ranks."""
         return sum(self.nodes[at].power or 0.0 for at, _ in self._places[:ranks])
 
     def text(self, order: Sequence[int] = ()) -> str:
-        """`8 a100 of 80 GiB, 8 v100 of 32 GiB`: ranks of each node, in order."""
+        """Describe the ranks of each node, in order: `8 a100 of 80 GiB, 8 v100 of 32 GiB`."""
         devices = (one.device for one in self.ordered(order).nodes)
         each = (f"{one.node} {one.name} of {size(one.memory)}" for one in devices)
         runs = ((one, len(list(same))) for one, same in groupby(each))
@@ -167,7 +165,7 @@ class Nodes(Cluster):
 
     @property
     def best(self) -> Cluster:
-        """A machine that is no slower in anything than any of them."""
+        """A machine that is no slower in any figure than any of the nodes."""
         return Cluster(**{one.name: getattr(self, one.name) for one in fields(Cluster)})
 
     @property
@@ -178,39 +176,49 @@ class Nodes(Cluster):
     # -- messages ----------------------------------------------------------------------------------
 
     def collective(self, op: str, size: float, ranks: int, stride: int) -> float:
-        """Seconds of the slowest of all groups that meet at once; of neighbours' messages too."""
-        return max((self._met(op, size, one) for one in self._groups(ranks, stride)), default=0.0)
+        """Seconds of the slowest of all groups that run at once; also of messages between
+        neighbours."""
+        return max(
+            (self._group_seconds(op, size, one) for one in self._groups(ranks, stride)), default=0.0
+        )
 
     def sending(self, message: Message) -> float:
         """Seconds of one collective or message."""
         if message.ends is not None:
-            return self._met("send", message.bytes, message.ends)
-        return self._met(message.op, message.bytes, message.ranks)
+            return self._group_seconds("send", message.bytes, message.ends)
+        return self._group_seconds(message.op, message.bytes, message.ranks)
 
     def bandwidth(self, ranks: Sequence[int]) -> float:
-        """Bytes a second along a ring of these ranks, as data sheets have it."""
+        """Bytes a second along a ring of these ranks, by data sheets."""
         lie, view = self._view("all_reduce", tuple(ranks))
         return view._fabric.ring(lie)
 
     def hidden(self, op: str, size: float, ranks: Sequence[int]) -> float:
-        """Share of a message that is hidden beside as long computing."""
+        """Share of a message that is hidden by computing of equal length."""
         if not self.endpoint:
             return min(self.of(rank).overlap for rank in ranks)
-        took = self._met(op, size, tuple(ranks))
+        took = self._group_seconds(op, size, tuple(ranks))
         stream = min(self.of(rank).stream for rank in ranks)
-        return _left(self.endpoint, op, len(ranks), size / took / stream if took else 0.0)
+        return _remaining_share(
+            self.endpoint, op, len(ranks), size / took / stream if took else 0.0
+        )
 
-    def _met(self, op: str, size: float, ranks: tuple[int, ...]) -> float:
+    def _group_seconds(self, op: str, size: float, ranks: tuple[int, ...]) -> float:
         if len(ranks) < 2:
             return 0.0
         if op == "send" and len(ranks) > 2:
-            return max(self._met(op, size, pair) for pair in zip(ranks, (*ranks[1:], ranks[0])))
+            return max(
+                self._group_seconds(op, size, pair) for pair in zip(ranks, (*ranks[1:], ranks[0]))
+            )
         lie, view = self._view(op, ranks)
         return view._sent(op, size, lie)
 
     def _groups(self, ranks: int, stride: int) -> Iterator[tuple[int, ...]]:
-        """Ranks that lie so far apart, of all that work is told of; nearer, where that is too far:
-        replicas and parts of sequences together lie everywhere."""
+        """Yield groups of ranks at a distance of `stride`, among the ranks that take part.
+
+        The stride is reduced where it would be too large: replicas and sequence shards together may
+        be anywhere.
+        """
         among = self.only or range(self.ranks)
         if ranks < 2:
             return
@@ -221,21 +229,22 @@ class Nodes(Cluster):
                 yield group
 
     def _view(self, op: str, ranks: tuple[int, ...]) -> tuple[nccl.Ranks, Cluster]:
-        """Find how ranks lie, and a machine all of whose links are as the slowest between them."""
+        """Describe the ranks, and a machine all of whose links are as slow as the slowest between
+        them."""
         met = Counter(self._places[rank][0] for rank in ranks)
         each = min(met.values())
         devices = [(self.nodes[at].device, many) for at, many in met.items()]
         link = min(one.link * one.linked for one, _ in devices)
         if op in ("send", "all_to_all"):
             network = min(one.network * one.routed for one, _ in devices)
-        else:  # a node is left by all the ways that its ranks have
+        else:  # a ring leaves a node over the network links of all its ranks there
             network = min(one.network * one.routed * many for one, many in devices) / each
         one = devices[0][0]
         library = one.library if all(one.library == other.library for other, _ in devices) else ""
         view = replace(
             one,
             link=link,
-            network=network * self._passes(op, ranks),
+            network=network * self._network_share(op, ranks),
             linked=1.0,
             routed=1.0,
             library=library,
@@ -247,11 +256,11 @@ class Nodes(Cluster):
         )
         return nccl.Ranks(len(ranks), len(met), each), view
 
-    def _passes(self, op: str, ranks: tuple[int, ...]) -> float:
-        """Share of the network that is left where ranks meet above the leaves.
+    def _network_share(self, op: str, ranks: tuple[int, ...]) -> float:
+        """Share of the network's bandwidth that remains where ranks communicate above the leaves.
 
-        All groups alike meet at once.  A ring leaves a leaf once, so those of other nodes beneath
-        it leave it beside; a message, or what all send to all, leaves it as often as it must.
+        All equal groups communicate at once.  A ring leaves a leaf once, and so do the rings of
+        other nodes under that leaf; a message, or an all-to-all, leaves it as often as it must.
         """
         lie = [self._places[rank] for rank in ranks]
         if op in ("send", "all_to_all"):
@@ -279,24 +288,26 @@ BEST_LOW = (*LOWER, "hop", "far", "plateau")
 
 
 def of_nodes(name: str, nodes: Sequence[Node], **network: Any) -> Nodes:
-    """A cluster of nodes in this order."""
+    """Build a cluster of nodes in this order."""
     devices = [one.device for one in nodes]
     best: dict[str, Any] = {key: max(getattr(d, key) for d in devices) for key in BEST_HIGH}
     best |= {key: min(getattr(d, key) for d in devices) for key in BEST_LOW}
     libraries = {one.library for one in devices}
     best["library"] = libraries.pop() if len(libraries) == 1 else ""
     if who := network.get("endpoint"):
-        share = min(one.link * one.linked / one.stream / 2 for one in devices)  # a sum goes twice
-        best["overlap"] = _left(who, "all_reduce", 2**20, share)
+        share = min(
+            one.link * one.linked / one.stream / 2 for one in devices
+        )  # a reduction sends twice
+        best["overlap"] = _remaining_share(who, "all_reduce", 2**20, share)
     network.setdefault("numbers", tuple(range(1, len(nodes) + 1)))
     return Nodes(name, nodes=tuple(nodes), **best, **network)
 
 
-def _left(endpoint: str, op: str, ranks: int, sends: float) -> float:
-    """Share of its speed that a device keeps beside a collective.
+def _remaining_share(endpoint: str, op: str, ranks: int, sends: float) -> float:
+    """Share of its speed that a device keeps during a collective.
 
-    `sends` is the share of its memory's bandwidth that as many bytes as the tensor has would take
-    while it runs; a rank sends its part of these.
+    `sends` is the share of its memory bandwidth that the bytes of the tensor would take while the
+    collective runs; a rank sends its part of these.
     """
     part = SHARES[op](ranks)[1] if op in SHARES else 1.0
     if endpoint == DEVICE:
@@ -314,10 +325,10 @@ LEGAL = """a cluster is `[[node]]` tables, each with a `device`, and `leaf`, `ov
 
 
 def ranks_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
-    """The cluster and the ranks of `h100x64`, of a file, or of a machine of one's own.
+    """Return the cluster and the number of ranks of `h100x64`, of a file, or of a `Cluster`.
 
-    Raises Refusal S109 for a name that there is not, and where nothing says how many ranks, or more
-    than there are; S936 as `cluster_named`.
+    Raises Refusal S109 for an unknown name, for a missing number of ranks, and for more ranks than
+    exist; S936 as `cluster_named`.
     """
     known, told = (on, None) if isinstance(on, Cluster) else cluster_named(on)
     if known is None:
@@ -335,9 +346,9 @@ def ranks_of(on: str | Cluster, ranks: int | None) -> tuple[Cluster, int]:
 
 
 def read_nodes(path: Path, text: str, tables: Mapping[str, Any]) -> Nodes:
-    """Read a cluster of unlike nodes; other tables of its file are machines of its own.
+    """Read a cluster of unequal nodes; other tables of its file define machines.
 
-    Raises Refusal S936 for what says no cluster, with the line.
+    Raises Refusal S936 for text that is no cluster, with the line.
     """
     reader = _Reader(path, text)
     own = {name: one for name, one in tables.items() if isinstance(one, dict)}
@@ -390,13 +401,13 @@ def _numbers(order: Any, nodes: int) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the tables of a file, and knows where they stand in its text."""
+    """Reads the tables of a file, and finds their lines in its text."""
 
     path: Path
     text: str
 
     def node(self, at: int, table: Any, machines: Mapping[str, Cluster]) -> list[Node]:
-        """Nodes of one table, `count` of them."""
+        """Return the nodes of one table, `count` of them."""
         if not isinstance(table, dict):
             self.refuse("`node` is no table", "node")
         for key in table:
@@ -428,13 +439,14 @@ class _Reader:
     def refuse(
         self, why: str, key: str, at: int = -1, known: tuple[str, ...] = (), said: str | None = None
     ) -> NoReturn:
-        """Say what is wrong, in which line, and what is legal."""
+        """Refuse with the reason, the line, and what is legal."""
         help_ = guess(said or key, known, "known are") if known else ""
         facts = unknown(said or key, known) if known else ()
         raise unread(self.path, f"line {self._line(key, at)}: {why}", help_, facts, LEGAL)
 
     def _line(self, key: str, at: int) -> int:
-        """The line of a field of the table of that number (below 0: of none), or of the table."""
+        """Return the line of a field in the table of number `at` (below 0: in no table), or of the
+        table."""
         table, head, inside = -1, 1, False
         for line, text in enumerate(self.text.splitlines(), 1):
             bare = text.split("#")[0].strip()

@@ -1,4 +1,4 @@
-"""The program of one rank as it would be built, without values and without the other ranks."""
+"""Program of one rank as it would be built, without values or other ranks, for `plan --rank`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or a buffer on a rank: its whole shape, and that of the part that lies there."""
+    """A parameter or buffer on a rank: its full shape, and the shape of the local part."""
 
     name: str
     whole: tuple[int, ...]
@@ -35,12 +35,12 @@ class Held:
 
 @dataclass(frozen=True)
 class OneRank:
-    """All that a rank would make.
+    """Everything that a rank would create.
 
-    at       its place along each axis
-    modules  those with parameters or buffers of their own here, by path
-    groups   process groups that it is in, the job among them, by axes whose ranks differ
-    slices   of files, that it would read; None: no files were named
+    at       its coordinate along each axis
+    modules  modules with parameters or buffers of their own here, by path
+    groups   process groups that contain it, the world among them, by axes along which ranks differ
+    slices   slices of files that it would read; None where no files were named
     """
 
     rank: int
@@ -58,12 +58,12 @@ class OneRank:
         return sum(one.bytes for one in (*self.parameters, *self.buffers))
 
     def text(self) -> str:
-        """Return it as tables, with equal layers as one line."""
+        """Format as tables, with equal layers on one line."""
         place = ", ".join(f"{axis}={at}" for axis, at in self.at.items())
         count = f"{len(self.parameters)} parameters of {len(self.modules)} modules"
         lines = [f"rank {self.rank} of {self.world}   {place}   {count}, {size(self.bytes)}", ""]
         rows = [("parameters", "", "whole", "part", "dtype", "bytes")]
-        rows += [_row(those) for those in _alike((*self.parameters, *self.buffers))]
+        rows += [_row(those) for those in _group_equal_layers((*self.parameters, *self.buffers))]
         lines += table(rows)
         lines += ["", "groups"]
         for axes, ranks in self.groups:
@@ -107,10 +107,10 @@ def one_rank(
     loss: Loss | None = None,
     weights: Path | None = None,
 ) -> OneRank:
-    """Build the program of a rank on the meta device, as if all others were there.
+    """Build the program of a rank on the meta device, as if all other ranks existed.
 
-    `batch` is that of a whole step; `weights` files of safetensors for the values.  Raises Refusal
-    S109 for a rank that the mesh has not, S643 where the files cannot be taken.
+    `batch` is that of a full step; `weights` files of safetensors for the values.  Raises Refusal
+    S109 for a rank outside the mesh, S643 where the files do not match.
     """
     from schedlang.runtime.batch import sample_of
 
@@ -134,7 +134,7 @@ def one_rank(
 def _held(
     plan: Plan, program: Program
 ) -> tuple[tuple[Held, ...], tuple[Held, ...], tuple[str, ...]]:
-    """The parameters, the buffers, and the modules that own them."""
+    """Return the parameters, the buffers, and the modules that own them."""
     a, rank, mesh = program.assembly, program.assembly.ranks.rank, plan.mesh
     parameters, buffers = [], []
     for name, parameter in a.parameters.items():
@@ -159,14 +159,14 @@ def _one(name: str, whole: tuple[int, ...], part: tuple[int, ...], value: Any) -
 
 
 def _axes(plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
-    """The axes along which ranks differ."""
+    """Return the axes along which ranks differ."""
     at = [plan.mesh.coordinates(rank) for rank in ranks]
     return tuple(name for name in plan.mesh.sizes if len({place[name] for place in at}) > 1)
 
 
 def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
-    """The slices of files for this rank's parts, before they are sliced by ZeRO, as `build`
-    reads them."""
+    """Return the slices of files for this rank's parts before ZeRO shards them, as `build` reads
+    them."""
     from dataclasses import replace
 
     import torch
@@ -187,11 +187,11 @@ def _slices(plan: Plan, program: Program, weights: Path) -> tuple[Slice, ...]:
     return files_of(weights, model).reads(rooms)
 
 
-# -- as text ---------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
-def _alike(held: Sequence[Held]) -> list[list[Held]]:
-    """Group those of equal layers."""
+def _group_equal_layers(held: Sequence[Held]) -> list[list[Held]]:
+    """Group parameters and buffers of equal layers."""
     found: dict[object, list[Held]] = {}
     for one in held:
         found.setdefault((shape_of(one.name), one.whole, one.part, one.dtype), []).append(one)
@@ -208,7 +208,7 @@ def _row(those: Sequence[Held]) -> tuple[str, str, str, str, str, str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a run with its step where they are one."""
+    """Format ranks as a range with a step where they are one."""
     steps = {b - a for a, b in zip(ranks, ranks[1:])}
     if len(ranks) > 4 and len(steps) == 1:
         (step,) = steps

@@ -1,8 +1,8 @@
-"""A step of one rank, played on the meta device: what it sends, in order, and what it holds.
+"""A simulated step of one rank on the meta device: its sends, in order, and its bytes.
 
-There are no other ranks and no values.  Memory, time, what is sent to keep activations on a peer
-and the static proofs are read off it: a step of each kind of rank (`rehearse`), with every storage
-and operator, or of several ranks (`static_checks.roles`), with what each sends.
+No other ranks and no values exist.  Memory, time, sends of activations to a peer, and the static
+proofs are derived from it: `rehearse` simulates each kind of rank, with every storage and operator;
+`static_checks.roles` simulates several ranks, with the sends of each.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
     from schedlang.runtime.storage.footprint import Footprint
 
-# -- what is played --------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
-    """A plan to play, and all that is known of it; `sample` is one microbatch."""
+    """A plan to simulate, with its prepared facts; `sample` is one microbatch."""
 
     plan: Plan
     prepared: Prepared
     sample: Mapping[str, Any]
     loss: Loss | None = None
     weight: Any = None
-    # how the batch is dealt, which is the same for all ranks
+    # cache of how the batch is split, which is the same for all ranks
     dealings: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def even(self) -> Plan:
-        """The plan that deals as many rows to each rank: all play the sample, the largest part."""
+        """The plan with equal rows for all ranks: all simulate the sample, which is the largest
+        part."""
         if not any(one.rows for one in self.plan.replicas):
             return self.plan
         return replace(self.plan, replicas=tuple(replace(r, rows=()) for r in self.plan.replicas))
 
     @cached_property
     def batch(self) -> dict[str, Any]:
-        """The batch of a whole step, of which every part is the sample."""
+        """The batch of a full step; every part of it is the sample."""
         return repeated(self.sample, self.plan.shares * self.plan.micro)
 
 
 def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """A batch of which every part is the sample, inside of dicts and lists too."""
+    """Return a batch with every part equal to the sample, also inside dicts and lists."""
     import torch
 
     from schedlang.ir import pytree
@@ -73,10 +74,10 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
 
 
 def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a batch of so many rows, all of them views of the first, which take no memory; the
-    batch itself where it has as many.
+    """Return a batch of `rows` rows: views of the first row, which need no memory; the batch itself
+    where it has as many rows.
 
-    Raises Refusal (S109) for objects of many samples, as a `Batch` of torch_geometric.
+    Raises Refusal (S109) for objects of many samples, such as a `Batch` of torch_geometric.
     """
     from torch import Tensor
 
@@ -101,7 +102,8 @@ def of_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
-    """The order with few microbatches, at least so many, and its stages; else as they are."""
+    """Return the order with at least `least` microbatches but few, and its stages; else both
+    unchanged."""
     from schedlang.pipeline.schedules import OrderError
 
     order = plan.order
@@ -118,7 +120,7 @@ def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]
 
 
 def places(plan: Plan, prepared: Prepared) -> dict[int, int]:
-    """Each place along the pipeline -> the first place whose stages look the same."""
+    """Map each pipeline place to the first place with equal stages."""
     staged = prepared.staged
     if staged.axis is None:
         return {0: 0}
@@ -131,7 +133,7 @@ def places(plan: Plan, prepared: Prepared) -> dict[int, int]:
 
 
 def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
-    """Equal for stages that run the same modules in the same way and send the same on."""
+    """Return a key that is equal for stages that run the same modules and send the same values."""
     cut = prepared.staged.cut
     units = [cut.graph.units[unit] for unit in cut.units(stage)]
     modules = tuple(
@@ -161,10 +163,10 @@ def _look(plan: Plan, prepared: Prepared, stage: int) -> object:
 def alone(
     step: Step, rank: int, optimizer: Any = None, footprint: Footprint | None = None
 ) -> Iterator[tuple[Program, Tap]]:
-    """Build the program of one rank where no other is; the tap logs what it sends.
+    """Build the program of one rank without any other rank; the tap logs its sends.
 
-    A footprint watches its storages, and is told what it sends.  This process must not be a rank of
-    a job.  Raises what the model raises where it cannot be built without values.
+    A footprint watches its storages, and records its sends.  This process must not be a rank of a
+    job.  Raises what the model raises where it cannot be built without values.
     """
     from schedlang.passes.lower.build import build
     from schedlang.runtime.comm.tap import playing
@@ -177,7 +179,7 @@ def alone(
 
     def hear(op: str, lane: Lane, sent: Iterable[Tensor], ends: tuple[int, int] | None) -> None:
         assert footprint is not None
-        for tensor in sent:  # between these ranks slices of parameters and gradients are sent
+        for tensor in sent:  # these ranks exchange shards of parameters and gradients
             footprint.touched(tensor, lane.ranks == state)
         size = max((tensor.numel() * tensor.element_size() for tensor in sent), default=0)
         footprint.sent(Message(op, lane.ranks, size, ends))

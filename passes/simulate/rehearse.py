@@ -1,4 +1,8 @@
-"""A step of each kind of rank, played on the meta device, and the memory of each over a step."""
+"""A simulated step of each kind of rank on the meta device, and each kind's memory over a step.
+
+`account` and `tune` use it.  Of a pipeline a few microbatches are simulated, and their operations
+then stand for all operations of the order.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +29,19 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
     from schedlang.runtime.storage.footprint import Footprint, Levels, Work
 
-# -- what was played -------------------------------------------------------------------------------
+# -- results of a simulation -----------------------------------------------------------------------
 
 
-PARKS = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
+PARKS = {Kind.HOLD: 1, Kind.GIVE: -1}  # operations of the rank that holds a peer's activations
 
 
 @dataclass(frozen=True)
 class Played:
-    """The effects of a few microbatches' operations on one rank, in the order of their runs.
+    """Effects of the operations of a few microbatches on one rank, in the order of their runs.
 
-    ops   by what tells them apart but for the microbatch: what was held before, at most, and after
-    rest  what ran after them, likewise
-    parked  by stage the bytes of a microbatch that a partner holds for a while
+    ops     `key` of an operation -> its runs
+    rest    runs after the last operation
+    parked  stage -> bytes of a microbatch that a partner holds for a while
     """
 
     of: RankClass
@@ -50,8 +54,8 @@ class Played:
 
 
 class Run(NamedTuple):
-    """Bytes by class before something ran, at most while it did, and afterwards; at most of what
-    is no state; and what it did."""
+    """Bytes by class before an operation, at most during it, and after it; the most besides state;
+    and its work."""
 
     before: Levels
     most: Levels
@@ -62,9 +66,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The classes of ranks, and what was played of the one that stands for each.
+    """The classes of ranks, and the simulation that stands for each.
 
-    parked  by stage the bytes that a microbatch's forward parks on a partner
+    parked  stage -> bytes that a microbatch's forward moves to a partner
     """
 
     classes: tuple[RankClass, ...]
@@ -73,7 +77,8 @@ class Rehearsal:
 
 
 def key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
-    """Equal for operations of alike stages that differ in their microbatch alone."""
+    """Return a key that is equal for operations of equal stages that differ in their microbatch
+    alone."""
     from schedlang.pipeline.timeline.table import TRANSFERS
 
     stages = staged.stages_at(place or 0)
@@ -87,9 +92,9 @@ def key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
 def in_order(
     plan: Plan, staged: Staged, place: int | None, played: Played, parked: Mapping[int, int]
 ) -> Iterator[tuple[Op, Run]]:
-    """Each operation of a place in a whole step, with what was played for it.
+    """Yield each operation of a place in a full step, with the simulated run that stands for it.
 
-    `parked`: by stage what a partner holds of it for a while.
+    `parked`: stage -> bytes that a partner holds for it.
     """
     rows = _rows(plan, staged, place)
     often = Counter(key(staged, place, op) for op in rows if op.kind not in PARKS)
@@ -103,15 +108,15 @@ def in_order(
         if op.kind in PARKS:
             yield op, moves[op.stage, op.kind]
             continue
-        alike = key(staged, place, op)
-        runs = played.ops.get(alike)
+        same = key(staged, place, op)
+        runs = played.ops.get(same)
         if runs is not None:
-            yield op, runs[_turn(turns[alike], often[alike], len(runs))]
-        turns[alike] += 1
+            yield op, runs[_turn(turns[same], often[same], len(runs))]
+        turns[same] += 1
 
 
 def _taken_in(size: int, before: Levels) -> Run:
-    """A partner's activations come (or go, below zero)."""
+    """Return the run of receiving a partner's activations (or, below zero, of giving them back)."""
     from schedlang.runtime.storage.footprint import Work
 
     end = before.copy()
@@ -121,7 +126,7 @@ def _taken_in(size: int, before: Levels) -> Run:
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
-    """Return the operations of a place in a whole step, with sends and gathers."""
+    """Return the operations of a place in a full step, with sends and gathers."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline.proof import with_transfers
     from schedlang.pipeline.timeline.sharded_weights import with_gathers
@@ -133,15 +138,13 @@ def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
 
 
 def _turn(turn: int, often: int, played: int) -> int:
-    """Return the played run that stands for one of many: the first, the last, or one between."""
+    """Return the index of the simulated run that stands for a turn: first, last, or one between."""
     if turn == 0 or played == 1:
         return 0
     return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
 
 
-# -- playing a step on the meta device -------------------------------------------------------------
-# Of a pipeline a few microbatches are played; `Rehearsal` tells which of them stands for one of a
-# whole step.
+# -- simulating a step on the meta device ----------------------------------------------------------
 
 
 PLAYED = 3  # microbatches: the first, one between, the last
@@ -155,17 +158,16 @@ def rehearse(
     prepared: Prepared,
     works: bool = False,
 ) -> Rehearsal:
-    """Play a short step of each kind of rank; optimizer: AdamW's moments.
+    """Simulate a short step of each kind of rank, with AdamW's optimizer state.
 
-    `batch` is that of a whole step, `prepared` what is known of the plan; with `works` operations
-    and bytes of every operator are counted too.  Raises what the model raises where it cannot be
-    played.
+    `batch` is that of a full step; with `works` FLOPs and bytes of every operator are counted too.
+    Raises what the model raises where it cannot be simulated.
     """
     from schedlang.runtime.batch import sample_of
 
     sample = sample_of(batch, plan.dealt, plan.micro)
     short, staged = _short(plan, prepared.staged)
-    # one step for all kinds: their programs share what stands for other stages
+    # one step for all kinds: their programs share the stand-ins for other stages
     step = Step(short, replace(prepared, staged=staged), sample, loss)
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
@@ -192,11 +194,11 @@ def _parked(
     return found
 
 
-# -- playing -----------------------------------------------------------------------------------
+# -- one rank ----------------------------------------------------------------------------------
 
 
 def _play(step: Step, of: RankClass, works: bool) -> Played:
-    """A short step of the first rank of a class, watched."""
+    """Simulate a short step of the first rank of a class, with its footprint."""
     from schedlang.runtime.adapters.fully_shard import without_values
     from schedlang.runtime.left import left_in
     from schedlang.runtime.played import play
@@ -217,13 +219,15 @@ def _play(step: Step, of: RankClass, works: bool) -> Played:
 
 
 def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
-    """The plan with a few microbatches: as many as show each stage that parks what it saves."""
+    """Return the plan with few microbatches: as many as include each stage that moves
+    activations."""
     from schedlang.passes.partition.staging import timeline_of, with_parking
 
     def parking(one: Staged) -> set[int]:
         return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
 
-    least = max(PLAYED, plan.ahead + 2)  # one between whose receive is posted by one between
+    # includes one between whose receive is posted by another one between
+    least = max(PLAYED, plan.ahead + 2)
     while True:
         order, few = fewer(plan, staged, least)
         short = replace(plan, order=order)
@@ -240,9 +244,9 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def state_held(program: Program, footprint: Footprint, away: Collection[str]) -> None:
-    """Record what is held before any step but the first: parameters, buffers, moments.
+    """Record the bytes between steps (after the first): parameters, buffers, optimizer moments.
 
-    `away` are parameters whose moments lie elsewhere.
+    `away` are parameters whose moments are offloaded.
     """
     import torch
 
@@ -286,9 +290,8 @@ def _table(
 
 
 # -- memory over a step ----------------------------------------------------------------------------
-# A step of the very program that would run is played on the meta device, and every storage in it
-# is watched.  Of a pipeline a few microbatches are played, and what their operations hold, free
-# and need for a while is laid along the whole order.
+# The real program runs a step on the meta device, and every storage in it is watched.  What the
+# operations of a few microbatches hold, free and need for a while is repeated along the order.
 
 
 BEFORE, AFTER = "before", "sums and update"
@@ -299,14 +302,14 @@ def estimate(
 ) -> tuple[RankMemory, ...]:
     """Estimate the memory of each kind of rank, in the order of their first rank, with AdamW.
 
-    `batch` is that of a whole step, `prepared` what is known of the plan.  Microbatches count as
-    if all were as large as the first.  Raises what the model raises where it cannot be played.
+    `batch` is that of a full step.  All microbatches count as large as the first.  Raises what the
+    model raises where it cannot be simulated.
     """
     return held(plan, prepared, rehearse(plan, batch, loss, prepared))
 
 
 def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory, ...]:
-    """The same of steps that were played already."""
+    """Estimate memory as `estimate` does, from steps that are simulated already."""
     return tuple(_memory(plan, prepared, one, played) for one in played.classes)
 
 
@@ -314,7 +317,8 @@ def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory,
 
 
 def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal) -> RankMemory:
-    """The played operations in the order of this rank's place; what it holds for others besides."""
+    """Lay the simulated operations along the order of this rank's place, with what it holds for
+    others."""
     staged, played = prepared.staged, rehearsal.of[one]
     level = played.start + _parked_by_others(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
@@ -342,7 +346,7 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal
 
 
 def _parked_by_others(one: RankClass) -> Levels:
-    """Return the bytes of another rank's state that a rank always holds."""
+    """Return the bytes of other ranks' state that a rank always holds."""
     import numpy as np
 
     found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
@@ -355,7 +359,7 @@ def _ratio(mine: int, other: int) -> float:
 
 
 def _scaled(moment: Moment, scale: Sequence[float]) -> Moment:
-    """The same on a rank with larger or smaller slices of the state."""
+    """Scale a moment to a rank with larger or smaller shards of the state."""
 
     def of(levels: tuple[int, ...]) -> tuple[int, ...]:
         state = (round(size * factor) for size, factor in zip(levels, scale))

@@ -1,4 +1,8 @@
-"""Time of a step: with times given or measured, on a cluster, or by its operations alone."""
+"""Time of a step, in three ways: from given or measured times, on a cluster, or by FLOPs alone.
+
+`plan --cost` and `expect` use the first, `tune` the second (a simulated step on a cluster),
+`simulate` the third.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ if TYPE_CHECKING:
 
 
 MEASURE = "measure again: `schedlang run FILE --timeline t.html --json > measured.json`"
-TAIL = ("reduce", "step")  # what comes once, after the last backward
+TAIL = ("reduce", "step")  # operations that run once, after the last backward
 
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of one step, and in words what they are made of."""
+    """Seconds of one step, and words for how they were obtained."""
 
     seconds: float
     how: tuple[str, ...] = ()
@@ -43,8 +47,8 @@ class Measurement:
     """Times of a pipeline that a run measured, in seconds.
 
     means   of each kind of operation at each stage
-    rest    of a step beside its pipeline: sums of gradients, the update
-    mesh, micro, slices   under which that was so
+    rest    of a step outside of its pipeline: gradient reductions, the update
+    mesh, micro, slices   of the measured run
     """
 
     means: Mapping[tuple[str, int], float]
@@ -56,10 +60,10 @@ class Measurement:
 
 
 def simulated_step(plan: Plan, given: Cost | Measurement) -> Took:
-    """A step of the plan, by the timeline of its order; one microbatch after the other without.
+    """Simulate a step of the plan by the timeline of its order; sequentially without a pipeline.
 
-    A `Cost` counts milliseconds, all stages alike.  Raises Refusal S608 for sizes that the order
-    does not run, S914 where the plan runs what was not measured.
+    A `Cost` counts milliseconds, with equal stages.  Raises Refusal S608 for sizes that the order
+    does not have, S914 where the plan runs operations that were not measured.
     """
     from schedlang.passes.partition.staging import timeline_of
 
@@ -100,7 +104,7 @@ def _by_measure(plan: Plan, line: Timeline, given: Measurement) -> Took:
 
 
 def _mean(means: Mapping[tuple[str, int], float], kind: str, stage: int) -> float | None:
-    """The time of an operation; a whole backward is its two halves."""
+    """Return the time of an operation; a backward without a time is the sum of its two halves."""
     if kind == "B" and ("B", stage) not in means:
         halves = [means.get((half, stage)) for half in "IW"]
         return None if None in halves else sum(filter(None, halves))
@@ -119,7 +123,7 @@ def _unfit(plan: str, run: str) -> NoReturn:
 
 
 def measurement(made: Any) -> Measurement:
-    """Read what `run --timeline --json` printed; raise KeyError, TypeError, ValueError or
+    """Read the output of `run --timeline --json`; raises KeyError, TypeError, ValueError or
     IndexError for anything else."""
     ran = made["pipeline"]
     means = {(str(m["kind"]), int(m["stage"])): float(m["seconds"]) for m in ran["means"]}
@@ -133,16 +137,16 @@ def measurement(made: Any) -> Measurement:
 # -- times on a cluster ----------------------------------------------------------------------------
 
 
-SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # what data parallelism sends
+SUMS = ("all_reduce", "all_gather", "reduce_scatter")  # collectives of data parallelism
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, and of them those of the rank that is busy longest.
+    """Seconds of one step, and how its busiest rank spends them.
 
     computing  of that rank
-    sending    in which it waits for collectives, and copies of its host; transfers between stages
-               are left out
+    sending    waiting for collectives, and for copies to and from its host; without transfers
+               between stages
     """
 
     seconds: float
@@ -151,13 +155,13 @@ class StepTime:
 
     @property
     def idle(self) -> float:
-        """The seconds in which it waits for other stages."""
+        """Seconds in which that rank waits for other stages."""
         return max(0.0, self.seconds - self.computing - self.sending)
 
 
 @dataclass(frozen=True)
 class _Took:
-    """Seconds of an operation: of it computing, and waiting for what is sent."""
+    """Seconds of an operation: computing, and waiting for communication."""
 
     computing: float
     sending: float
@@ -171,14 +175,14 @@ class _Took:
 
 
 def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluster) -> StepTime:
-    """The step of a plan whose ranks were played.
+    """Time a step of a plan from the simulated steps of its ranks.
 
-    What an operation sends to the ranks with which it shares its data lies on its way: it waits.
-    Parameters that are gathered and gradients that are summed over replicas run beside the
-    computing, as does a ring that passes on what was computed with, and count where they take
-    longer, and with what the cluster does not hide.  What comes after the last backward counts
-    whole.  A transfer between stages is that of the largest.  Of unlike nodes each pipeline is
-    timed on its own ranks, whatever rows it is dealt: the slowest sets the pace of all.
+    Collectives between ranks that share their data block: the rank waits.  Gathers of parameters,
+    gradient reductions over replicas, and ring sends overlap with computing; they count where they
+    take longer, and with the share that the cluster does not hide.  Operations after the last
+    backward count in full.  Transfers between stages all take as long as the largest.  On unequal
+    nodes each pipeline is timed on its own ranks with its own rows; the slowest pipeline sets the
+    pace of all.
     """
     import numpy as np
 
@@ -189,7 +193,7 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     found = dict(zip(places, map(played.of.__getitem__, played.classes)))
     busy = [_NOTHING] * line.ranks
     ends, rests = [0.0] * line.ranks, [0.0] * line.ranks
-    for worker in _workers(plan, prepared.staged, cluster):
+    for worker in _pipelines(plan, prepared.staged, cluster):
         clocks = [_Clock(plan, prepared.staged, found[at].of, *worker[at]) for at in worker]
         by_op = [_times(one, at, found[at], played.parked) for at, one in enumerate(clocks)]
         took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
@@ -205,14 +209,15 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     return StepTime(max(map(sum, zip(ends, rests))), busiest.computing, busiest.sending)
 
 
-Worker = dict[int, "tuple[Cluster, int | None, float]"]  # of each place machine, rank, rows
+Worker = dict[int, "tuple[Cluster, int | None, float]"]  # place -> machine, first rank, rows
 
 
-def _workers(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]:
-    """Pipelines that have rows of their own: of each place the machine that its ranks are, which
-    wait for each other, the first of them, and their share of the rows of the largest part.
+def _pipelines(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]:
+    """Yield the pipelines with rows of their own.
 
-    Where all ranks are alike that of the largest part stands for all.
+    For each place: the machine of the ranks that wait for each other there, the first of these
+    ranks, and the pipeline's rows as a share of the largest pipeline's.  On equal ranks the
+    pipeline with most rows stands for all.
     """
     from schedlang.passes.simulate.nodes import Nodes
 
@@ -231,9 +236,9 @@ def _workers(plan: Plan, staged: Staged, cluster: Cluster) -> Iterator[Worker]:
 
 
 def lacking(plan: Plan, staged: Staged, found: Sequence[RankMemory], cluster: Cluster) -> int:
-    """Bytes that a rank needs beyond the memory of its device, the most; below 0: all have room."""
+    """Return the most bytes that a rank needs beyond its device's memory; below 0 where all fit."""
     most = []
-    for worker in _workers(plan, staged, cluster):
+    for worker in _pipelines(plan, staged, cluster):
         for one in found:
             machine, _, share = worker[one.place or 0]
             own = len(STATE)
@@ -246,7 +251,7 @@ _NOTHING = _Took(0.0, 0.0)
 
 
 def _line(plan: Plan, staged: Staged) -> Timeline:
-    """The timeline that ranks run, with gathers where rows of it are their own."""
+    """Return the timeline that ranks run, with gathers where its rows include them."""
     from schedlang.passes.analyze.holdings import gathers_by_rows
     from schedlang.pipeline.timeline.sharded_weights import with_gathers
 
@@ -255,7 +260,7 @@ def _line(plan: Plan, staged: Staged) -> Timeline:
 
 
 def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
-    """Every row with its rank."""
+    """Yield every row with its rank."""
     for rank in range(line.ranks):
         for op in line.rows(rank):
             yield rank, op
@@ -280,9 +285,9 @@ def _times(
 
 @dataclass(frozen=True)
 class _Clock:
-    """Times of what ranks do under one plan, which a rank of class `of` has played.
+    """Times of ranks under one plan; a rank of class `of` was simulated for them.
 
-    first  of these ranks, where they are not all alike; `share` of the rows that were played
+    first  of these ranks, where ranks are not equal; `share` of the simulated rows
     """
 
     plan: Plan
@@ -293,26 +298,26 @@ class _Clock:
     share: float = 1.0
 
     def took(self, work: Work) -> _Took:
-        """An operation: computing, with what it has to wait for."""
+        """Time an operation: computing, and waiting for communication."""
         computing, waits = self.cluster.computing(work, self.share), 0.0
-        beside = self.cluster.copying(work.copied * self.share)
-        hides = beside * self.cluster.overlap
+        overlapped = self.cluster.copying(work.copied * self.share)
+        can_hide = overlapped * self.cluster.overlap
         for message, often in work.messages.items():
             if self._between_stages(message) or message.op == "recv":
                 continue
-            beside_it = self._beside(message)
-            here = self._here(message, self.share if message.op not in SUMS or not beside_it else 1)
+            overlaps = self._overlaps(message)
+            here = self._here(message, self.share if message.op not in SUMS or not overlaps else 1)
             seconds = often * self.cluster.sending(here)
-            if beside_it:
-                beside += seconds
-                hides += seconds * self.cluster.hidden(here.op, here.bytes, here.ranks)
+            if overlaps:
+                overlapped += seconds
+                can_hide += seconds * self.cluster.hidden(here.op, here.bytes, here.ranks)
             else:
                 waits += seconds
-        hidden = hides * min(1.0, computing / beside) if beside else 0.0
-        return _Took(computing, waits + beside - hidden)
+        hidden = can_hide * min(1.0, computing / overlapped) if overlapped else 0.0
+        return _Took(computing, waits + overlapped - hidden)
 
     def _here(self, message: Message, share: float = 1.0) -> Message:
-        """The message of the rank that was played, as the first of these ranks sends it."""
+        """Translate a message of the simulated rank to the message of the first of these ranks."""
         if self.first is None:
             return message
         mesh = self.plan.mesh
@@ -327,9 +332,9 @@ class _Clock:
         return replace(message, ranks=tuple(map(moved, message.ranks)), ends=ends, bytes=size)
 
     def rest(self, played: Played) -> _Took:
-        """Time what comes after the last backward.
+        """Time the operations after the last backward.
 
-        An optimizer goes over many parameters in one kernel: their starts are left out.
+        An optimizer updates many parameters in one kernel: starts of operators are left out.
         """
         found, ready = _NOTHING, replace(self.cluster, start=0.0)
         for run in played.rest:
@@ -342,8 +347,11 @@ class _Clock:
         return _Took(found.computing + self._hosted(), found.sending)
 
     def _hosted(self) -> float:
-        """Seconds of an optimizer whose state the host has: its processor reads and writes that,
-        gradients come, values come and go, all at the pace of the link, as a price has it."""
+        """Seconds of an optimizer whose state is on the host.
+
+        The host's processor reads and writes the state, gradients come, parameters come and go, all
+        at the pace of the link, as in the planner's price.
+        """
         from schedlang.passes.analyze.residence import tiers_of
         from schedlang.runtime.storage.tiers import CPU
 
@@ -354,7 +362,7 @@ class _Clock:
         return self.cluster.copying(2 * of.cpu + share * (2 * of.gradients + 3 * of.parameters))
 
     def transfer(self, played: Played) -> float:
-        """The longest that one operation sends to another stage."""
+        """Return the longest time that one operation sends to another stage."""
         works = [run.work for runs in played.ops.values() for run in runs]
         return max((self._transfer(work) for work in works), default=0.0)
 
@@ -372,20 +380,21 @@ class _Clock:
         first, second = (self.plan.mesh.coordinates(rank)[axis] for rank in message.ends)
         return first != second
 
-    def _beside(self, message: Message) -> bool:
-        """Messages of a ring, parameters that are gathered, gradients that are summed."""
+    def _overlaps(self, message: Message) -> bool:
+        """Return whether a message overlaps with computing: ring sends, gathers of parameters,
+        gradient reductions."""
         if message.ends is not None:
             return True
         replicas = {axis for row in self.plan.replicas for axis in self.plan.mesh.fold(row.axes)}
-        return message.op in SUMS and self._along(message) <= replicas
+        return message.op in SUMS and self._axes_of(message) <= replicas
 
-    def _along(self, message: Message) -> set[str]:
-        """The axes along which ranks of a message differ."""
+    def _axes_of(self, message: Message) -> set[str]:
+        """Return the axes along which the ranks of a message differ."""
         first, *others = map(self.plan.mesh.coordinates, message.ranks)
         return {axis for other in others for axis in other if other[axis] != first[axis]}
 
 
-# -- what stages cost, from operations and bytes alone ---------------------------------------------
+# -- costs of stages from FLOPs and bytes alone ----------------------------------------------------
 
 
 MS = 1000.0
@@ -393,9 +402,9 @@ MS = 1000.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a rank and a link: floating-point operations and bytes a second.
+    """Rates of a rank and a link: FLOPs and bytes a second.
 
-    slower  of each place of a pipeline, how much slower its ranks are; (): all as quick
+    slower  for each pipeline place: how much slower its ranks are; () where all are equally fast
     """
 
     speed: float
@@ -404,8 +413,8 @@ class Machine:
 
 
 def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
-    """Times that the slowest rank of each place takes of the quickest of all; () of alike ranks, or
-    too few for the mesh."""
+    """Return how much slower the slowest rank of each place is than the fastest of all; () for
+    equal ranks, or too few for the mesh."""
     from schedlang.passes.simulate.nodes import Nodes
 
     if not isinstance(cluster, Nodes) or not plan.cuts or cluster.ranks < plan.mesh.world:
@@ -419,7 +428,8 @@ def slower(plan: Plan, cluster: Cluster | None) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan's timeline and its costs, times in milliseconds; `notes` say what they are made of."""
+    """A plan's timeline and its costs, times in milliseconds; `notes` say how they were
+    obtained."""
 
     timeline: Timeline
     cost: Cost
@@ -429,10 +439,10 @@ class Estimate:
 def estimated(
     plan: Plan, batch: Mapping[str, Any] | None, loss: Callable[..., Any] | None, machine: Machine
 ) -> Estimate:
-    """The costs of a plan's pipeline from the keyword arguments of one whole step.
+    """Estimate the costs of a plan's pipeline, given the keyword arguments of one full step.
 
-    Without a batch stages are not known: then all cost one unit. Raises Refusal where the plan
-    cannot be cut for this batch.
+    Without a batch stages are unknown, and all cost one unit.  Raises Refusal where the plan cannot
+    be split into stages for this batch.
     """
     from schedlang.passes.partition.staging import stages_of, timeline_of
 
@@ -498,7 +508,7 @@ def _slow(machine: Machine) -> tuple[str, ...]:
 
 
 def _si(value: float) -> str:
-    """A number with a prefix: `1.5 G`."""
+    """Format a number with a prefix: `1.5 G`."""
     for prefix in ("", "k", "M", "G", "T"):
         if value < 1000:
             return f"{value:.3g} {prefix}"

@@ -1,4 +1,7 @@
-"""The collectives of one training step: kind, axes, how often, how many bytes, of which row."""
+"""The collectives of one training step: kind, axes, count, bytes, and the row that causes them.
+
+`account` lists them for `plan`; `expect` compares their bytes.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation of a step, as often as one rank takes part in it.
+    """One collective operation of a step, counted as often as one rank takes part in it.
 
     phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
-    what     what is sent, in words: "output", "input grad", "parameters", ...
+    what     the tensor, in words: "output", "input grad", "parameters", ...
     fqn      the module where it happens; empty for the model as a whole
-    bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
+    bytes    of the full tensor, once; of the largest shard where ranks reduce shards of their own
     places   along the pipeline's axis where it happens; None: everywhere
-    row      the row of the plan that asks for it, if one does
-    to       the place along the pipeline's axis to which it is sent; None: not to a certain one
+    row      the row of the plan that causes it, if there is one
+    to       the receiving place along the pipeline's axis; None: no single one
     """
 
     kind: str
@@ -73,7 +76,7 @@ class Collective:
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
 
 
-Words = tuple[str, str]  # a phase, and what is sent
+Words = tuple[str, str]  # a phase, and words for the tensor
 
 
 def there_and_back(
@@ -87,7 +90,7 @@ def there_and_back(
     fqn: str = "",
     count: int = 1,
 ) -> Iterator[Collective]:
-    """Yield what one place of the pipeline sends to another, and what comes back, if it does."""
+    """Yield a send from one pipeline place to another, and the send back, if there is one."""
     for (source, target), said in ((ends, there), (ends[::-1], back)):
         if said is not None:
             at = frozenset({source})
@@ -96,20 +99,20 @@ def there_and_back(
 
 @dataclass(frozen=True)
 class Context:
-    """A plan, and what is known of it, as counting asks for them."""
+    """A plan with its prepared facts, for counting."""
 
     plan: Plan
     prepared: Prepared
 
     def row(self, facet: Facet) -> int | None:
-        """The last row that writes a facet."""
+        """Return the last row that writes a facet."""
         found = [action.row for action in self.plan.rows_changing(facet)]
         return found[-1] if found else None
 
     def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
-        """Return the places along the pipeline where a module runs, with counts of microbatches.
+        """Return the pipeline places where a module runs, each with its number of microbatches.
 
-        Code between units runs on several stages, which are not told apart.
+        Code between units runs on several stages, which are not distinguished.
         """
         cut = self.prepared.staged.cut
         for unit, name in enumerate(
@@ -120,7 +123,8 @@ class Context:
         return [(None, self.plan.micro)]
 
     def copies(self, stage: int) -> list[tuple[frozenset[int] | None, int]]:
-        """The places that hold a stage, and how many microbatches each of them runs."""
+        """Return the places that hold a stage, each with the number of microbatches that it
+        runs."""
         if self.prepared.staged.axis is None:
             return [(None, self.plan.micro)]
         found: dict[int, set[int]] = {}
@@ -129,12 +133,12 @@ class Context:
         return [(frozenset(places), count) for count, places in found.items()]
 
 
-# -- sums of gradients: buckets, and codes of compressed ones --------------------------------------
+# -- gradient reductions: buckets, and compressed gradients ----------------------------------------
 
 
-Message = tuple[str, str, int, str]  # kind, what it says ("": gradients), bytes, module
+Message = tuple[str, str, int, str]  # kind, content in words ("": gradients), bytes, module
 
-CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
+CODED = {  # names of contents in runtime/grad_reduction/compressed.py -> kind, words
     "there": ("all-reduce", "which grads there are"),
     "small": ("all-reduce", "grads"),
     "p": ("all-reduce", "grads, low rank"),
@@ -147,7 +151,7 @@ CODED = {  # by what is sent, as runtime/grad_reduction/compressed.py has it
 def messages(
     plan: Plan, prepared: Prepared, one: Reduction, place: int | None
 ) -> Iterator[Message]:
-    """Yield the messages of one sum at a place of the pipeline; sizes whole, as they arrive."""
+    """Yield the messages of one reduction at a pipeline place; sizes are full, as they arrive."""
     rank, staged, holdings = 0, prepared.staged, prepared.holdings
     if place is not None and staged.axis is not None:
         rank = plan.mesh.member(0, staged.axis, place)
@@ -163,7 +167,10 @@ def messages(
 def _buckets(
     plan: Plan, names: list[str], shapes: list[tuple[int, ...]], bytes_: int | None
 ) -> Iterator[tuple[int, str]]:
-    """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
+    """Yield the bytes of each bucket, with the module that contains all of it.
+
+    A bucket has one more number for each parameter.
+    """
     from schedlang.runtime.grad_reduction.gradient import buckets
 
     facts = [plan.model.unique[n] for n in names]
@@ -190,7 +197,7 @@ def _coded(
 
 
 def _common(owners: list[str]) -> str:
-    """The innermost module that holds all of them."""
+    """Return the innermost module that contains all of them."""
     rows = [owner.split(".") for owner in owners]
     shared = []
     for column in zip(*rows):
@@ -200,17 +207,17 @@ def _common(owners: list[str]) -> str:
     return ".".join(shared)
 
 
-# -- inside the forward and backward of a microbatch -----------------------------------------------
+# -- within the forward and backward of a microbatch -----------------------------------------------
 
 
 def activations(
     context: Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
-    """The collectives around modules, each as often as its module runs."""
+    """Yield the collectives around modules, each as often as its module runs."""
     traced = context.prepared.traced
     sends = traced.edges or context.prepared.tokens is not None or traced.statistics is not None
-    heard = _heard(context, batch, loss) if sends else []
-    for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
+    exchanges = _record_exchanges(context, batch, loss) if sends else []
+    for (one, what), count in Counter((e, _what(context, e)) for e in exchanges).items():
         for places, micro in context.runs(one.fqn):
             yield Collective(
                 one.kind,
@@ -226,35 +233,39 @@ def activations(
 
 
 def _row_of(plan: Plan, fqn: str) -> int | None:
-    """The last row that places this module, else one inside it (it gathers for its children)."""
+    """Return the last row that places this module, else one inside it (it gathers for its
+    children)."""
     rows = plan.rows_changing(Facet.PLACEMENT)
     own = [a.row for a in rows if fqn in a.sites]
     below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
     return own[-1] if own else next(below, None)
 
 
-def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
-    """Record what a microbatch sends: the sharded model on meta, with its recomputation.
+def _record_exchanges(
+    context: Context, batch: Mapping[str, Any], loss: Loss | None
+) -> list[Exchange]:
+    """Record the sends of a microbatch: the sharded model on meta, with its recomputation.
 
-    Of equal units two are run; all, where they turn out not to be called, or not to send, alike.
+    Of equal units two are run; all, if it turns out that they are not called, or do not send,
+    equally.
     """
     from schedlang.runtime.tracing.equal_units import Unlike
 
     kinds = unit_kinds(context.plan, context.prepared)
     if kinds:
         with suppress(Unlike):
-            heard, reached = _listened(context, batch, loss, kinds)
-            found = of_all(heard, kinds, reached)
+            recorded, reached = _run_and_record(context, batch, loss, kinds)
+            found = of_all(recorded, kinds, reached)
             if found is not None:
                 return found
-    return _listened(context, batch, loss, {})[0]
+    return _run_and_record(context, batch, loss, {})[0]
 
 
-def _listened(
+def _run_and_record(
     context: Context, batch: Mapping[str, Any], loss: Loss | None, kinds: Mapping[str, object]
 ) -> tuple[list[Exchange], Mapping[str, object]]:
-    """The exchanges of one run, in their order, those of a unit that is passed over as one; and the
-    results of each unit that backward has reached."""
+    """Run once; return the exchanges in order (those of a skipped unit as one), and the results of
+    each unit that backward has reached."""
     from schedlang.passes.partition.staging import local_skeleton
     from schedlang.passes.propagate.context import about_its_row, on_its_tokens
     from schedlang.runtime.comm.collectives import Group, listening
@@ -265,32 +276,32 @@ def _listened(
     model = local_skeleton(plan, context.prepared.traced)
     model.train()
     at_skeleton(plan, model, context.prepared)
-    heard: list[Exchange] = []
+    exchanges: list[Exchange] = []
     backward = False
 
     def listen(kind: str, group: Group, size: int) -> None:
-        heard.append(Exchange(kind, group.axes, size, group.label, backward))
+        exchanges.append(Exchange(kind, group.axes, size, group.label, backward))
 
     def passed(name: str, backward: bool) -> None:
-        heard.append(Exchange("", (), 0, name, backward))
+        exchanges.append(Exchange("", (), 0, name, backward))
 
     units = EqualUnits(model, kinds, passed)
     batch, within_shard = on_its_tokens(plan, model, context.prepared.tokens, batch)
-    # a model may ask for values of masks, and what is indexed by one has a backward that does
+    # a model may read values of masks, and so does the backward of an index by a mask
     with about_its_row(plan), listening(listen), within_shard, without_values(batch) as (inputs, _):
         with units.using():
             value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:
             value.backward()
-    return heard, units.reached
+    return exchanges, units.reached
 
 
 def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
-    """Let modules of a local model on meta keep less where rows ask for it, recomputed or coded,
-    and send in another order.
+    """Apply rows that change what a local model on meta saves (recomputed, coded) or the order of
+    sends.
 
-    What is moved elsewhere and comes back as it was is kept all the same.
+    Activations that are offloaded and come back unchanged count as saved.
     """
     at = Skeleton(plan, model, prepared.chains, prepared.bits)
     for action, row in plan.rows_with(Lowered):
@@ -302,7 +313,7 @@ def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
         code(one, at, at.bits)
 
 
-# (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
+# (from, to) -> kind in forward, kind in backward; at an entry backward only where ranks differ
 _ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
     (Replicate, Replicate): ("", "all-reduce"),
     (S, Replicate): ("all-gather", "reduce-scatter"),
@@ -316,7 +327,7 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
-# what a module of experts sends; shares of tokens are those of equally many for each expert
+# contents that a module of experts sends, assuming equally many tokens for each expert
 _ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
 
 
@@ -334,7 +345,7 @@ def _what(context: Context, one: Exchange) -> str:
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:
         return "loss"
-    if one.kind not in (*enters, *leaves):  # between its own parts
+    if one.kind not in (*enters, *leaves):  # within the module
         return "parts, backward" if one.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):  # recomputed
@@ -363,7 +374,8 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
 def collectives(
     plan: Plan, prepared: Prepared, batch: Mapping[str, Any], loss: Loss | None = None
 ) -> tuple[Collective, ...]:
-    """All collectives of a step; `batch` is one microbatch, the one that was prepared with.
+    """List all collectives of a step; `batch` is one microbatch, the one that `prepared` was made
+    with.
 
     Sizes are those of that microbatch; smaller ones send less.
     """
@@ -380,14 +392,15 @@ def collectives(
         both = "loss and gradient norm"
         flags = sum(
             bool(holding.sliced) for holding in prepared.holdings.values()
-        )  # was each one used?
-        flags += plan.scaled is not None  # did any rank's gradients overflow?
+        )  # one flag for each sharded parameter: was it used?
+        flags += plan.scaled is not None  # one flag: did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
 
 def _by_slice(one: Collective, staged: Staged) -> Collective:
-    """Split what a microbatch sends into slices, of mean length where they differ."""
+    """Divide the sends of a microbatch among its slices, with the mean length where slices
+    differ."""
     slices = staged.timeline.slices
     return replace(one, count=one.count * slices, bytes=one.bytes // slices)
 
@@ -396,7 +409,7 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 
 
 def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
-    """Yield what stages send to each other, per value, between stages of different ranks."""
+    """Yield the sends between stages of different ranks, one for each value."""
     staged = context.prepared.staged
     local = context.prepared.tokens.sizes(batch) if context.prepared.tokens is not None else tuple
     if staged.axis is None:
@@ -415,7 +428,7 @@ def _sent(
     replica: int,
     local: Callable[[Any], tuple[int, ...]],
 ) -> Iterator[Collective]:
-    """One value of an edge between two places, and its gradient."""
+    """Yield the sends of one value between two places, and of its gradient."""
     staged = context.prepared.staged
     assert staged.axis is not None
     ends = [staged.homes[replica][stage] for stage in edge]
@@ -430,7 +443,7 @@ def _sent(
 
 
 def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
-    """Bytes of a tensor of a shape and a dtype by its name."""
+    """Return the bytes of a tensor, given its shape and the name of its dtype."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
@@ -438,7 +451,8 @@ def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
 
 
 def _states(context: Context) -> Iterator[Collective]:
-    """Optimizer state that lies on the next rank: home before its step, and out again."""
+    """Yield the sends of optimizer state on a peer: to its owner before the step, and back
+    after."""
     staged, plan = context.prepared.staged, context.plan
     row = next((one.row for one in on_peers(plan, "optimizer")), None)
     if staged.axis is None or row is None:
@@ -452,12 +466,12 @@ def _states(context: Context) -> Iterator[Collective]:
 
 
 def _slices(context: Context) -> Iterator[Collective]:
-    """Gathers of sliced parameters and reductions of their gradients, unit by unit.
+    """Yield gathers of parameter shards and reductions of their gradients, unit by unit.
 
-    As runtime/grad_reduction/zero.py has them: parameters are gathered once a step, or for every
-    forward and backward (stage 3); gradients are reduced once a step, or after every backward
-    (stages 2, 3).  Stages that rows of the timeline hold gathered: both once for each run.  Whole
-    copies of slices are summed once a step, as all other sums are.
+    As in runtime/grad_reduction/zero.py: parameters are gathered once a step, or for every forward
+    and backward (stage 3); gradients are reduced once a step, or after every backward (stages 2,
+    3).  Stages that rows of the timeline keep gathered do both once for each run.  Replicas of
+    shards are reduced once a step, as all other reductions are.
     """
     plan, staged = context.plan, context.prepared.staged
     row, _ = slicing(plan)
@@ -478,7 +492,7 @@ def _slices(context: Context) -> Iterator[Collective]:
             gather = Collective("all-gather", axes, *words, often, size, places, line)
             if names:
                 yield gather
-            if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway
+            if names and row.stage == 3 and row.reshard and fqn:  # the root's stay gathered
                 yield replace(gather, phase="backward", count=backwards)
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
@@ -497,7 +511,7 @@ WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grad
 
 
 def _sums(context: Context) -> Iterator[Collective]:
-    """Sums of gradients in buckets, which differ by stage."""
+    """Yield gradient reductions in buckets, which differ by stage."""
     plan, staged = context.plan, context.prepared.staged
     places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
     for one in reductions(plan, context.prepared.traced, context.prepared.holdings):

@@ -1,4 +1,5 @@
-"""The traffic of a transfer from one plan's layout into another's, counted without a rank."""
+"""Traffic of a transfer from one plan's layout into another's, counted without ranks (`diff`,
+`plan`)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The figures of a transfer; ranks are those of the job.
+    """Figures of a transfer; ranks are those of the job.
 
-    world    its ranks; apart: those of the second layout come after those of the first
+    world    number of ranks; apart: ranks of the second layout come after those of the first
     bound    the fewest bytes that any transfer sends
-    sender, receiver   the one with most bytes, and these
+    sender, receiver   the rank with most bytes, and these bytes
     """
 
     world: int
@@ -51,7 +52,7 @@ class Transfer:
         }
 
     def text(self, first: str, second: str) -> str:
-        """The figures as lines of a terminal."""
+        """Format the figures for a terminal."""
         beside = ", on other ranks" if self.apart else ""
         if not self.bytes:
             nothing = "nothing is sent: every rank holds what it is to hold"
@@ -79,14 +80,14 @@ def transferred(
 ) -> Transfer:
     """Count what `schedlang.transfer` sends between programs of two plans of one model.
 
-    Raises Refusal S634 or S635 where they are of different models.
+    Raises Refusal S634 or S635 where the plans are of different models.
     """
     from schedlang.runtime.redistribution.route import kinds_of, route
 
     shift = first.mesh.world if apart else 0
     world = max(first.mesh.world, shift + second.mesh.world)
-    source = _lying(first, batch, loss, range(first.mesh.world), world)
-    target = _lying(second, batch, loss, range(shift, shift + second.mesh.world), world)
+    source = _layouts_of(first, batch, loss, range(first.mesh.world), world)
+    target = _layouts_of(second, batch, loss, range(shift, shift + second.mesh.world), world)
     if odd := sorted(source.keys() ^ target.keys()):
         helps = ("give two schedules of the same model",)
         raise Refusal.of("S634", f"only one of them has {quoted(odd)}", helps=helps)
@@ -112,10 +113,10 @@ def _figures(found: Route, apart: bool) -> Transfer:
     )
 
 
-def _lying(
+def _layouts_of(
     plan: Plan, batch: Mapping[str, Any] | None, loss: Any, ranks: range, world: int
 ) -> dict[str, TensorLayout]:
-    """Return where the parameters of a plan's program lie in a job."""
+    """Return the layout of each parameter of a plan's program in a job."""
     from schedlang.runtime.redistribution.route import TensorLayout
 
     facts = plan.model.unique

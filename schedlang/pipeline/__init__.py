@@ -1,1 +1,1 @@
-"""Pipelines without torch: schedules of operations, their timelines, and what operations cost."""
+"""Pipelines without torch: schedules of operations, their timelines, and costs of operations"""

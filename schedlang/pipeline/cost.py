@@ -1,4 +1,4 @@
-"""Costs of a pipeline's operations: time, transfers, and activations kept."""
+"""Costs of a pipeline's operations: time, transfers, and saved activations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Number = Fraction | float | int
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of one microbatch on one rank's whole share of the model; a chunk takes 1/v of them.
+    """Costs of one microbatch on one rank's full share of the model; a chunk has 1/v of them.
 
-    f, i, w    forward, input gradient, weight gradient; a whole backward takes i + w
+    f, i, w    forward, input gradient, weight gradient; a full backward takes i + w
     comm       a transfer between two ranks
     kept       share of a microbatch's activations that is still held between I and W
     shares     relative weight of every stage (None: all equal), in time and in activations
-    held       relative activations of every stage, where they are not as `shares`
+    held       relative activations of every stage, where they differ from `shares`
     slices     relative weight of every slice of a microbatch (None: all equal)
-    between    transfers of some edges (from stage, to stage), where they are not `comm`
-    recompute  a forward that is run again (None: as f)
-    inputs     share of a microbatch's activations that stays while the others are to be recomputed
+    between    transfers of some edges (from stage, to stage), where they differ from `comm`
+    recompute  a recomputed forward (None: as f)
+    inputs     share of a microbatch's activations that stays saved with recomputation
     evict, load, offload, reload, unshard, reshard, reduce, step
-               as their operations; all but `step` run on a copy stream beside the computing
-    barrier    what a barrier itself takes, on every rank
+               as their operations; all but `step` run on a copy stream, overlapped with computing
+    barrier    of a barrier itself, on every rank
     Times are in any one unit. Fractions and whole numbers stay exact.
     """
 

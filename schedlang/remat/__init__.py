@@ -1,9 +1,8 @@
-"""Recomputation of a chain of modules: a tree over places in the chain.
+"""Plans of recomputation for a chain of modules, as trees; `checkpoint` uses them.
 
-A place alone keeps what its module saves. A tuple is a region: it keeps what enters it, and is run
-again in backward; then the regions inside of it keep what enters them, and so on.
-
-* Modules that run again in backward as one: from what, and which results spare what in it.
+An item of a tree is a place in the chain, whose module saves its activations, or a tuple: a region,
+which saves its input and is recomputed in backward.  Then the regions inside of it save their
+inputs, and so on.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Again:
-    """Modules, in the order of their calls, that run again from what enters them from outside.
+    """Modules, in call order, that are recomputed from their saved inputs.
 
-    save    the classes of operators whose results are kept for the second run
-    chosen  single operators, likewise
-    once    what enters several times, of one call or of several, is kept once
+    save    classes of operators whose results are saved for the recomputation
+    chosen  single operators whose results are saved
+    once    an input that occurs several times, in one call or in several, is saved once
     """
 
     modules: tuple[str, ...]
@@ -33,15 +32,15 @@ class Again:
 
     @property
     def results(self) -> bool:
-        """True where more than the inputs is kept."""
+        """Whether more than the inputs is saved."""
         return bool(self.save or self.chosen)
 
 
-Tree = tuple[Any, ...]  # of places (int) and of trees
+Tree = tuple[Any, ...]  # items: places (int) and trees
 
 
 def paths(tree: Tree) -> tuple[tuple[int, ...], ...]:
-    """The regions around each place, outermost first, as numbers that no two regions share."""
+    """Return the regions around each place, outermost first, as numbers unique to each region."""
     found: list[tuple[int, ...]] = []
     numbers = iter(range(10**9))
 
@@ -58,7 +57,7 @@ def paths(tree: Tree) -> tuple[tuple[int, ...], ...]:
 
 
 def decided(last: Any) -> tuple[Any, ...]:
-    """Each choice `last`, in order, of a partial plan and of all those `before` it."""
+    """Return the decisions of a partial plan in order, following its links `before`."""
     found = []
     while last is not None and last.last is not None:
         found.append(last.last)
@@ -67,19 +66,20 @@ def decided(last: Any) -> tuple[Any, ...]:
 
 
 def places(item: Any) -> list[int]:
-    """The places of an item, in order."""
+    """Return the places of an item, in order."""
     return [item] if isinstance(item, int) else [place for part in item for place in places(part)]
 
 
 def regions(tree: Tree) -> Iterator[tuple[int, ...]]:
-    """The places of each outermost region."""
+    """Yield the places of each outermost region."""
     for item in tree:
         if isinstance(item, tuple):
             yield tuple(places(item))
 
 
 def groups(count: int, size: int, every: int = 1) -> Tree:
-    """Regions of `size` places each, the last with what is left; of `every` of them the first."""
+    """Group places into regions of `size` (the last may be smaller); only each `every`-th is a
+    region."""
     found: list[Any] = []
     for number, first in enumerate(range(0, count, size)):
         run = tuple(range(first, min(first + size, count)))
@@ -88,7 +88,8 @@ def groups(count: int, size: int, every: int = 1) -> Tree:
 
 
 def root(count: int) -> int:
-    """The size of regions that keeps least in all, for equal modules: n / s inputs and s modules.
+    """Return the size of regions that saves the least for equal modules: n / s inputs and s
+    modules.
 
     Chen et al. (2016) take the square root of the number of modules.
     """
@@ -96,7 +97,7 @@ def root(count: int) -> int:
 
 
 def runs(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Elements of lists, taken together where they follow each other: `h.3`, `h.4`."""
+    """Group consecutive elements of lists: `h.3`, `h.4`."""
     found: list[list[str]] = []
     for name in names:
         if found and _next(found[-1][-1]) == name:

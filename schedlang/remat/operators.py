@@ -1,11 +1,11 @@
-"""Choice of the operators to keep in a recomputed module: bytes kept against work repeated.
+"""Choice of operators whose results a recomputed module saves: bytes saved against work repeated.
 
-A result that is kept spares its own operator in the second run, and no other. So of all sets of
-operators those are worth a look that no other set beats in both, and they are found by adding one
-operator after another and dropping what is beaten (Nemhauser and Ullmann, Discrete dynamic
-programming and capital allocation, 1969). To keep what costs many operations per byte and repeat
-what costs few: Yuan et al., Accelerating the training of large language models using efficient
-activation rematerialization and optimal hybrid parallelism (ATC 2024).
+A saved result spares its own operator in the recomputation, and no other.  So the candidates are
+the sets of operators on the Pareto front, found by adding one operator after another and dropping
+dominated sets (Nemhauser and Ullmann, Discrete dynamic programming and capital allocation, 1969).
+Saving operators with much work per byte, and repeating those with little: Yuan et al., Accelerating
+the training of large language models using efficient activation rematerialization and optimal
+hybrid parallelism (ATC 2024).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cache
 from schedlang.remat import decided
 from schedlang.remat.rotor import Cost
 
-POINTS = 128  # of a frontier that are told apart; with more, bytes are told apart in as many steps
+POINTS = 128  # maximal points of a frontier; of more, one for each of as many steps of bytes
 
 Key = tuple[str, int]  # the name of an operator, and which of its calls in the module
 
@@ -30,8 +30,8 @@ class Operator:
     """One call of an operator in the forward of a module.
 
     work   operations
-    bytes  of what it returns
-    saved  of these what autograd saves anyway, in a forward or in a second run
+    bytes  of its result
+    saved  bytes of the result that autograd saves anyway, in a forward or in a recomputation
     """
 
     key: Key
@@ -44,10 +44,10 @@ class Operator:
 class Choice:
     """The treatment of one module.
 
-    kept    the operators whose results are kept; None: the module is not recomputed at all
+    kept    operators whose results are saved; None: the module is not recomputed at all
     held    bytes between forward and backward
-    during  bytes besides, while it is recomputed
-    again   the work of the second run
+    during  additional bytes while it is recomputed
+    again   work of the recomputation
     """
 
     kept: tuple[Key, ...] | None
@@ -57,9 +57,9 @@ class Choice:
 
 
 def frontier(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[int, ...]]]:
-    """Bytes kept, work repeated and places of the operators kept: what no other set beats.
+    """Return the Pareto front: bytes saved, work repeated and indices of the saved operators.
 
-    In the order of bytes, from nothing kept on.
+    In the order of bytes, beginning with nothing saved.
     """
     total = sum(one.work for one in operators)
     points: list[tuple[int, float, tuple[int, ...]]] = [(0, total, ())]
@@ -71,7 +71,8 @@ def frontier(operators: Sequence[Operator]) -> list[tuple[int, float, tuple[int,
 
 @cache
 def choices(cost: Cost) -> tuple[Choice, ...]:
-    """Return the choices for a module in the order of the bytes held: the frontier, and all."""
+    """Return the choices for a module in the order of their bytes: the frontier, and no
+    recomputation."""
     found = [Choice(None, cost.saved, 0, 0.0)]
     for size, work, kept in frontier(cost.operators):
         inside = sum(cost.operators[place].saved for place in kept)
@@ -84,7 +85,7 @@ def choices(cost: Cost) -> tuple[Choice, ...]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Modules one after another: bytes held by all, the work repeated, and what was chosen."""
+    """A plan of the first modules: bytes held by all, the work repeated, and the last choice."""
 
     held: int
     again: float
@@ -101,7 +102,7 @@ START: tuple[Fitted, ...] = (Fitted(0, 0.0),)
 
 
 def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted, ...]:
-    """Return the choices for one module more, all that fit and no other beats in bytes and work."""
+    """Extend plans by one module: all that fit and that no other plan dominates."""
     found = [
         (one.held + choice.held, one.again + choice.again, one, choice)
         for one in before
@@ -112,7 +113,8 @@ def extended(before: Iterable[Fitted], cost: Cost, memory: int) -> tuple[Fitted,
 
 
 def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
-    """Choose what each module keeps so that least is recomputed in memory; None: nothing fits."""
+    """Choose what each module saves so that the least is recomputed within `memory`; None: nothing
+    fits."""
     found = START
     for cost in chain:
         found = extended(found, cost, memory)
@@ -120,7 +122,7 @@ def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
 
 
 def words(chosen: Sequence[Choice]) -> str:
-    """Describe what is kept of how many modules, and what they recompute."""
+    """Describe how many modules save what, and what they recompute."""
     found = []
     for one, count in Counter(chosen).items():
         if one.kept is None:
@@ -136,17 +138,17 @@ def words(chosen: Sequence[Choice]) -> str:
 
 
 def needed(chain: Sequence[Cost]) -> int:
-    """The fewest bytes in which `pareto` finds something."""
+    """Return the fewest bytes in which `pareto` finds a plan."""
     most = sum(one.saved for one in chain)
     return bisect_left(range(most), True, key=lambda memory: _fits(chain, memory))
 
 
 def _fits(chain: Sequence[Cost], memory: int) -> bool:
-    """Tell whether any choice fits: to hold as little as possible is never worse later."""
+    """Return whether any choice fits: holding as little as possible is never worse later."""
     before = 0
     for cost in chain:
         fitting = (c for c in choices(cost) if before + c.held + c.during <= memory)
-        least = next(fitting, None)  # they are in the order of what they hold
+        least = next(fitting, None)  # choices are in the order of their bytes
         if least is None:
             return False
         before += least.held
@@ -154,20 +156,22 @@ def _fits(chain: Sequence[Cost], memory: int) -> bool:
 
 
 def _undominated(points: list[tuple]) -> list[tuple]:  # type: ignore[type-arg]
-    """Return the tuples (bytes, work, ...) that no other beats in both."""
+    """Return the tuples (bytes, work, ...) that no other dominates."""
     found: list[tuple] = []  # type: ignore[type-arg]
     for point in sorted(points, key=lambda one: one[:2]):
         if not found or point[1] < found[-1][1]:
             found.append(point)
     if len(found) <= POINTS:
         return found
-    step = -(-(found[-1][0] - found[0][0]) // (POINTS - 1))  # the last of each step works least
+    step = -(
+        -(found[-1][0] - found[0][0]) // (POINTS - 1)
+    )  # the last of each step has the least work
     steps = {(point[0] - found[0][0]) // step: point for point in found}
     return [found[0], *(point for point in steps.values() if point is not found[0])]
 
 
 class Repeated:
-    """The least work again of runs of modules; runs of alike modules are looked at once."""
+    """The least recomputation of runs of modules; equal runs are computed once."""
 
     def __init__(self, chain: Sequence[Cost], memory: Sequence[int]) -> None:
         numbers: dict[Cost, int] = {}
@@ -177,7 +181,8 @@ class Repeated:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Fitted, ...]] = {}
 
     def of(self, stage: int, low: int, high: int) -> float:
-        """Return the least work again of modules low to high - 1 on a stage; inf: nothing fits."""
+        """Return the least repeated work of modules low to high - 1 on a stage; inf: nothing
+        fits."""
         found = self._fitted(self.memory[stage], tuple(self._kinds[low:high]))
         return found[-1].again if found else math.inf
 

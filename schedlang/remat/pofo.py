@@ -1,16 +1,16 @@
 """Choice for each module of a chain: keep, recompute or offload; the fastest that fits.
 
-Beaumont, Eyraud-Dubois and Shilova, Efficient combination of rematerialization and offloading for
-training DNNs (2021; POFO), by dynamic programming over the chain, under this count of time, in
-operations. The forward of a module works f, its backward 2 f; recomputed, f once more. What a moved
-module saved goes to the host while the modules behind it run, up to the end of the next moved one;
-it comes back while these run backward, from the moment the backward of that next one begins. What
-is not there by then is waited for. Nothing sends for the last moved one before its own backward:
-that is waited for whole.
+POFO (Beaumont, Eyraud-Dubois and Shilova, Efficient combination of rematerialization and
+offloading for training DNNs, 2021), by dynamic programming over the chain, with this model of time,
+in operations.  The forward of a module takes f, its backward 2 f; with recomputation f more.  An
+offloaded module's activations are copied to the host while the modules behind it run, until the end
+of the next offloaded module.  They are copied back while these modules run backward, from the
+beginning of the backward of that next one.  If a copy takes longer, ranks wait for the rest.  No
+module hides the copy back of the last offloaded one: its full time is waited for.
 
-Bytes: a kept module holds what it saves, a recomputed one its input and in its backward also what
-it saves, a moved one the storages too small to move; what the moved one before has saved is there
-besides, both ways, for as long as that one is the last moved one before.
+Bytes: a kept module holds what it saves; a recomputed one its input, and in its backward also what
+it saves; an offloaded one the storages that are too small to move.  The activations of the last
+offloaded module are there besides, in both directions, until another one is offloaded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from schedlang.remat.rotor import Cost
 
 Way = Literal["keep", "recompute", "offload"]
 WAYS: tuple[Way, ...] = ("keep", "recompute", "offload")
-POINTS = 4096  # partial plans that are told apart; of more, bytes are told apart in steps
+POINTS = 4096  # maximal partial plans; of more, the best for each of as many steps of bytes
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The treatment of each module; operations that run again, and the wait for copies."""
+    """The treatment of each module; repeated operations, and the wait for copies."""
 
     ways: tuple[Way, ...]
     again: float
@@ -40,7 +40,7 @@ class Mixed:
 
     @property
     def time(self) -> float:
-        """The time of the plan beside a forward and a backward."""
+        """Time of the plan in addition to one forward and backward."""
         return self.again + self.waited
 
 
@@ -48,9 +48,9 @@ class Mixed:
 class _Part:
     """A plan of the first modules.
 
-    moved  the place of the last moved one, -1: none; `flight` its bytes, `behind` the work behind
-    held   bytes between forward and backward; `done` what it takes, but for what is behind `moved`
-    again  of that the work of second runs
+    moved  index of the last offloaded module, -1: none; `flight` its bytes, `behind` the work since
+    held   bytes between forward and backward; `done` its time, without that since `moved`
+    again  repeated work since `moved`
     """
 
     held: int = 0
@@ -64,12 +64,12 @@ class _Part:
 
     @property
     def order(self) -> tuple[int, float, float]:
-        """The sizes in which parts with equal `moved` are compared: a part that is less in none is
+        """Sizes by which plans with equal `moved` are compared: a plan that is smaller in none is
         dropped."""
         return self.held, self.done + self.again, self.done
 
     def with_(self, way: Way, cost: Cost, place: int, ratio: float) -> _Part:
-        """This one, and a module more."""
+        """Return this plan with one module more."""
         behind = self.behind + cost.forward
         if way == "offload":
             done = self.done + self.again + self.waits(behind, ratio, last=False)
@@ -79,28 +79,29 @@ class _Part:
         return _Part(held, self.done, again, self.moved, self.flight, behind, way, self)
 
     def waits(self, behind: float, ratio: float, last: bool) -> float:
-        """Return how much longer the last moved one's copies take than the work behind it."""
+        """Return how much longer the copies of the last offloaded module take than the work behind
+        it."""
         copied = self.flight * ratio
         back = copied if last else max(0.0, copied - 2 * behind - self.again)
         return max(0.0, copied - behind) + back
 
     def time(self, ratio: float) -> float:
-        """Return the time of the whole chain, where this is all of it."""
+        """Return the time of the full chain, if this is the full plan."""
         return self.done + self.again + self.waits(self.behind, ratio, last=True)
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Return the treatment of each module, in order."""
+        """The treatment of each module, in order."""
         return decided(self)
 
 
 def _moved(cost: Cost) -> int:
-    """The bytes of a module that can be moved."""
+    """Return the bytes of a module that can be offloaded."""
     return cost.saved - cost.small
 
 
 def _fits(part: _Part, way: Way, cost: Cost, memory: int) -> bool:
-    """Tell whether a module fits behind these, in its forward and in its backward."""
+    """Return whether a module fits behind this plan, in its forward and in its backward."""
     own = cost.saved + (cost.input if way == "recompute" else 0)
     return part.held + part.flight + own <= memory
 
@@ -108,11 +109,11 @@ def _fits(part: _Part, way: Way, cost: Cost, memory: int) -> bool:
 def pofo(
     chain: Sequence[Cost], memory: int, ratio: float, among: Sequence[Way] = WAYS
 ) -> Mixed | None:
-    """The plan that takes least time within memory; None: nothing fits.
+    """Find the fastest plan within `memory`; None: nothing fits.
 
-    `ratio` is the work that is done while a byte is copied. It is the best there is as long as no
-    more than POINTS partial plans are worth a look; beyond, at least no slower than what is found
-    with second runs alone, or with copies alone.
+    `ratio` is the work that is done while one byte is copied.  The plan is optimal as long as at
+    most POINTS partial plans are needed; beyond, it is no slower than the best plan with
+    recomputation alone, or with offloading alone.
     """
     parts: list[_Part] = [_Part()]
     thinned = False
@@ -123,17 +124,17 @@ def pofo(
             for way in among
             if _fits(part, way, cost, memory)
         ]
-        parts, fewer = _worth(more)
+        parts, fewer = _pruned(more)
         thinned = thinned or fewer
     found = [_measured(chain, part.ways, ratio) for part in parts]
     if thinned and len(among) == len(WAYS):
-        some = (pofo(chain, memory, ratio, ("keep", way)) for way in WAYS[1:])
-        found += [one for one in some if one is not None]
+        simpler = (pofo(chain, memory, ratio, ("keep", way)) for way in WAYS[1:])
+        found += [one for one in simpler if one is not None]
     return min(found, key=lambda one: one.time, default=None)
 
 
 def _measured(chain: Sequence[Cost], ways: Sequence[Way], ratio: float) -> Mixed:
-    """Measure a choice for each module."""
+    """Return the times of a choice for each module."""
     part = _Part()
     for place, (cost, way) in enumerate(zip(chain, ways, strict=True)):
         part = part.with_(way, cost, place, ratio)
@@ -141,8 +142,9 @@ def _measured(chain: Sequence[Cost], ways: Sequence[Way], ratio: float) -> Mixed
     return Mixed(tuple(ways), again, part.time(ratio) - again)
 
 
-def _worth(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
-    """Keep the unbeaten parts for each place of the last moved module; tell if some are gone."""
+def _pruned(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
+    """Keep the undominated plans for each `moved`; also return whether some of them were
+    dropped."""
     ordered = sorted(parts, key=lambda one: (one.moved, *one.order))
     fronts = [_unbeaten(group) for _, group in groupby(ordered, key=lambda one: one.moved)]
     room = POINTS // max(1, len(fronts))
@@ -151,9 +153,9 @@ def _worth(parts: Iterable[_Part]) -> tuple[list[_Part], bool]:
 
 
 def _unbeaten(ordered: Iterable[_Part]) -> list[_Part]:
-    """Return the parts, in order, that no other beats in every number."""
+    """Return the plans, in order, that no other dominates."""
     found: list[_Part] = []
-    totals: list[float] = []  # rising, and with each `dones` falls
+    totals: list[float] = []  # rising, while `dones` falls
     dones: list[float] = []
     for one in ordered:
         _, total, done = one.order
@@ -169,7 +171,7 @@ def _unbeaten(ordered: Iterable[_Part]) -> list[_Part]:
 
 
 def _thinned(front: list[_Part], room: int) -> list[_Part]:
-    """The part that holds least, and the quickest of each step of bytes."""
+    """Return the plan that holds least, and the fastest of each step of bytes."""
     if len(front) <= room:
         return front
     low, high = front[0].held, front[-1].held
@@ -183,13 +185,13 @@ def _thinned(front: list[_Part], room: int) -> list[_Part]:
 
 
 def needed(chain: Sequence[Cost]) -> int:
-    """The fewest bytes in which `pofo` finds something."""
+    """Return the fewest bytes in which `pofo` finds a plan."""
     most = sum(one.saved for one in chain)
     return bisect_left(range(most), True, key=lambda memory: _possible(chain, memory))
 
 
 def _possible(chain: Sequence[Cost], memory: int) -> bool:
-    """Tell whether anything fits: for each place of the last moved one the least is enough."""
+    """Return whether any plan fits: for each `moved` the plan with the fewest bytes is enough."""
     parts: list[_Part] = [_Part()]
     for place, cost in enumerate(chain):
         least: dict[int, _Part] = {}
@@ -204,7 +206,7 @@ def _possible(chain: Sequence[Cost], memory: int) -> bool:
 
 
 def words(found: Mixed) -> str:
-    """Describe how many modules are kept, recomputed and moved, and the cost."""
+    """Describe how many modules are kept, recomputed and offloaded, and the cost."""
     count = Counter(found.ways)
     return (
         f"{count['keep']} kept whole, {count['recompute']} recomputed, {count['offload']} moved to"

@@ -1,10 +1,10 @@
-"""The tree that computes least again, for a chain of unequal modules and a limit of memory.
+"""The tree with the least recomputation for a chain of unequal modules and a memory limit.
 
-By dynamic programming over runs of the chain, as Beaumont, Eyraud-Dubois, Herrmann, Joly and
-Shilova have it (Optimal checkpointing for heterogeneous chains, 2019; Rotor). Counted are the bytes
-that are kept: what a module saves, or the input of a region; not what an operator takes while it
-runs. When backward comes to a region, what stands behind it is gone, and what stands before it and
-its own input are there: the rest is for what its second run keeps.
+Dynamic programming over runs of the chain: Rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly and
+Shilova, Optimal checkpointing for heterogeneous chains, 2019).  Only saved bytes count: what a
+module saves, or the input of a region; not what an operator needs while it runs.  When backward
+reaches a region, everything behind the region is freed, and everything before it and its own input
+is held: the remaining memory is for what its recomputation saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schedlang.remat import Tree, places
 if TYPE_CHECKING:
     from schedlang.remat.operators import Operator
 
-SLOTS = 500  # steps of memory that are told apart
+SLOTS = 500  # steps of memory
 NEVER = np.inf
 
 
@@ -30,11 +30,11 @@ class Cost:
     """One module of a chain.
 
     work   of its forward, in any unit
-    saved  bytes that it keeps where it is not recomputed
-    input  bytes of what it is called with, that a region which begins here keeps
-    operators  those whose results can be kept; `fixed` is what the others work a second time
-    forward    all the work of its forward, counted as that of operators is
-    small      of `saved` what is too small to move
+    saved  bytes that it saves where it is not recomputed
+    input  bytes of its input, which a region that begins here saves
+    operators  whose results can be saved; `fixed` is the repeated work of all others
+    forward    all work of its forward, in the unit of `operators`
+    small      bytes of `saved` that are too small to move
     """
 
     work: float
@@ -47,7 +47,7 @@ class Cost:
 
 
 def peak(tree: Tree, chain: Sequence[Cost]) -> int:
-    """The most bytes that are kept at a time in a forward and its backward."""
+    """Return the most bytes that are saved at a time in a forward and its backward."""
     found = before = 0
     for item in tree:
         if isinstance(item, tuple):
@@ -61,10 +61,10 @@ def peak(tree: Tree, chain: Sequence[Cost]) -> int:
 
 
 def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
-    """The fewest bytes that any tree keeps at its peak, and such a tree."""
+    """Return the fewest bytes that any tree saves at its peak, and such a tree."""
     n = len(chain)
     need = [[0] * (n + 1) for _ in range(n + 2)]  # need[s][t]: places s to t - 1
-    first = [[0] * (n + 1) for _ in range(n + 1)]  # where the region ends that begins; s: none
+    first = [[0] * (n + 1) for _ in range(n + 1)]  # end of the region that begins at s; s: none
     for length in range(1, n + 1):
         for s in range(n - length + 1):
             t = s + length
@@ -82,10 +82,11 @@ def least(chain: Sequence[Cost]) -> tuple[int, Tree]:
 
 
 def rotor(chain: Sequence[Cost], memory: int, slots: int = SLOTS) -> Tree | None:
-    """The tree of least `again` whose `peak` is at most `memory`; None where there is none.
+    """Return the tree with the least recomputation and a `peak` of at most `memory`; None: nothing
+    fits.
 
-    Memory is counted in `slots` steps, sizes rounded up: what it gives fits, and is the best there
-    is where sizes are multiples of a step.
+    Memory is counted in `slots` steps, sizes rounded up: the result fits, and is optimal where
+    sizes are multiples of a step.
     """
     if memory < 0 or least(chain)[0] > memory:
         return None
@@ -96,12 +97,12 @@ def rotor(chain: Sequence[Cost], memory: int, slots: int = SLOTS) -> Tree | None
         [Cost(c.work, -(-c.saved // step), -(-c.input // step)) for c in chain], memory // step
     )
     found = table.tree(0, len(chain), memory // step)
-    # rounded up, nothing may fit where the least does
+    # with rounding up nothing may fit, although the smallest tree does
     return found if found is not None else least(chain)[1]
 
 
 class _Table:
-    """best[s][t][m]: the least work again for places s to t - 1 with m steps of memory."""
+    """best[s][t][m]: the least repeated work for places s to t - 1 with m steps of memory."""
 
     def __init__(self, chain: Sequence[Cost], memory: int) -> None:
         n = len(chain)
@@ -115,19 +116,19 @@ class _Table:
                 self._solve(s, s + length)
 
     def _solve(self, s: int, t: int) -> None:
-        best = _later(self.best[s + 1, t], self.chain[s].saved)
+        best = _shifted(self.best[s + 1, t], self.chain[s].saved)
         first = np.full(best.shape, s)
         work = 0.0
-        for j in range(s + 1, t):  # a region s to j - 1, and what stands behind it
+        for j in range(s + 1, t):  # a region s to j - 1, and the rest
             work += self.chain[j - 1].work
             inner = self.best[s, j] + self.best[j, t] + work
-            found = _later(inner, self.chain[s].input)
+            found = _shifted(inner, self.chain[s].input)
             first = np.where(found < best, j, first)
             best = np.minimum(best, found)
         self.best[s, t], self.first[s, t] = best, first
 
     def tree(self, s: int, t: int, memory: int) -> Tree | None:
-        """The tree over places s to t - 1; None if nothing fits."""
+        """Return the tree over places s to t - 1; None if nothing fits."""
         if s == t:
             return ()
         if self.best[s, t][memory] == NEVER:
@@ -141,8 +142,8 @@ class _Table:
         return None if inner is None or rest is None else (inner, *rest)
 
 
-def _later(row: NDArray[Any], by: int) -> NDArray[Any]:
-    """The same row, of which `by` steps of memory are gone."""
+def _shifted(row: NDArray[Any], by: int) -> NDArray[Any]:
+    """Shift a row by `by` steps of memory, which are used up."""
     moved = np.full(row.shape, NEVER)
     if by < len(row):
         moved[by:] = row[: len(row) - by]

@@ -143,7 +143,7 @@ def _leaving(more: Callable[[list[Tensor]], list[Tensor | None]]) -> float:
     model, plain = blocks().to(here()), blocks()
     given = [p for p in model.parameters()]
     offload_gradients(given)
-    with mock.patch.object(offloaded_gradients, "_MOST", 1024):
+    with mock.patch.object(offloaded_gradients, "_MAX_BYTES", 1024):
         for seed in range(3):
             model(rows(seed).to(here())).backward()
             plain(rows(seed)).backward()

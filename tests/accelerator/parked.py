@@ -19,5 +19,5 @@ def parked(model: nn.Module, x: Tensor) -> tuple[Tensor, Bag, Any, Op]:
         loss = model(x).square().sum()
     bag.close(())
     op = Op(Kind.OFFLOAD, 0, 0)
-    step = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    step = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, host_copies={})
     return loss, bag, step, op

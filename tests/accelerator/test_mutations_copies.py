@@ -21,7 +21,7 @@ _CLOCK = "before the clock is read: without it times are wrong, and no values"
 # calls that nothing needs, by their function and text: why that is so
 REDUNDANT = {
     ("Store.end", "copies.mark(self._device)"): _PACE,
-    ("Store.end", "settled(under_way)"): _PACE,
+    ("Store.end", "settled(pending)"): _PACE,
 }
 # calls that none of these programs reaches
 UNREACHED = {

@@ -48,10 +48,10 @@ REDUNDANT = {
 }
 # between hosts, by gloo: no device orders these, and ranks whose messages are late miss them
 HOSTS = {
-    ("Parking._heard", "world.irecv(message, source, self.hosts).wait()"): (
+    ("Parking._receive_numbers", "world.irecv(message, source, self.hosts).wait()"): (
         sent_ways.parked_on_a_peer
     ),
-    ("Peer._told", "work.wait()"): sent_ways.state_on_a_peer,
+    ("Peer._exchange_size", "work.wait()"): sent_ways.state_on_a_peer,
 }
 # of what a host has sent nobody looks at anything: its work holds the buffer until it is gone
 SENT = {("Parking.finish", "message.wait()")}

@@ -60,7 +60,7 @@ _near, _shift, _scores, _times = (
     local_attention._scores,
     local_attention._times,
 )
-_places, _of_heads = attention._places, token_layout.Dropout.of_heads
+_places, _of_heads = attention._find_order, token_layout.Dropout.of_heads
 
 
 def _sees_more(self: Reach, *args: Any) -> Any:

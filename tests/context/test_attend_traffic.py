@@ -16,8 +16,10 @@ from schedlang.runtime.comm.collectives import Group, listening
 from schedlang.runtime.comm.tap import Sent, playing
 from schedlang.runtime.context_parallel import local_attention
 from schedlang.runtime.context_parallel.attention import place_of
+from schedlang.runtime.context_parallel.install import ExchangeKeys
 from schedlang.runtime.context_parallel.local_attention import Rules, Tokens, pairs
-from schedlang.runtime.context_parallel.token_layout import Layout, Reach, Tags, wanted
+from schedlang.runtime.context_parallel.local_tokens import AttentionMethod, Call, SequenceShard
+from schedlang.runtime.context_parallel.token_layout import Layout, Mask, Reach, Tags, wanted
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 
@@ -92,6 +94,30 @@ def test_ulysses_sends_four_tensors(threads: Threads) -> None:
     hidden = EVEN.heads * EVEN.widths[0]
     expected = {"all-to-all": EVEN.rows * 4 * EVEN.tokens * hidden // 4}
     assert forward == backward == expected
+
+
+def _exchanged(case: Case) -> Heard:
+    """Kind, axis and elements of each collective when a model's attention exchanges keys."""
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    place, heard = place_of(groups), Heard()
+    mine = part(case, layout, place)
+    call = Call(mine["q"], mine["k"], mine["v"], Mask(causal=True))
+
+    def listen(kind: str, group: Group, size: int) -> None:
+        heard.append((kind, group.axes[0], size // 8))
+
+    shard = SequenceShard(layout, place, ExchangeKeys())
+    with listening(listen):
+        shard.attend(AttentionMethod(case.method, groups), call)
+    return heard
+
+
+def test_a_model_under_ulysses_sends_four_tensors_too(threads: Threads) -> None:
+    """The log-sum-exp stays on its rank where no query gets the mean of all values."""
+    case = replace(EVEN, method="ulysses")
+    for heard in threads.run(_exchanged, 4, case):
+        assert totals(heard) == {"all-to-all": 4 * elements(case, case.heads)}
 
 
 def test_ulysses_copies_few_heads_of_keys_as_little_as_it_can(threads: Threads) -> None:

@@ -34,8 +34,8 @@ def probed(model: nn.Module, row: str, mask: bool = False) -> Any:
 
 def too_much(patch: Patch) -> None:
     """The trial's attention gives too much."""
-    real = trying._Meeting.__call__
-    patch.setattr(trying._Meeting, "__call__", lambda self, *args: real(self, *args) * 1.01)
+    real = trying._TrialExchange.__call__
+    patch.setattr(trying._TrialExchange, "__call__", lambda self, *args: real(self, *args) * 1.01)
 
 
 def other_labels(patch: Patch) -> None:

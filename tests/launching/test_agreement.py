@@ -417,7 +417,7 @@ def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
 
 def test_classes_of_one_name_are_told_apart() -> None:
     """A class that a decorator makes of another keeps its name: both are compared, in one order."""
-    from schedlang.passes.lower.fingerprint import _codes
+    from schedlang.passes.lower.fingerprint import _code_items
 
     def made(base: type[nn.Module], times: float) -> type[nn.Module]:
         class Timed(base):  # type: ignore[misc, valid-type]
@@ -430,7 +430,7 @@ def test_classes_of_one_name_are_told_apart() -> None:
         Timed.__qualname__ = base.__qualname__
         return Timed
 
-    alone, both = dict(_codes(Net())), dict(_codes(made(Net, 2.0)()))
+    alone, both = dict(_code_items(Net())), dict(_code_items(made(Net, 2.0)()))
     assert alone.keys() == both.keys()
     name = Net.__qualname__
     assert alone[name] in both[name] and both[name].count("forward ") == 2

@@ -203,20 +203,20 @@ SHARED = {
     ("fuse", "_codes"),
     ("pool", "_shared"),
     ("copies", "_streams"),
-    ("copies", "_left"),
+    ("copies", "_copy_events"),
     ("kept_outside", "_closed"),
     ("rewrite", "_regions"),
     ("operator", "_regions"),
     ("operator", "_keys"),
     ("launch", "_jitted"),
     ("add_norm", "_functions"),
-    ("add_norm", "_alive"),
+    ("add_norm", "_layers_by_class"),
     ("torch_compile", "_done"),
     ("torch_compile", "_kept"),
     ("record", "_here"),
     ("world", "_worlds"),
     ("device", "_draw_nothing"),
-    ("own_loop", "_known"),
+    ("own_loop", "_checked"),
     ("transfer", "_KNOWN"),
 }
 
@@ -259,7 +259,7 @@ def test_modes_see_the_collectives(threads: Threads) -> None:
     def work() -> tuple[list[float], int]:
         keep = Chosen(Turns, (), collectives=True)
         found = []
-        for mode in (keep.forward, keep.again):
+        for mode in (keep.forward, keep.second):
             with mode:
                 x = torch.tensor([1.0 + dist.get_rank()])
                 dist.all_reduce(x)

@@ -52,7 +52,7 @@ def test_same_gradients_bit_by_bit(way: str) -> None:
         plain, ours, pool = pair(way, budget)
         for times in (1, 2):
             assert same(gradients(ours, times), gradients(plain, times))
-            assert pool.kept == 0
+            assert pool.held_bytes == 0
 
 
 def test_kept_bytes_stay_within_the_budget() -> None:
@@ -64,7 +64,7 @@ def test_kept_bytes_stay_within_the_budget() -> None:
         _, ours, pool = pair("plain", budget)
         gradients(ours)
         assert pool.peak <= budget
-        works.append(pool.again)
+        works.append(pool.repeated_work)
     assert works == sorted(works, reverse=True) and works[0] > works[-1] == 0
     _, ours, pool = pair("plain", least // 2)
     gradients(ours)
@@ -163,7 +163,7 @@ def test_a_long_chain_costs_little_more() -> None:
     pool = dynamic([module], (2 * 12 + 2) * 16 * 8)
     (found,) = torch.autograd.grad(module(x).sum(), x)
     assert torch.equal(found, expected)
-    assert pool.peak <= pool.budget and pool.again <= 4 * 144 * 16
+    assert pool.peak <= pool.budget and pool.repeated_work <= 4 * 144 * 16
 
 
 def test_generators_of_a_module_are_replayed() -> None:
@@ -216,7 +216,7 @@ def test_the_page_says_what_runs() -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     pool = names["pool"]
-    assert pool.peak <= pool.budget == 64 * 1024 and pool.dropped > 0 and pool.again > 0
+    assert pool.peak <= pool.budget == 64 * 1024 and pool.dropped > 0 and pool.repeated_work > 0
 
 
 def test_too_little_is_refused() -> None:

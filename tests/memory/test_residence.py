@@ -242,14 +242,14 @@ def test_layers_are_loaded_twice(prefetch: int) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> None:
         turn(*args, **kwargs)
-        most[0] = max(most[0], len(window.there))
+        most[0] = max(most[0], len(window.on_device))
 
     window.turn = counted  # type: ignore[method-assign]
     program.train_step(BATCHES[0])  # learns the order
     before = window.loads
     program.train_step(BATCHES[1])
     assert window.loads - before == 12 and most[0] == 1 + prefetch
-    assert not window.there
+    assert not window.on_device
 
 
 def test_tiers() -> None:

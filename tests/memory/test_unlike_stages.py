@@ -12,7 +12,7 @@ from schedlang.passes.analyze.prepare import prepare
 from schedlang.passes.simulate import rehearse, traffic
 from schedlang.passes.simulate.equal_sends import unit_kinds
 from schedlang.passes.simulate.played_step import places
-from schedlang.passes.simulate.traffic import Context, _listened, collectives
+from schedlang.passes.simulate.traffic import Context, _run_and_record, collectives
 from schedlang.runtime.tracing.equal_units import Unlike
 from tests.proofs import planned
 
@@ -148,7 +148,7 @@ def test_a_unit_that_sends_otherwise_is_heard(
     context = Context(plan, prepared)
     kinds = unit_kinds(plan, prepared)
     try:
-        heard, _ = _listened(context, sample, None, kinds)
+        heard, _ = _run_and_record(context, sample, None, kinds)
     except Unlike:
         heard = []
     assert sum(not one.kind and not one.backward for one in heard) == passed

@@ -25,7 +25,6 @@ from schedlang.passes.planner.aims import (
 )
 from schedlang.passes.planner.fabric import (
     Traffic,
-    in_turns,
     routes,
     seconds,
     strides,
@@ -236,29 +235,3 @@ def test_traffic_between_hosts_is_that_of_the_plan(
     alone = replace(tied, axes=(), places=frozenset({1}))
     found = traffic_of(planned(net, rows, mesh), [tied, alone], lambda rank: rank)
     assert found.rings == {(0, 3): 1000.0} and not found.messages
-
-
-@given(
-    plans=st.lists(
-        st.tuples(
-            st.just("plan"), st.integers(0, 30), st.builds(Traffic, st.floats(0, 90), MESSAGES)
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
-@settings(max_examples=30)
-def test_plan_and_fabric_in_turns_never_get_slower(plans: list[tuple[str, int, Traffic]]) -> None:
-    """Each turn is as quick or quicker, and none beats the best of all pairs."""
-    found = in_turns(8, 2, 1.0, plans)
-    assert list(found.turns) == sorted(found.turns, reverse=True)
-    quick = in_turns(8, 2, 1.0, plans, wired_in_turn)
-    assert list(quick.turns) == sorted(quick.turns, reverse=True)
-    best = min(
-        computing + seconds(8, s, traffic, 1.0)
-        for _, computing, traffic in plans
-        for s in combinations(range(1, 8), 2)
-    )
-    assert found.turns[-1] >= best - 1e-9
-    alone = min(computing + wired(8, 2, traffic, 1.0)[1] for _, computing, traffic in plans[:1])
-    assert found.turns[-1] <= alone + 1e-9

@@ -45,11 +45,11 @@ def test_what_a_move_prices_again_is_the_whole_cost_exactly(
     for _ in range(4):
         at = data.draw(st.integers(0, own - 1))
         option = data.draw(st.integers(0, len(problem.seconds[at]) - 1))
-        before, looked, there = priced.seconds, priced.priced, priced.moved(at, option)
+        before, looked, there = priced.seconds, priced.lookups, priced.moved(at, option)
         priced.change(there)
         whole = Repriced(problem, there)
         assert priced.seconds == whole.seconds == problem.cost(priced.choice)[0]
-        assert priced.choice == whole.choice and priced.priced - looked <= whole.priced
+        assert priced.choice == whole.choice and priced.lookups - looked <= whole.lookups
         if math.isfinite(before + problem.seconds[at][there[at]]):
             assert math.isfinite(priced.seconds)
     values = (range(len(one)) for one in problem.seconds[own:])
@@ -69,9 +69,9 @@ def test_one_operator_of_many_prices_its_own_edges_alone() -> None:
         operators=100,
     )
     priced = Repriced(chain, [0] * 100)
-    before = priced.priced
+    before = priced.lookups
     priced.change([*[0] * 50, 1, *[0] * 49])
-    assert priced.priced - before == 3
+    assert priced.lookups - before == 3
     few = replace(
         chain,
         seconds=chain.seconds[:6],

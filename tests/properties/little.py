@@ -14,7 +14,7 @@ SIZES = {
     f"{ROOM}.grad_reduction.gradient.BUCKET_BYTES": 256,  # many sums of gradients
     f"{ROOM}.activation_memory.quantized.AT_ONCE": 16,  # elements: what is coded is coded in pieces
     f"{ROOM}.optim.whole_step.AT_ONCE": 16,
-    f"{ROOM}.storage.offloaded_gradients._MOST": 64,  # bytes
+    f"{ROOM}.storage.offloaded_gradients._MAX_BYTES": 64,  # bytes
     f"{ROOM}.storage.tiers._PIECE": 40,  # bytes, in the midst of a number
 }
 

@@ -165,7 +165,7 @@ def test_a_gradient_that_nobody_sums_is_found(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is whole beside a split weight has a part of its gradient on each rank."""
-    monkeypatch.setattr(dryrun, "_inner", lambda *_: ())
+    monkeypatch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
     with pytest.raises(AssertionError, match=r"lora_A|lora_B"):
         proven(threads, planned(models.llama(2), LORA + SPLIT, "tp=2", "model"), BATCHES[:2])
 

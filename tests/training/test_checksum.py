@@ -247,7 +247,7 @@ def test_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numels: list[int], room: int
 ) -> None:
     """It is told as it is, wherever it is met: in a box, between two, at the end."""
-    out, count = boxes._Writer._out, []
+    out, count = boxes._Writer._write_out, []
 
     class Full:
         def write(self, data: object) -> int:
@@ -259,6 +259,6 @@ def test_a_disk_that_is_full(
             self.file = Full()  # type: ignore[assignment]
         out(self, view)
 
-    monkeypatch.setattr(boxes._Writer, "_out", counted)
+    monkeypatch.setattr(boxes._Writer, "_write_out", counted)
     with pytest.raises(OSError, match="No space"):
         boxes.write(tmp_path, ID, 0, _boxes(numels), {("a",): {"b": 1}})

@@ -68,7 +68,7 @@ def pickles(mark: Path) -> list[bytes]:
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cposix\nsystem\n(S'true'\ntR.",
         b"ctorch\nload\n(S'x'\ntR.",
-        b"cschedlang.runtime.checkpointing.index\n_Told\n.",
+        b"cschedlang.runtime.checkpointing.index\n_PickledObject\n.",
         b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
         b"(S'true'\nios\nsystem\n.",
     ]
@@ -142,7 +142,7 @@ def test_no_code_of_the_data_is_run(
     """Data whose checksum is right, and which is no tensor but a pickle that runs something."""
     mark = tmp_path / "ran"
     if what == "box":
-        monkeypatch.setattr(boxes, "_packed", lambda part: Evil(mark))
+        monkeypatch.setattr(boxes, "_on_host", lambda part: Evil(mark))
         trained().save(tmp_path / "a")
         monkeypatch.undo()
     else:

@@ -31,7 +31,7 @@ READ: Counter[int] = Counter()  # by rank, in the process that the threads are o
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the bytes of the boxes that each rank reads."""
-    plain = boxes._box
+    plain = boxes._read_box
 
     def box(*given: Any) -> Any:
         found = plain(*given)
@@ -39,7 +39,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     READ.clear()
-    monkeypatch.setattr(boxes, "_box", box)
+    monkeypatch.setattr(boxes, "_read_box", box)
 
 
 def saving(name: str, folder: str) -> Any:

@@ -47,15 +47,15 @@ Both = tuple[Tensor, Tensor]
 def _outputs(folder: Path) -> tuple[Both, Both]:
     """Of the saved program and of another: the first one made, and what the proof compares."""
     case = widened(prepared(Case(planned(Turned().double(), ROWS), (batch(1),), dtype="none")))
-    told = runs(case).told[:2]
-    own = told[1].case
+    conditions = runs(case).conditions[:2]
+    own = conditions[1].case
     assert own is not None and not own.plan.model.model.get_parameter(FROZEN).requires_grad
     made: list[Program] = []
     with ambient(Float64()):
-        observed(case, told, made)
+        observed(case, conditions, made)
         made[1].save(folder / "state")
-        first = saved._with_state(made[1], made[0], case.batches[0], str(folder))
-        found = saved.reloaded(made, case, told, str(folder))
+        first = saved._load_and_evaluate(made[1], made[0], case.batches[0], str(folder))
+        found = saved.reloaded(made, case, conditions, str(folder))
     a, b = ((want["y"], got["y"]) for want, got in (first, found))
     return a, b
 
@@ -74,12 +74,12 @@ def test_a_load_that_changes_a_weight_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     """By a rounding, or by much; the weight is a frozen one, so no training hides it."""
-    plain = archive._take_over
+    plain = archive._copy_values
 
     def take_over(made: Any, values: Any) -> None:
         plain(made, {**values, FROZEN: values[FROZEN] * factor})
 
-    monkeypatch.setattr(archive, "_take_over", take_over)
+    monkeypatch.setattr(archive, "_copy_values", take_over)
     assert not torch.equal(*_outputs(tmp_path)[1])
 
 
@@ -87,14 +87,14 @@ def test_a_load_that_leaves_out_what_is_frozen_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program that is frozen alike starts from other weights, the frozen ones among them."""
-    plain = archive._take_over
+    plain = archive._copy_values
 
     def take_over(made: Any, values: Any) -> None:
         held = made.assembly.parameters
         kept = {n: p.detach().clone() for n, p in held.items() if not p.requires_grad}
         plain(made, {**values, **kept})
 
-    monkeypatch.setattr(archive, "_take_over", take_over)
+    monkeypatch.setattr(archive, "_copy_values", take_over)
     assert not torch.equal(*_outputs(tmp_path)[1])
 
 

@@ -235,7 +235,7 @@ def test_a_number_that_rounding_tips_is_no_difference(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either number is right: rows of the working dtype hold, within their own gates."""
-    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 2 * NEAR))
+    monkeypatch.setattr(quantized, "_random_numbers", _more(quantized._random_numbers, 2 * NEAR))
     report = _report(threads)
     assert report.ok, [row for row in report.rows if not row.ok][:3]
     assert any(row.note == TIPPED and "in working dtype" in row.kind for row in report.rows)
@@ -244,7 +244,7 @@ def test_a_number_that_rounding_tips_is_no_difference(
 
 def test_other_numbers_are_a_difference(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no rounding explains are told, although they are noted as well."""
-    monkeypatch.setattr(quantized, "_draws", _more(quantized._draws, 0.5))
+    monkeypatch.setattr(quantized, "_random_numbers", _more(quantized._random_numbers, 0.5))
     report = _report(threads)
     assert not report.ok
     bad = {row.kind for row in report.rows if not row.ok}

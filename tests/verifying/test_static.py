@@ -363,9 +363,9 @@ def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> 
     """A trained parameter of a rank that its optimizer was not given."""
     from schedlang.passes.static_checks import roles
 
-    played = roles._role
+    played = roles._simulate_rank
     lost = lambda *args: replace(made := played(*args), trained=made.trained[1:])  # noqa: E731
-    monkeypatch.setattr(roles, "_role", lost)
+    monkeypatch.setattr(roles, "_simulate_rank", lost)
     found = _found(proven("gpt2 dp"), "S715")
     assert found and "does not train it exactly once" in found[0].title
 
@@ -462,12 +462,12 @@ def test_bags_split_by_rows_or_columns_hold(mode: str, weighed: bool, style: str
 
 def test_bags_without_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that adds up rows for ids that it does not hold is told, at the row."""
-    plain = embedding._looked_up
+    plain = embedding._look_up_bags
 
     def unmasked(module: Any, ids: Any, weight: Any, offsets: Any, scales: Any, *how: Any) -> Any:
         return plain(module, ids, weight, offsets, torch.ones(ids.shape, device="meta"), *how)
 
-    monkeypatch.setattr(embedding, "_looked_up", unmasked)
+    monkeypatch.setattr(embedding, "_look_up_bags", unmasked)
     found = _found(static(planned(Bags(), "bags.*  shard(vocab, over=tp)", "tp=2"), BAGS), "S713")
     assert found and "even for ids that it does not hold" in found[0].title
     assert "shard(vocab" in _line(found[0])

@@ -50,20 +50,20 @@ def state_left_on_disk(patch: Patch, site: Site) -> None:
 @bug("C20", "offload", SLICE, "lent", row="offload(what=optimizer")
 def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
     """What comes home from a peer is taken apart in another order than it was put together."""
-    plain = Peer._moving
+    plain = Peer._moved_entries
 
     def moving(self: Peer, turn: int, optimizer: Any) -> Any:
         places = plain(self, turn, optimizer)
         away = [state[key].is_meta for state, key in places]
         return places[::-1] if any(away) else places
 
-    patch.setattr(Peer, "_moving", moving)
+    patch.setattr(Peer, "_moved_entries", moving)
 
 
 @bug("C21", "offload", FREEZE, "lent", row="offload(what=optimizer")
 def state_of_the_first_step(patch: Patch, site: Site) -> None:
     """A peer keeps the state that it was given first, and gives that back in every step."""
-    plain = Peer._send
+    plain = Peer._send_round
 
     def send(self: Peer, turn: int, optimizer: Any) -> None:
         plain(self, turn, optimizer)
@@ -71,7 +71,7 @@ def state_of_the_first_step(patch: Patch, site: Site) -> None:
         if turn in self.held:
             self.held[turn] = first.setdefault(turn, self.held[turn].clone())
 
-    patch.setattr(Peer, "_send", send)
+    patch.setattr(Peer, "_send_round", send)
 
 
 @bug("C22", "offload", FREEZE, "parked", row="offload(what=activations")

@@ -31,19 +31,19 @@ def steps_of_another_block(patch: Patch, site: Site) -> None:
 @bug("F41", "compress", CONSTANT, "rounded", row=ROW, credit="Chen et al. 2021")
 def rounded_to_nearest(patch: Patch, site: Site) -> None:
     """Numbers are rounded to the nearest, always the same way, so that errors add up."""
-    patch.setattr(quantized, "_draws", lambda like, *given: torch.full_like(like, 0.5))
+    patch.setattr(quantized, "_random_numbers", lambda like, *given: torch.full_like(like, 0.5))
 
 
 @bug("F42", "compress", FREEZE, "rounded", row=ROW)
 def draws_of_the_first_step(patch: Patch, site: Site) -> None:
     """Every step rounds as the first did, so that the mean over steps is off."""
-    plain = quantized._words
+    plain = quantized._call_identity
 
     def words(layer: Any) -> tuple[object, ...]:
         fqn, call, _, samples = plain(layer)
         return fqn, call, 0, samples
 
-    patch.setattr(quantized, "_words", words)
+    patch.setattr(quantized, "_call_identity", words)
 
 
 @bug("F43", "compress", SKIP, "rounded", row=ROW)
@@ -56,24 +56,24 @@ def weights_are_rounded(patch: Patch, site: Site) -> None:
 @bug("F44", "compress", SLICE, "rounded", row=ROW)
 def halves_of_bytes_swapped(patch: Patch, site: Site) -> None:
     """Of two numbers in a byte each is taken for the other."""
-    plain = quantized._unpacked
+    plain = quantized._unpack_bits
 
     def unpacked(codes: Tensor, coding: Coding) -> Tensor:
         return plain((codes >> 4) | (codes << 4), coding)
 
-    patch.setattr(quantized, "_unpacked", unpacked)
+    patch.setattr(quantized, "_unpack_bits", unpacked)
 
 
 @bug("F45", "compress", GROUP, "rounded", row=ROW)
 def replicas_draw_alike(patch: Patch, site: Site) -> None:
     """All replicas and microbatches round with the same draws, and their errors add up."""
-    plain = quantized._words
-    patch.setattr(quantized, "_words", lambda layer: plain(layer)[:3])
+    plain = quantized._call_identity
+    patch.setattr(quantized, "_call_identity", lambda layer: plain(layer)[:3])
 
 
 @bug("F46", "compress", GROUP, "rounded parts", row=ROW)
 def copies_are_rounded_apart(patch: Patch, site: Site) -> None:
     """Ranks that split weights round with draws of their own what all of them have, and copies of
     what is computed from it part."""
-    plain = quantized._words
-    patch.setattr(quantized, "_words", lambda layer: (*plain(layer), dist.get_rank()))
+    plain = quantized._call_identity
+    patch.setattr(quantized, "_call_identity", lambda layer: (*plain(layer), dist.get_rank()))

@@ -29,14 +29,14 @@ class _Halved(torch.autograd.Function):
 @bug("E02", EP, GROUP, "routed", credit="DeepSpeed#5259")
 def experts_divided(patch: Patch, site: Site) -> None:
     """Gradients of experts are divided by the data-parallel ranks."""
-    here, plain = sharded_module(patch), experts.ShardedExperts._called
+    here, plain = sharded_module(patch), experts.ShardedExperts._run_experts
 
     def called(self: Any, rows: Any, chosen: Any, dtype: Any, own: Any, held: Any) -> Any:
         if site.covers(here()):
             own = {name: _Halved.apply(part) for name, part in own.items()}
         return plain(self, rows, chosen, dtype, own, held)
 
-    patch.setattr(experts.ShardedExperts, "_called", called)
+    patch.setattr(experts.ShardedExperts, "_run_experts", called)
 
 
 @bug("E04", EP, DETACH, "routed", credit="transformers#48687")
@@ -91,12 +91,12 @@ def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
 @bug("E14", EP, REDUCTION, "routed, cut")
 def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
     """Each rank adds all of a bias that stands behind the sum over parts of an expert."""
-    here, plain = sharded_module(patch), experts.ShardedExperts._shared_out
+    here, plain = sharded_module(patch), experts.ShardedExperts._divide_biases
 
     def shared_out(self: Any, parameters: Any) -> Any:
         return parameters if site.covers(here()) else plain(self, parameters)
 
-    patch.setattr(experts.ShardedExperts, "_shared_out", shared_out)
+    patch.setattr(experts.ShardedExperts, "_divide_biases", shared_out)
 
 
 @bug("E15", "zero", ADJOINT, "balanced", row="none")

@@ -247,7 +247,9 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
 def local_view_allowed(patch: Patch, site: Site) -> None:
     """A view takes a split dim apart as if the rank's part were the whole."""
     patch.setattr(
-        following.Compared, "_reshaped", lambda self, axis, tag, dim, before, after: (after[dim],)
+        following.Compared,
+        "_reshape_blocks",
+        lambda self, axis, tag, dim, before, after: (after[dim],),
     )
 
 

@@ -18,7 +18,7 @@ from tests.zoo.bug import ALIAS, REDUCTION, Patch, Site, bug
 @bug("P16", "pipeline_split", ALIAS, "pp", row="pipeline", late=True, credit="Megatron-LM#4047")
 def sent_from_one_buffer(patch: Patch, site: Site) -> None:
     """The memory of a message is used for the next one before it has been read."""
-    plain, bytes_ = p2p.Mail.send, p2p._bytes
+    plain, bytes_ = p2p.Mail.send, p2p._wire_tensor
     sending: list[int] = []
     slots: dict[Any, Tensor] = {}
 
@@ -39,7 +39,7 @@ def sent_from_one_buffer(patch: Patch, site: Site) -> None:
         return slot
 
     patch.setattr(p2p.Mail, "send", send)
-    patch.setattr(p2p, "_bytes", of)
+    patch.setattr(p2p, "_wire_tensor", of)
 
 
 @bug("D10", "zero", REDUCTION, "dp", late=True, credit="DeepSpeed#5545, #6351; gpt-neox#1004")

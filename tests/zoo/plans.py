@@ -25,7 +25,7 @@ def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
 @bug("C17", "checkpoint", SLICE, "chosen", row="checkpoint(plan=pareto")
 def results_of_other_calls(patch: Patch, site: Site) -> None:
     """A second run is given the result that another call of the operator left."""
-    plain = Chosen._second
+    plain = Chosen._run_second
 
     def given(self: Any, *call: Any) -> Any:
         swapped = dict(self.store)
@@ -40,7 +40,7 @@ def results_of_other_calls(patch: Patch, site: Site) -> None:
         finally:
             self.store = before
 
-    patch.setattr(Chosen, "_second", given)
+    patch.setattr(Chosen, "_run_second", given)
 
 
 @bug("C18", "checkpoint", SLICE, "budget", row="checkpoint(plan=dtr")

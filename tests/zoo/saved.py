@@ -37,14 +37,14 @@ def names_of_wrappers(patch: Patch, site: Site) -> None:
 )
 def not_all_loaded(patch: Patch, site: Site) -> None:
     """Loading leaves out what it does not find, and nobody hears of it."""
-    plain = archive._take_over
+    plain = archive._copy_values
 
     def take_over(made: Any, values: Any) -> None:
         held = made.assembly.parameters
         kept = {name: archive.local(p).clone() for name, p in held.items() if site.covers(name)}
         plain(made, {**values, **kept})
 
-    patch.setattr(archive, "_take_over", take_over)
+    patch.setattr(archive, "_copy_values", take_over)
 
 
 @bug("S03", "zero", FREEZE, "sliced", credit="pytorch#117421")

@@ -13,13 +13,13 @@ from tests.zoo.bug import ALIAS, CONSTANT, FREEZE, SKIP, Patch, Site, bug
 
 def backward_reads(patch: Patch, version: Any) -> None:
     """Backwards find version(newest, named) in place of the one that their row names."""
-    plain = Versions._show
+    plain = Versions._install
 
     def show(self: Any, wanted: int) -> None:
         back = self._at < len(self._rows) and self._rows[self._at].kind is Kind.B
         plain(self, version(self.newest, wanted) if back else wanted)
 
-    patch.setattr(Versions, "_show", show)
+    patch.setattr(Versions, "_install", show)
 
 
 @bug("P26", "pipeline", FREEZE, "stale", credit="PipeDream without its stash")

@@ -50,7 +50,7 @@ def frozen_and_updated(patch: Patch, site: Site) -> None:
 @bug("D70", "adapt", REDUCTION, "low rank", planning=True)
 def gradient_of_the_whole_matrix(patch: Patch, site: Site) -> None:
     """What of an adapter is whole beside a split weight keeps each rank's part of its gradient."""
-    patch.setattr(dryrun, "_inner", lambda *_: ())
+    patch.setattr(dryrun, "_full_adapter_parameters", lambda *_: ())
 
 
 @bug("D71", "adapt", CONSTANT, "low rank")
@@ -91,7 +91,7 @@ def untied_from_other_values(patch: Patch, site: Site) -> None:
 @bug("D43", "compress", FREEZE, "compressed", credit="Seide et al. 2014")
 def error_forgotten(patch: Patch, site: Site) -> None:
     """What a step leaves out is not added to the next one's gradient."""
-    patch.setattr(Compressor, "_keep", lambda self, name, error: None)
+    patch.setattr(Compressor, "_store_error", lambda self, name, error: None)
 
 
 @bug("D44", "compress", SLICE, "compressed")

@@ -1,1 +1,1 @@
-"""Layouts of a model's operators over an axis: a graph, its placements, a solver, and rows."""
+"""Layouts of a model's operators over mesh axes: a graph, its placements, a solver, and rows."""

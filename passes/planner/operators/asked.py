@@ -1,4 +1,4 @@
-"""Questions about an axis, and the layouts by which they are answered."""
+"""Requests for the layout of one mesh axis, and the codes of layouts in their answers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ from schedlang.passes.planner.operators.graph import Dim
 from schedlang.passes.planner.values import Recipe
 from schedlang.passes.simulate.machine import Cluster
 
-WHOLE, SUM = -1, -2  # as `runtime.propagation.ways` has them
-ENTERED = -3  # whole, and its gradient a part
-ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, lies in slices
-NONE = (None, None)  # what no row tells of a module
-ANY = -6  # whatever it is: what runs on some of the rows needs no rule
+WHOLE, SUM = -1, -2  # replicated, partial; as in `runtime.propagation.ways`
+ENTERED = -3  # replicated, with a partial gradient
+ZERO1, ZERO3 = -4, -5  # a parameter whose optimizer state, or all of it, is sharded
+NONE = (None, None)  # a module whose input and output no row mentions
+ANY = -6  # any layout: an operator that runs on some of the rows needs no rule
 Mode = Literal["tensors", "rows"]
+# collectives forward and backward of a redistribution; 0 stands for a sharded dim
+CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
+    (WHOLE, ENTERED): ("", "all_reduce"),
+    (WHOLE, 0): ("", "all_gather"),
+    (0, WHOLE): ("all_gather", ""),
+    (0, ENTERED): ("all_gather", "reduce_scatter"),
+    (SUM, WHOLE): ("all_reduce", ""),
+    (SUM, ENTERED): ("all_reduce", "all_reduce"),
+    (SUM, 0): ("reduce_scatter", "all_gather"),
+}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about one axis.
+    """A request for the layout of one axis.
 
-    ranks, stride  of the axis; its ranks lie `stride` apart
-    mode    `tensors`: every rank has all rows; `rows`: each has some, as data parallelism
+    ranks, stride  of the axis; neighbouring ranks are `stride` apart
+    mode    `tensors`: every rank has all rows; `rows`: each has some, as in data parallelism
     name    of a dim: it is split wherever it occurs, and nothing else is (Mesh-TensorFlow)
-    pins    parameters, by their common names, and the dim that is split (WHOLE: none)
+    pins    common names of parameters -> the dim that is split (WHOLE: none)
     tokens  whether activations may be split along a sequence, in the mode `tensors`
-    zero    stage of ZeRO for what is whole, in the mode `rows`
-    kept    whether results stay for the backward, and count among the bytes
-    told    by modules that rows stand at: the dims that these say of the first input and the output
+    zero    stage of ZeRO for replicated parameters, in the mode `rows`
+    kept    whether results are saved for the backward, and count among the bytes
+    told    modules with rows -> dims that these rows give for the first input and for the output
     """
 
     ranks: int
@@ -47,12 +57,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a node: the layout of all that it is given, and of what it gives."""
+    """One layout of a node: of all its inputs, and of its outputs."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @property
     def split(self) -> bool:
-        """Whether each rank does a part."""
+        """Whether each rank does a part of the work."""
         return any(d >= 0 or d == ANY for d in (*self.inputs, *self.outputs))

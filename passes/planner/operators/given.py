@@ -1,4 +1,4 @@
-"""Rows of a schedule as fixed points of the solver, which stand beside its own."""
+"""Rows of an existing schedule as fixed points of the solver."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Told = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Given:
-    """The rows that somebody wrote, which stay as they are, by the axes along which they split.
+    """Rows that stay as they were written, by the axes along which they split.
 
-    pins  parameters that are split, by their common names, and the dim; by axes
-    told  modules whose input or output rows speak of, and the dims; by axes
+    pins   axes -> common names of split parameters -> dim
+    told   axes -> modules with rows -> dims of input and output that the rows give
     above  rows of no axis, before all others
     """
 
@@ -37,11 +37,11 @@ class Given:
     above: tuple[Row, ...] = ()
 
     def beside(self, axis: str) -> list[Row]:
-        """The rows along one axis."""
+        """Return the rows along one axis."""
         return [row for own, row in self.rows if own == axis]
 
     def asked(self, axis: str, asked: Asked) -> list[Asked]:
-        """The questions about an axis: all that its rows leave open."""
+        """List the requests for an axis: all that its rows leave open."""
         rows = self.beside(axis)
         stages = [row.argument("stage") for row in rows if row.changes(Facet.STATE)]
         pins, told = self.pins.get(axis, {}), self.told.get(axis, {})
@@ -53,7 +53,7 @@ class Given:
 
 
 def given_of(plan: Plan, blocks: Blocks) -> Given:
-    """The rows of a plan, at modules by their common names."""
+    """Collect the rows of a plan, at modules by their common names."""
     rows: dict[tuple[str, Row], None] = {}
     pins: dict[str, dict[str, int]] = defaultdict(dict)
     told: dict[str, dict[str, Told]] = defaultdict(dict)
@@ -79,7 +79,7 @@ def given_of(plan: Plan, blocks: Blocks) -> Given:
 
 
 def _names(blocks: Blocks, sites: Collection[str]) -> list[str]:
-    """Common names of modules; of those that not all blocks have, their own."""
+    """Common names of modules; a module that not all blocks have keeps its own name."""
     found = dict.fromkeys(
         common if {*blocks.named.get(common, (fqn,))} <= {*sites} else fqn
         for common, fqn in ((blocks.common(fqn), fqn) for fqn in sites)
@@ -88,7 +88,7 @@ def _names(blocks: Blocks, sites: Collection[str]) -> list[str]:
 
 
 def _dim(said: Any) -> int | None:
-    """The dim that an argument says; None for one that it leaves open."""
+    """Return the dim that an argument names; None where it leaves the dim open."""
     if said == R:
         return WHOLE
     dim = said.dim if isinstance(said, S) else None

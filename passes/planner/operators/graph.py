@@ -1,7 +1,7 @@
 """A model as a graph of operators: each layer once, however often it is repeated.
 
-The forward is recorded with as few blocks as show all, on the meta device. Steps of blocks that are
-alike are one node, whose cost counts for all of them; an edge knows how often it is crossed.
+The forward is recorded on the meta device, with as few blocks as show all kinds.  Steps of equal
+blocks are one node, whose cost counts for all of them; an edge has the number of its repetitions.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from schedlang.runtime.propagation.wired import Step, Value, Wired
 
 Key = tuple[str, int, int, str]
-Dim = tuple[str, int]  # a value's name, and one of its dims
+Dim = tuple[str, int]  # the name of a value, and the index of one of its dims
 
 
 @dataclass(frozen=True)
 class Node:
-    """Steps of blocks that are alike; `count` of them in the whole model.
+    """Steps of equal blocks; `count` of them in the full model.
 
-    kernels  how many operators it takes; 0 where another node's kernel does its work
-    within   values that stay in a kernel: neither moved nor kept
-    again    whether its forward is computed again in the backward
-    forgets  its results that are not kept until then
+    kernels  number of operators; 0 where another node's kernel does its work
+    within   values that stay inside a kernel: neither moved nor saved
+    again    whether its forward is recomputed in the backward
+    forgets  its results that are not saved until then
     """
 
     key: Key
@@ -49,11 +49,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value from who makes it to one place of a node; `count` of them in the whole model.
+    """A value from its producer to one input of a node; `count` of them in the full model.
 
-    source    the number of the node, and which of its results; of parameters and inputs (-1, 0)
-    boundary  whether the value may change its layout on the way: at a module that is sharded, or
-              where it enters a block
+    source    index of the producing node and of its result; (-1, 0) for parameters and inputs
+    boundary  whether the value may change its layout on the way: at a sharded module, or where it
+              enters a block
     """
 
     value: str
@@ -66,11 +66,11 @@ class Edge:
 
 @dataclass
 class Graph:
-    """Nodes in the order of the forward, edges, and what they carry.
+    """Nodes in the order of the forward, edges, and their values.
 
-    values  by name: a parameter's or an input's own, else that of the node with the result's number
-    scale   rows of the whole batch for each one that was recorded
-    wide    bytes of a gradient that is summed for each byte of a parameter as it is computed with
+    values  by name: of a parameter or input its own, else that of the node with the result's number
+    scale   rows of the full batch for each recorded row
+    wide    bytes of a reduced gradient for each byte of a parameter in the compute dtype
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Graph:
 
     @cached_property
     def classes(self) -> Mapping[Dim, Dim]:
-        """Dims that are one name: split together by every way (dims of Mesh-TensorFlow)."""
+        """Dims that have one name: every layout splits them together (dims of Mesh-TensorFlow)."""
         parent: dict[Dim, Dim] = {}
 
         def root(one: Dim) -> Dim:
@@ -102,7 +102,7 @@ class Graph:
         return {one: root(one) for one in list(parent)}
 
     def name(self, value: str, dim: int) -> Dim:
-        """The name that a dim has in common with all that are split with it."""
+        """Return the common name of all dims that are split together with this one."""
         return self.classes.get((value, dim), (value, dim))
 
     @cached_property
@@ -113,16 +113,16 @@ class Graph:
         return found
 
     def given(self, node: int) -> Mapping[int, str]:
-        """The values that a node is given, by their places."""
+        """Return the inputs of a node, by their indices."""
         return self._given[node]
 
     def result(self, node: int, place: int) -> str:
-        """The name of one of a node's results."""
+        """Return the name of one of a node's results."""
         return ":".join(map(str, (*self.nodes[node].key, place)))
 
     @cached_property
     def tied(self) -> frozenset[str]:
-        """The parameters that several modules read."""
+        """Parameters that several modules read."""
         found: dict[str, set[str]] = {}
         for edge in self.edges:
             if self.values[edge.value].kind == "parameter":
@@ -131,7 +131,7 @@ class Graph:
 
     @cached_property
     def summed(self) -> Mapping[str, tuple[int, int]]:
-        """The place where each parameter is read first: its gradient is summed once."""
+        """First reader of each parameter, as (node, input): there its gradient is reduced, once."""
         found: dict[str, tuple[int, int]] = {}
         for edge in self.edges:
             found.setdefault(edge.value, (edge.target, edge.place))
@@ -139,13 +139,14 @@ class Graph:
 
     @cached_property
     def rows(self) -> frozenset[Dim]:
-        """The names of dims that hold rows of the batch."""
+        """Names of dims that hold rows of the batch."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and v.shape]
         return frozenset(self.name(one, 0) for one in inputs)
 
     @cached_property
     def tokens(self) -> frozenset[Dim]:
-        """The names of dims that hold tokens of a sequence: of inputs, and of what tables read."""
+        """Names of dims that hold tokens of a sequence: of inputs, and of inputs of embedding
+        tables."""
         inputs = [n for n, v in self.values.items() if v.kind == "input" and len(v.shape) > 1]
         tables = (at for at, one in enumerate(self.nodes) if one.step.module == "table")
         read = [given[0] for given in map(self.given, tables) if 0 in given]
@@ -154,7 +155,8 @@ class Graph:
 
     @cached_property
     def worded(self) -> Mapping[str, str]:
-        """The tables of words outside of blocks and projections to as many: their weights."""
+        """Vocabulary tables outside of blocks, and projections to as many outputs: module ->
+        weight."""
         outside = [k for k, one in enumerate(self.nodes) if "*" not in one.site]
         found: dict[str, str] = {}
         for kind in ("table", "linear"):
@@ -173,14 +175,14 @@ class Graph:
 
     @cached_property
     def padded(self) -> frozenset[Dim]:
-        """The names of dims that may be padded: words."""
+        """Names of dims that may be padded: vocabularies."""
         return frozenset(self.name(one, 0) for one in self.worded.values())
 
     @cached_property
     def batched(self) -> frozenset[str]:
-        """The values that are made of the batch, and not of parameters and constants alone."""
+        """Values that depend on the batch, and not on parameters and constants alone."""
         found = {name for name, one in self.values.items() if one.kind == "input"}
-        for _ in range(2):  # what one block gives the next is seen the second time
+        for _ in range(2):  # the second time includes values from one block to the next
             for edge in self.edges:
                 if edge.value in found:
                     count = len(self.nodes[edge.target].step.outputs)
@@ -189,7 +191,7 @@ class Graph:
 
     @cached_property
     def fills(self) -> frozenset[str]:
-        """The values that hold one number everywhere, of which each rank makes its own part."""
+        """Values that are constant everywhere, so that each rank makes its own part."""
         found: set[str] = set()
         for at, node in enumerate(self.nodes):
             given = self.given(at)
@@ -199,18 +201,18 @@ class Graph:
         return frozenset(found)
 
     def bytes(self, name: str) -> float:
-        """Bytes of a value of the whole batch."""
+        """Return the bytes of a value of the full batch."""
         one = self.values[name]
         return one.bytes * (self.scale if name in self.batched else 1.0)
 
 
 def kinds_of(blocks: Blocks) -> dict[str, str]:
-    """The modules of a model that are split as one, and what kind each is."""
+    """Map modules that are split as one operator to their kinds."""
     facts, found = blocks.facts, {}
-    whole = {fqn for name in experts_of(blocks) for fqn in blocks.named[name]}
+    experts = {fqn for name in experts_of(blocks) for fqn in blocks.named[name]}
     for fqn, site in facts.sites.items():
         leaf = leaf_kind(site)
-        if fqn in whole:
+        if fqn in experts:
             found[fqn] = "experts"
         elif leaf:
             found[fqn] = "table" if leaf in TABLES else "conv1d" if leaf == "Conv1D" else "linear"
@@ -225,9 +227,9 @@ def kinds_of(blocks: Blocks) -> dict[str, str]:
 
 
 def graph_of(trial: Trial, dtype: str = "") -> Graph:
-    """The graph of a model that rows are tried on; raises what its forward raises.
+    """Build the graph of the model that rows are tried on; raises what its forward raises.
 
-    dtype  in which it computes, all of it, as `cast(bf16, params=true)` has it; "" as it is stored
+    dtype  in which all is computed, as `cast(bf16, params=true)` has it; "" for the stored dtype
     """
     from schedlang.runtime.batch import rows_of
     from schedlang.runtime.propagation.wired import wired
@@ -244,25 +246,25 @@ def graph_of(trial: Trial, dtype: str = "") -> Graph:
 
 
 def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
-    """Steps that are alike as one node, and edges between nodes as often as they are crossed."""
+    """Merge steps of equal blocks into one node, and count how often each edge occurs."""
     graph, at, makers = Graph(scale=scale), {}, {}
     instances: dict[int, list[str]] = {}
     for step in found.steps:
         key = _key(found, blocks, step)
-        here = blocks.around(step.site)
+        block = blocks.around(step.site)
         if key not in at:
             at[key] = len(graph.nodes)
             count = len(whole.named.get(key[0], ("",)))
             graph.nodes.append(Node(key, step, count, step.kernels))
         node = at[key]
-        instances.setdefault(node, []).append(here)
+        instances.setdefault(node, []).append(block)
         for k, value in enumerate(step.outputs):
-            makers[value] = node, k, here
+            makers[value] = node, k, block
             graph.values.setdefault(graph.result(node, k), found.values[value])
     short: Counter[str] = Counter(blocks.common(fqn) for fqn in blocks.facts.sites)
     for node, those in instances.items():
         known = graph.nodes[node]
-        if len(those) < short[known.site]:  # what only some blocks do is not repeated
+        if len(those) < short[known.site]:  # a step of only some blocks is not repeated
             graph.nodes[node] = replace(known, count=len(those))
     graph.counts = {
         graph.result(at, k): node.count
@@ -272,20 +274,20 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
     crossed: dict[tuple[str, tuple[int, int], int, int], list[tuple[str, str]]] = {}
     for step in found.steps:
         key = _key(found, blocks, step)
-        here = blocks.around(step.site)
+        block = blocks.around(step.site)
         for place, value in enumerate(step.inputs):
-            node, k, there = makers.get(value, (-1, 0, ""))
+            node, k, source_block = makers.get(value, (-1, 0, ""))
             one = found.values[value]
             if node < 0 and one.kind == "constant":
                 continue
             name = graph.result(node, k) if node >= 0 else blocks.common(one.made)
             if one.kind == "parameter":
-                there = blocks.around(one.made)
+                source_block = blocks.around(one.made)
             if node < 0:
                 graph.values.setdefault(name, one)
                 owner = name.rpartition(".")[0]
                 graph.counts.setdefault(name, len(whole.named.get(owner, ("",))))
-            crossed.setdefault((name, (node, k), at[key], place), []).append((there, here))
+            crossed.setdefault((name, (node, k), at[key], place), []).append((source_block, block))
     for (name, source, target, place), ways in crossed.items():
         count = _crossings(ways, graph.nodes[target].count, set(instances[target]))
         maker = graph.nodes[source[0]].step.module if source[0] >= 0 else ""
@@ -296,18 +298,19 @@ def _graph(found: Wired, whole: Blocks, blocks: Blocks, scale: float) -> Graph:
 
 
 def _key(found: Wired, blocks: Blocks, step: Step) -> Key:
-    """Equal for steps of blocks that are alike."""
+    """Return a key that is equal for steps of equal blocks."""
     shapes = ",".join(str(list(found.values[one].shape)) for one in step.inputs)
     return blocks.common(step.site), step.turn, step.place, f"{step.name}({shapes})"
 
 
 def unit_of(name: str) -> str:
-    """The blocks in which a parameter stands, by a common name; "" outside of all."""
+    """Return the blocks that contain a parameter, as a prefix of its common name; "" outside of
+    all."""
     return name.rpartition("*")[0]
 
 
 def _crossings(ways: list[tuple[str, str]], count: int, targets: set[str]) -> int:
-    """Count the crossings of an edge in the whole model, by the blocks between which it is."""
+    """Count the occurrences of an edge in the full model, given the blocks at both of its ends."""
     if all(a == b for a, b in ways):
         return count
     if any(a and a != b for a, b in ways) and len(targets) > 1:

@@ -1,6 +1,6 @@
-"""Planners of operators' layouts as the literature has them: each a setting of this solver.
+"""Planners of operator layouts from the literature, each a setting of this solver.
 
-What each of them searched, over which spaces, with the paper.  Costs, graph and solver are ours.
+Each has the search space of its paper.  Costs, graph and solver are ours.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from schedlang.passes.planner.operators.placements import Joint, Placed
 from schedlang.passes.planner.operators.solve import Problem, Solution, Solver, solve
 from schedlang.passes.planner.operators.walked import walked
 
-STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the least first
+STAGES: tuple[Literal[0, 1, 3], ...] = (0, 1, 3)  # of ZeRO, the smallest first
 
 
 @dataclass(frozen=True)
 class Laid:
-    """The best layout over all axes, and of what."""
+    """The best layout over all axes, with the problem that it solves."""
 
     joint: Joint
     solution: Solution
-    problem: Problem  # of the joint, less what has been refused since
-    solver: Solver = solve  # by which it was found
+    problem: Problem  # of the joint, without options that were refused since
+    solver: Solver = solve
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,7 @@ class Laid:
         return self.solution.seconds
 
     def only(self) -> tuple[Placed, ...]:
-        """The axes, with all decided."""
+        """Return the axes with all layouts decided."""
         choice = self.solution.choice
         every = enumerate(self.joint.parts)
         return tuple(part.only(self.joint.alone(choice, k)) for k, part in every)
@@ -45,20 +45,20 @@ class Laid:
 
 @dataclass(frozen=True)
 class Named:
-    """A planner: its paper, and its search over axes of so many ranks each, slowest last."""
+    """A planner: its paper, and its search over axes of the given ranks, slowest last."""
 
     paper: str
     search: Callable[[Graph, Sequence[Asked], float], Laid | None]
 
 
 def menu(asked: Asked) -> list[Asked]:
-    """The menu of one axis: it splits tensors, or rows under a stage of ZeRO."""
+    """List the requests of one axis: split tensors, or split rows under each stage of ZeRO."""
     rows = [replace(asked, mode="rows", zero=stage) for stage in STAGES]
     return [replace(asked, mode="tensors"), *rows]
 
 
 def modes(menus: Sequence[Sequence[Asked]]) -> Iterator[tuple[Asked, ...]]:
-    """The menu of several axes: one of them splits rows at most."""
+    """Combine the requests of several axes; at most one axis splits rows."""
     for several in itertools.product(*menus):
         if sum(one.mode == "rows" for one in several) < 2:
             yield several
@@ -71,10 +71,10 @@ def best(
     done: tuple[Placed, ...] = (),
     solver: Solver = solve,
 ) -> Laid | None:
-    """The best layout over axes at once, beside those that are done.
+    """Find the best layout over axes at once, given axes that are already decided (`done`).
 
-    Rows or tensors are split, rows under ZeRO's least stage that fits.  None where nothing fits in
-    so many bytes.
+    Each axis splits tensors or rows, rows under the smallest stage of ZeRO that fits.  None where
+    nothing fits in `limit` bytes.
     """
     rows = any(part.asked.mode == "rows" for part in done)
     every = modes([menu(asked)[: 1 if rows else None] for asked in axes])
@@ -89,14 +89,14 @@ def laid(
     done: tuple[Placed, ...] = (),
     solver: Solver = solve,
 ) -> Laid | None:
-    """The best layout of what is asked, beside axes that are done."""
+    """Find the best layout for these requests, given axes that are already decided."""
     joint = Joint((*done, *(Placed(graph, asked) for asked in axes)))
     solution = solver(joint.problem, limit)
     return None if solution is None else Laid(joint, solution, joint.problem, solver)
 
 
 def tofu(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid | None:
-    """One axis after the other, each of two ranks: the best for what is left of every tensor."""
+    """Decide one axis after the other, each of two ranks: the best for the remaining shards."""
     found: Laid | None = None
     for k, asked in enumerate(axes):
         rest = limit * math.prod(one.ranks for one in axes[k + 1 :])
@@ -107,7 +107,7 @@ def tofu(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid |
 
 
 def mesh_tensorflow(graph: Graph, axes: Sequence[Asked], limit: float = math.inf) -> Laid | None:
-    """One name of dims for the axis, split wherever it occurs: the best of all names."""
+    """Choose one name of dims for the axis, split wherever it occurs: the best of all names."""
     (asked,) = axes
     every = [replace(asked, name=name) for name in names(graph) if name not in graph.rows]
     every.append(replace(asked, mode="rows"))
@@ -116,7 +116,7 @@ def mesh_tensorflow(graph: Graph, axes: Sequence[Asked], limit: float = math.inf
 
 
 def names(graph: Graph) -> list[Dim]:
-    """The names of dims of activations that some node may split."""
+    """List the names of dims of activations that some node may split."""
     found: dict[Dim, None] = {}
     for at, node in enumerate(graph.nodes):
         for way in node.step.ways:

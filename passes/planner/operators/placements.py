@@ -1,10 +1,10 @@
-"""Placements of a graph's operators over axes, and what they cost: a problem to be solved.
+"""Placements of a graph's operators over mesh axes, and their costs: a problem for the solver.
 
-A value lies on the ranks as a dim that is split, whole, or as parts of a sum; where an operator
-that is split reads a whole value, each rank has only a part of its gradient (an entered value).
-Values change their layout only where the language can say so: at modules that are sharded, and
-where they enter a block.  Costs: operators by their own part, crossings forward and backward,
-gradients of parameters that are whole.
+A value is sharded along a dim, replicated, or partial.  Where a sharded operator reads a
+replicated value, each rank has only a part of the value's gradient (an "entered" value).  Values
+change their layout only where the language can say so: at modules that are sharded, and where they
+enter a block.  Costs: each rank's share of operators, redistributions forward and backward,
+gradient reductions of replicated parameters.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from schedlang.passes.planner.operators.asked import (
     ANY,
+    CROSSINGS,
     ENTERED,
     NONE,
     SUM,
@@ -33,16 +34,16 @@ from schedlang.passes.planner.operators.asked import (
 from schedlang.passes.planner.operators.graph import Edge, Graph, Node, unit_of
 from schedlang.passes.planner.operators.solve import Costs, Problem
 
-BUCKET = 25 * 2**20  # bytes of gradients that are summed at once, as by the runtime
-HALF = 2  # bytes of the numbers that operations are counted in
+BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as in the runtime
+HALF = 2  # bytes of a number of 16 bits: operations are counted as 16-bit ones
 
 
 @dataclass
 class Placed:
-    """A graph over one axis: variables with options, and what it costs to change a layout.
+    """A graph over one axis: variables with options, and costs of changing a layout.
 
-    Variables are the nodes, then parameters, then values that several nodes read; options of these
-    are pairs: how the value is given, and how else it is handed on, all at once.
+    Variables are the nodes, then parameters, then values that several nodes read.  An option of
+    such a value is a pair of layouts: as produced, and as redistributed for its readers at once.
     """
 
     graph: Graph
@@ -60,7 +61,7 @@ class Placed:
         whole = Option((WHOLE,) * len(step.inputs), (WHOLE,) * len(step.outputs))
         found = [
             Option(
-                # a bias is added to the whole sum
+                # a bias is added after the reduction
                 tuple(
                     ENTERED if d == WHOLE and (place < 2 or SUM not in way.outputs) else d
                     for place, d in enumerate(way.inputs)
@@ -83,7 +84,7 @@ class Placed:
         return [whole, *found] if asked.mode == "tensors" else found or [whole]
 
     def _fits(self, at: int, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
-        """Return whether a way is one of those asked for, and its dims can be dealt."""
+        """Return whether a layout belongs to the request, and its dims can be divided."""
         graph, asked, given = self.graph, self.asked, self.graph.given(at)
         step = graph.nodes[at].step
         dims = [(given[p], d) for p, d in enumerate(inputs) if d >= 0 and p in given]
@@ -100,10 +101,10 @@ class Placed:
             return False
         sums = not step.module and WHOLE in outputs
         if sums and not by_rows and "loss" not in step.name and "cross_entropy" not in step.name:
-            return False  # parts of a mean of activations are no tensor of the language
-        return by_rows or all(self._dealt(*one) for one in dims)
+            return False  # the language cannot express partial means of activations
+        return by_rows or all(self._divides(*one) for one in dims)
 
-    def _dealt(self, value: str, dim: int) -> bool:
+    def _divides(self, value: str, dim: int) -> bool:
         size = self.graph.values[value].shape[dim]
         return size % self.asked.ranks == 0 or self.graph.name(value, dim) in self.graph.padded
 
@@ -125,7 +126,7 @@ class Placed:
 
     @cached_property
     def shared(self) -> dict[str, list[tuple[int, int]]]:
-        """The values that several places read, with the pairs of layouts that each may have."""
+        """Values with several readers, with the pairs of layouts that each may have."""
         readers: dict[str, list[Edge]] = {}
         for edge in self.graph.edges:
             if edge.source[0] >= 0:
@@ -141,12 +142,12 @@ class Placed:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The variables of parameters and of shared values, by their names."""
+        """Indices of the variables of parameters and of shared values, by name."""
         names = (*self.parameters, *self.shared)
         return {name: k for k, name in enumerate(names, len(self.graph.nodes))}
 
     def only(self, choice: Sequence[int]) -> Placed:
-        """The same with all decided: another axis goes on from here."""
+        """Return a copy with all variables decided, for the next axis."""
         made = Placed(self.graph, self.asked)
         options = zip(self.options, choice)
         made.options = [[one[k]] for one, k in options]
@@ -160,16 +161,16 @@ class Placed:
     # -- costs -------------------------------------------------------------------------------------
 
     def share(self, layout: int) -> float:
-        """The part of a value that one rank has."""
+        """Return the share of a value that one rank has."""
         return 1 / self.asked.ranks if layout >= 0 or layout == ANY else 1.0
 
     def _send(self, op: str, size: float) -> float:
         return self.asked.costs.collective(op, size, self.asked.ranks, self.asked.stride)
 
     def inside(self, at: int, option: Option, share: float) -> float:
-        """Seconds of what a split node sends by itself: rows to experts, edges of pictures.
+        """Seconds of communication inside a split node: rows to experts, halos of convolutions.
 
-        `share` is what other axes leave of the node.
+        `share` is the share of the node that other axes leave.
         """
         graph, step = self.graph, self.graph.nodes[at].step
         x = graph.given(at).get(0)
@@ -190,7 +191,7 @@ class Placed:
         return 0.0
 
     def _once(self, at: int) -> float:
-        """Operations of experts, had each row one of them."""
+        """Operations of experts if each row used one expert."""
         graph, given = self.graph, self.graph.given(at)
         x = graph.values[given[0]]
         own = [graph.values[v] for v in given.values() if graph.values[v].kind == "parameter"]
@@ -198,9 +199,10 @@ class Placed:
         return 2.0 * math.prod(x.shape[:-1]) * max(1, each)
 
     def crossing(self, edge: Edge, a: int, c: int, share: float = 1.0) -> float:
-        """Seconds, forward and backward, in which a value that lies as `a` comes to lie as `c`.
+        """Seconds, forward and backward, of redistributing a value from layout `a` to layout `c`.
 
-        `share` is what other axes leave of the value.
+        `share` is the share of the value that other axes leave.  Infinite where the language cannot
+        express the redistribution.
         """
         one = self.graph.values[edge.value]
         if one.kind == "parameter":
@@ -214,21 +216,22 @@ class Placed:
         size, way = self.graph.bytes(edge.value) * share, (min(a, 0), min(c, 0))
         rooted = edge.value not in self.graph.batched
         if rooted and self.asked.mode == "rows" and a == WHOLE:
-            return 0.0  # each rank makes its own rows
+            return 0.0  # each rank computes its own rows
         if not (edge.boundary or (rooted and way == (WHOLE, ENTERED))):
             return math.inf
         ops = CROSSINGS.get(way)
         nodes, maker = self.graph.nodes, edge.source[0]
-        if ops is None or way == (0, 0) or not self._said(edge, a, c):
+        if ops is None or way == (0, 0) or not self._expressible(edge, a, c):
             return math.inf
         back = ops[1] if one.grad else ""
         again = ops[0] if maker >= 0 and nodes[maker].again and nodes[edge.target].again else ""
         return sum(self._send(op, size) for op in (ops[0], back, again) if op)
 
     def wanted(self, edge: Edge, a: int, c: int) -> bool:
-        """Return whether a value may go from `a` to `c`, where rows say how it leaves and enters.
+        """Return whether rows permit that a value goes from `a` to `c`.
 
-        Modules gather what they are given by themselves, and split it.
+        Rows may say how a value leaves a module and enters one.  Modules gather and split their
+        inputs by themselves.
         """
         nodes, told = self.graph.nodes, self.asked.told
         row = told.get(nodes[edge.source[0]].site) if edge.source[0] >= 0 else None
@@ -238,14 +241,15 @@ class Placed:
             return False
         if row is None or row[1] == WHOLE:
             return row is None or c == WHOLE
-        if row[1] is None:  # it leaves as the module gives it
+        if row[1] is None:  # the value keeps the layout of the module's result
             token = a >= 0 and self.graph.name(edge.value, a) in self.graph.tokens
             return a in (c, WHOLE) or token or (a, c) == (SUM, WHOLE)
-        handed = edge.place >= 0 and edge.value in self.shared  # it has left already
+        handed = edge.place >= 0 and edge.value in self.shared  # redistributed already
         return handed or row[1] in (a, c)
 
-    def _said(self, edge: Edge, a: int, c: int) -> bool:
-        """Return whether the language says such a crossing: of tokens, or at the module's end."""
+    def _expressible(self, edge: Edge, a: int, c: int) -> bool:
+        """Return whether the language can express a redistribution: of tokens, or at a module's
+        end."""
         token = max(a, c)
         if token < 0 or self.graph.name(edge.value, token) in self.graph.tokens:
             return True
@@ -255,16 +259,16 @@ class Placed:
         return a == WHOLE and bool(nodes[edge.target].step.module)
 
     def _parameter(self, edge: Edge, a: int, c: int, share: float) -> float:
-        """Seconds in which a parameter is used as `c` and its gradient summed.
+        """Seconds of gathering a parameter for use as `c`, and of reducing its gradient.
 
-        Those that one block holds are sent together, gradients of whole ones all together; what
-        blocks do not hold stays gathered for the backward.
+        Parameters of one block are sent together, gradients of replicated ones all together;
+        parameters outside of blocks stay gathered for the backward.
         """
         name, graph, rows = edge.value, self.graph, self.asked.mode == "rows"
         once = graph.summed[name] == (edge.target, edge.place)
         sums = graph.values[name].grad and once
         if rows and c in (WHOLE, ANY):
-            c = ENTERED  # whatever is made of it, each rank goes on with rows of its own
+            c = ENTERED  # each rank uses it with rows of its own
         if a == c or c == ANY:
             return 0.0
         unit = self.together.get(unit_of(name), 0.0)
@@ -274,7 +278,7 @@ class Placed:
             return gathered + sums * self._portion("reduce_scatter", name, unit, share, graph.wide)
         if a == WHOLE and c == ENTERED:
             if name in graph.tied and not rows:
-                return math.inf  # another module's gradient is no part of a sum
+                return math.inf  # the gradient by the other module is not partial
             bucket = min(self.together.get("*", 0.0), BUCKET / graph.wide)
             return sums * self._portion("all_reduce", name, bucket, share, graph.wide)
         if a == ZERO1 and c == ENTERED:
@@ -284,7 +288,8 @@ class Placed:
 
     @cached_property
     def together(self) -> Mapping[str, float]:
-        """Bytes of whole parameters whose gradients are sent together, by blocks; "*" of all."""
+        """Bytes of replicated parameters whose gradients are reduced together, by blocks; "*" for
+        all."""
         found: dict[str, float] = {}
         for name, menu in self.parameters.items():
             size = self.graph.bytes(name) * self.graph.values[name].grad
@@ -296,7 +301,7 @@ class Placed:
     def _portion(
         self, op: str, name: str, together: float, share: float, wide: float = 1.0
     ) -> float:
-        """Seconds of a parameter's part of one message of so many bytes."""
+        """Seconds of a parameter's share of one message of `together` bytes."""
         size = self.graph.bytes(name)
         together = max(size, together)
         return self._send(op, together * share * wide) * size / together
@@ -307,24 +312,12 @@ class Placed:
         return Joint((self,)).problem
 
 
-# what is sent forward and backward where a value changes its layout; 0 stands for a split dim
-CROSSINGS: Mapping[tuple[int, int], tuple[str, str]] = {
-    (WHOLE, ENTERED): ("", "all_reduce"),
-    (WHOLE, 0): ("", "all_gather"),
-    (0, WHOLE): ("all_gather", ""),
-    (0, ENTERED): ("all_gather", "reduce_scatter"),
-    (SUM, WHOLE): ("all_reduce", ""),
-    (SUM, ENTERED): ("all_reduce", "all_reduce"),
-    (SUM, 0): ("reduce_scatter", "all_gather"),
-}
-
-
 @dataclass
 class Joint:
-    """A graph over one axis or several at once: a choice is one for each of them.
+    """A graph over several axes at once: an option has one layout for each axis.
 
-    What an axis sends is as much of a value as the others leave, those that have moved already and
-    those that will; one after the other, in the cheaper order.
+    An axis sends the share of a value that other axes leave, before or after their own
+    redistribution; axes redistribute one after the other, in the cheapest order.
     """
 
     parts: tuple[Placed, ...]
@@ -367,7 +360,7 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[str, list[tuple[tuple[int, int], ...]]]:
-        """The values that several places read, with the pairs of layouts that each may have."""
+        """Values with several readers, with the pairs of layouts that each may have."""
         return {
             name: list(itertools.product(*(part.shared[name] for part in self.parts)))
             for name in self.parts[0].shared
@@ -375,11 +368,11 @@ class Joint:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """The variables of parameters and of shared values, by their names."""
+        """Indices of the variables of parameters and of shared values, by name."""
         return self.parts[0].numbers
 
     def alone(self, choice: Sequence[int], axis: int) -> tuple[int, ...]:
-        """The choice for one of the axes, as `Placed` counts its options."""
+        """Return the choice for one of the axes, as indices into the options of its `Placed`."""
         part, rest = self.parts[axis], choice[len(self.graph.nodes) :]
         found = [
             part.options[at].index(self.options[at][choice[at]][axis])
@@ -396,7 +389,7 @@ class Joint:
         return [part.share(one) for part, one in zip(self.parts, layouts)]
 
     def operator(self, at: int, options: Sequence[Option]) -> float:
-        """Seconds of a node's own work, forward and backward, and what it sends inside."""
+        """Seconds of a node's own work, forward and backward, with its own communication."""
         graph, step = self.graph, self.graph.nodes[at].step
         given = graph.given(at)
         made = [graph.result(at, k) for k in range(len(step.outputs))]
@@ -421,11 +414,11 @@ class Joint:
         return seconds + sent * (1.5 if node.again else 1.0)
 
     def crossing(self, edge: Edge, a: Sequence[int], c: Sequence[int]) -> float:
-        """Seconds, forward and backward, in which a value changes its layout on all axes."""
+        """Seconds, forward and backward, of redistributing a value on all axes."""
         before, after = self._shares(a), self._shares(c)
         if not all(part.wanted(edge, *both) for part, *both in zip(self.parts, a, c)):
             return math.inf
-        rows = self.graph.values[edge.value].kind == "parameter"  # where every use is summed
+        rows = self.graph.values[edge.value].kind == "parameter"  # every use has a reduction
         modes = [part.asked.mode for part in self.parts]
         move = [k for k, mode in enumerate(modes) if a[k] != c[k] or (rows and mode == "rows")]
         best = math.inf if move else 0.0
@@ -441,7 +434,7 @@ class Joint:
     def update(self, name: str, layouts: Sequence[int]) -> float:
         """Seconds of the optimizer: state is read and written, gradients read, parameters written.
 
-        All parameters of a rank are one operator, whose start no layout changes.
+        All parameters of a rank are one operator, whose start does not depend on layouts.
         """
         one, recipe = self.graph.values[name], self.parts[0].asked.recipe
         each = 2 * (recipe.moments + recipe.master) + recipe.gradient + recipe.parameter
@@ -451,7 +444,7 @@ class Joint:
         return operator("other", 0.0, moved) - operator("other", 0.0, 0.0)
 
     def held(self, name: str, layouts: Sequence[int]) -> float:
-        """Bytes of a parameter, its gradient and its optimizer's state on one rank."""
+        """Bytes of a parameter, its gradient and its optimizer state on one rank."""
         one, recipe = self.graph.values[name], self.parts[0].asked.recipe
         model, state = recipe.parameter + recipe.gradient, recipe.moments + recipe.master
         if not one.grad:
@@ -462,9 +455,9 @@ class Joint:
         return math.prod(one.shape) * (model / own + state / beside)
 
     def kept(self, at: int, options: Sequence[Option]) -> float:
-        """Bytes of a node's results that stay for the backward, in the whole model.
+        """Bytes of a node's results that are saved for the backward, in the full model.
 
-        Those that are computed again are there for one block at a time.
+        Recomputed results exist for one block at a time.
         """
         graph, node = self.graph, self.graph.nodes[at]
         if not (node.step.kept and self.parts[0].asked.kept):
@@ -481,7 +474,7 @@ class Joint:
     # -- the problem -------------------------------------------------------------------------------
 
     def on(self, graph: Graph) -> Joint:
-        """The same of a graph in which some nodes do their work in another way."""
+        """Return a copy for a graph in which some nodes are computed in another way."""
         made = copy(self)
         made.parts = tuple(copy(part) for part in self.parts)
         for part in made.parts:
@@ -504,7 +497,7 @@ class Joint:
         return Problem(tuple(seconds), tuple(sizes), costs, len(self.graph.nodes))
 
     def _own(self, at: int) -> tuple[Costs, Costs]:
-        """Seconds and bytes of a node by itself, of each of its options."""
+        """Seconds and bytes of a node by itself, for each of its options."""
         node = self.graph.nodes[at]
         if (at, node) not in self._known:
             took = [node.count * self.operator(at, one) for one in self.options[at]]
@@ -513,14 +506,14 @@ class Joint:
         return self._known[at, node]
 
     def saves(self, before: Joint) -> float:
-        """Seconds at most by which the best is quicker than before some nodes were changed."""
+        """Upper bound of the seconds that the best gains by the changes of nodes since `before`."""
         pairs = enumerate(zip(self.graph.nodes, before.graph.nodes))
         changed = [at for at, (node, other) in pairs if node != other]
         return sum(max(0.0, float((before._own(k)[0] - self._own(k)[0]).max())) for k in changed)
 
     @cached_property
     def _beside(self) -> tuple[list[Costs], list[Costs], dict[tuple[int, int], Costs]]:
-        """All costs but those of what nodes do and keep by themselves."""
+        """All costs except those of nodes by themselves."""
         graph = self.graph
         seconds = [np.zeros(len(some)) for some in self.options]
         sizes = [*seconds]
@@ -529,10 +522,10 @@ class Joint:
             seconds.append(np.array([often * self.update(name, one) for one in menu]))
             sizes.append(np.array([often * self.held(name, one) for one in menu]))
         ranked = sorted(graph.edges, key=lambda edge: edge.boundary)
-        first = {edge.value: edge for edge in ranked}  # one that may cross, if there is any
+        first = {edge.value: edge for edge in ranked}  # a boundary, if there is one
         for name, pairs in self.shared.items():
             ways = (tuple(zip(*one)) for one in pairs)
-            own = replace(first[name], place=-1)  # it enters no module yet
+            own = replace(first[name], place=-1)  # before it enters a module
             took = [self.crossing(own, a, b) for a, b in ways]
             read = [one.count for one in graph.edges if one.value == name and one.boundary]
             seconds.append(max(graph.counts[name], *read) * np.array(took))
@@ -547,15 +540,16 @@ class Joint:
     def _table(
         self, edge: Edge, given: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
     ) -> Costs:
-        """Costs of an edge from each layout to each, looked at once for each that differs."""
+        """Costs of an edge from each layout to each, computed once for each pair that differs."""
         rows, columns = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))
-        told = np.array([[self.crossing(edge, a, c) for c in columns] for a in rows])
+        costs = np.array([[self.crossing(edge, a, c) for c in columns] for a in rows])
         at = [rows.index(a) for a in given], [columns.index(c) for c in wanted]
-        found: Costs = told.reshape(len(rows), len(columns))[np.ix_(*at)]
+        found: Costs = costs.reshape(len(rows), len(columns))[np.ix_(*at)]
         return found
 
     def _edge(self, edge: Edge, seconds: list[Costs], costs: dict[tuple[int, int], Costs]) -> None:
-        """Add what an edge costs: from who holds the value, to each layout that is wanted."""
+        """Add the costs of an edge: from its source's layout to each layout that the target
+        reads."""
         options, (node, k), target = self.options, edge.source, edge.target
         wanted = [tuple(one.inputs[edge.place] for one in some) for some in options[target]]
         if edge.value in self.shared:
@@ -565,31 +559,31 @@ class Joint:
                 pairs = self.shared[edge.value]
                 given = [tuple(pair[k] for pair, k in zip(one, way)) for one in pairs]
                 tables.append(self._table(edge, given, wanted))
-            told = np.minimum.reduce(tables)
-            self._pair(self.numbers[edge.value], target, told * edge.count, costs)
+            table = np.minimum.reduce(tables)
+            self._pair(self.numbers[edge.value], target, table * edge.count, costs)
         elif node >= 0:
             given = [tuple(one.outputs[k] for one in some) for some in options[node]]
-            told = self._table(edge, given, wanted) * edge.count
+            table = self._table(edge, given, wanted) * edge.count
             if node == target:
-                seconds[node] = seconds[node] + np.diag(told)
+                seconds[node] = seconds[node] + np.diag(table)
             else:
-                self._pair(node, target, told, costs)
+                self._pair(node, target, table, costs)
         elif edge.value in self.parameters:
-            told = self._table(edge, self.parameters[edge.value], wanted) * edge.count
-            self._pair(self.numbers[edge.value], target, told, costs)
+            table = self._table(edge, self.parameters[edge.value], wanted) * edge.count
+            self._pair(self.numbers[edge.value], target, table, costs)
         elif all(part.asked.name is None for part in self.parts):
             shaped = bool(self.graph.values[edge.value].shape)
             modes = (part.asked.mode for part in self.parts)
-            lies = tuple(0 if shaped and mode == "rows" else WHOLE for mode in modes)
-            seconds[target] = seconds[target] + self._table(edge, [lies], wanted)[0] * edge.count
+            layout = tuple(0 if shaped and mode == "rows" else WHOLE for mode in modes)
+            seconds[target] = seconds[target] + self._table(edge, [layout], wanted)[0] * edge.count
 
     def _source(self, name: str, edge: Edge, costs: dict[tuple[int, int], Costs]) -> None:
-        """Tie a shared value's first layout to what its node gives."""
+        """Constrain the first layout of a shared value to its producer's output."""
         node, k = edge.source
         given = [tuple(one.outputs[k] for one in some) for some in self.options[node]]
         first = [tuple(a for a, _ in pairs) for pairs in self.shared[name]]
-        told = np.array([[0.0 if a == g else math.inf for a in first] for g in given])
-        self._pair(node, self.numbers[name], told, costs)
+        table = np.array([[0.0 if a == g else math.inf for a in first] for g in given])
+        self._pair(node, self.numbers[name], table, costs)
 
     @staticmethod
     def _pair(i: int, j: int, table: Costs, costs: dict[tuple[int, int], Costs]) -> None:

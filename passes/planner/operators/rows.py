@@ -1,8 +1,8 @@
-"""Layouts of a model's operators, found for all axes of a mesh at once, as rows of the language.
+"""Layouts of a model's operators, found for all axes of a mesh at once, as rows of a schedule.
 
-What the solver chooses is tried on the model as any other rows are; an option that the language
-refuses is banned, and the next best is looked for.  So the graph may believe in more than is legal,
-and what is written is legal nevertheless.
+The solver's choice is tried on the model like any other rows.  An option that the language refuses
+is banned, and the next best is solved for.  So the graph may allow more than is legal, while the
+written rows are legal.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from schedlang.passes.planner.operators.graph import Edge, Graph
 
 PROOF = call("verify", "train", steps=2)
-TRIES = 8  # options that are banned before it is given up
+TRIES = 8  # number of solutions that are tried
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One axis: what was asked, its part of the solution, and its rows as the language takes them.
+    """The layout of one axis: its part of the solution, and its rows.
 
     The solution's seconds and bytes are those of all axes.
 
-    refused  the words in which options were refused, which are banned
+    refused  reasons of refused options, which are banned
     above    rows of substitutions, of all axes
     """
 
@@ -70,9 +70,11 @@ class Chosen:
 def chosen(
     trial: Trial, graph: Graph, axis: str, asked: Asked, limit: float = math.inf
 ) -> Chosen | None:
-    """The best legal layout of a graph over one axis within so many bytes; None: there is none.
+    """Find the best legal layout of a graph over one axis within `limit` bytes; None where none
+    exists.
 
-    With activations split along the sequence, and without: the quicker of both that are legal.
+    Tries activations with and without a split along the sequence, and returns the quicker legal
+    one.
     """
     found = _quickest(trial, _joints(graph, [(asked,)]), (axis,), limit, Given())
     return found[0] if found else None
@@ -89,14 +91,14 @@ def layouts(
     rows: bool | None = None,
     solver: Solver = solve,
 ) -> tuple[Chosen, ...] | None:
-    """A legal layout over all axes at once, beside the rows that are given.
+    """Find a legal layout over all axes at once, beside existing rows (`given`).
 
-    What is refused on the way is `said`; `graph` is the model's, where it is known already.  An
-    axis splits `rows`, or none does; None: whatever is quicker.
+    Appends refusals to `said`; `graph` is the model's graph, if known.  `rows` says whether an axis
+    must split rows (True) or may not (False); None for whatever is quicker.
 
-    Every axis splits tensors or rows, whichever is quicker and fits, rows at ZeRO's least stage
-    that fits; rows are split over one axis at most, and stand last.  With what is `substituted`
-    operators are chosen as well, as Unity does; another `solver` chooses layouts alone.  None where
+    Every axis splits tensors or rows, whichever is quicker and fits, rows at the smallest stage of
+    ZeRO that fits; at most one axis splits rows, and its row is the last.  With `substituted`
+    operators are chosen as well, as in Unity; another `solver` chooses layouts alone.  None where
     nothing fits in `limit` bytes.
     """
     given, graph = given or Given(), graph or graph_of(trial)
@@ -119,12 +121,12 @@ def layouts(
 
 
 def _joints(graph: Graph, menu: Iterable[tuple[Asked, ...]]) -> list[Joint]:
-    """A menu as problems: with activations split along the sequence, and without."""
-    wide = list(menu)
-    for several in list(wide):
+    """Build the problems: with and without activations split along the sequence."""
+    every = list(menu)
+    for several in list(every):
         if any(one.mode == "tensors" and one.tokens and one.name is None for one in several):
-            wide.append(tuple(replace(one, tokens=False) for one in several))
-    return [Joint(tuple(Placed(graph, one) for one in several)) for several in wide]
+            every.append(tuple(replace(one, tokens=False) for one in several))
+    return [Joint(tuple(Placed(graph, one) for one in several)) for several in every]
 
 
 def _quickest(
@@ -136,7 +138,7 @@ def _quickest(
     said: list[str] | None = None,
     solver: Solver = solve,
 ) -> tuple[Chosen, ...] | None:
-    """The quickest of a menu that is legal: the most promising are tried first."""
+    """Return the quickest legal layout of several problems: the most promising are tried first."""
     solved = ((joint, solver(joint.problem, limit)) for joint in joints)
     bounds = [Laid(joint, one, joint.problem, solver) for joint, one in solved if one]
     best: tuple[Chosen, ...] | None = None
@@ -160,26 +162,27 @@ def _legal(
     given: Given,
     refused: list[str],
 ) -> tuple[Chosen, ...] | None:
-    """The best of what the language takes: what it refuses is banned, and the next best tried."""
+    """Return the best layout that the language accepts: a refused option is banned, the next best
+    tried."""
     for _ in range(TRIES):
         if found is None:
             return None
         joint, solution = found.joint, found.solution
         made = _tried(trial, found, axes, given)
         if isinstance(made, dict):
-            told = tuple(refused)
+            reasons = tuple(refused)
             parts = [
                 Chosen(
                     axis,
                     part,
                     replace(solution, choice=joint.alone(solution.choice, k)),
                     made[axis],
-                    told,
+                    reasons,
                 )
                 for k, (axis, part) in enumerate(zip(axes, joint.parts))
             ]
             return tuple(parts)
-        if isinstance(made, int):  # its ranks would all do the same work
+        if isinstance(made, int):  # all ranks of this axis would do the same work
             found = _busy(found, made, limit)
             continue
         why, axis, blamed, alone = made
@@ -191,7 +194,8 @@ def _legal(
 
 
 def _without(found: Laid, limit: float, blamed: Iterable[int], axes: Sequence[int]) -> Laid | None:
-    """The best layout without what some nodes do on axes, and all others of the same modules."""
+    """Return the best layout without an option of some nodes on axes, banned for all nodes of the
+    module."""
     nodes, options = found.joint.graph.nodes, found.joint.options
 
     def way(at: int, k: int) -> tuple[str, list[Option]]:
@@ -203,7 +207,7 @@ def _without(found: Laid, limit: float, blamed: Iterable[int], axes: Sequence[in
 
 
 def _masked(found: Laid, limit: float, banned: Mapping[int, Sequence[bool]]) -> Laid | None:
-    """The best layout without some options of nodes."""
+    """Return the best layout without some options of nodes."""
     seconds = list(found.problem.seconds)
     for at, gone in banned.items():
         seconds[at] = np.where(gone, np.inf, seconds[at])
@@ -213,7 +217,7 @@ def _masked(found: Laid, limit: float, banned: Mapping[int, Sequence[bool]]) -> 
 
 
 def _busy(found: Laid, axis: int, limit: float) -> Laid | None:
-    """The best layout in which an axis splits one module at least: of all modules, the best."""
+    """Return the best layout in which an axis splits at least one module."""
     best: Laid | None = None
     for at, node in enumerate(found.joint.graph.nodes):
         if node.step.module and len(found.joint.parts[axis].options[at]) > 1:
@@ -230,9 +234,10 @@ Refused = tuple[str, int, Sequence[int], bool]
 def _tried(
     trial: Trial, found: Laid, axes: tuple[str, ...], given: Given
 ) -> dict[str, tuple[Row, ...]] | Refused | int:
-    """The rows of each axis as the language takes them, or why it does not; or an idle axis.
+    """Return the legal rows of each axis; or why they are refused; or the number of an idle axis.
 
-    The axis whose rows are refused, the nodes to blame, and whether these rows are refused alone.
+    A refusal has its reason, the axis, the nodes to blame, and whether these rows are refused by
+    themselves.
     """
     sizes = {axis: part.asked.ranks for axis, part in zip(axes, found.joint.parts)}
     made: dict[str, tuple[Row, ...]] = {}
@@ -241,41 +246,41 @@ def _tried(
         axis, part = axes[k], found.joint.parts[k]
         mine = replace(found.solution, choice=found.joint.alone(found.solution.choice, k))
         own = given.beside(axis)
-        stand = {name for row in own for name in row.names}
+        named = {name for row in own for name in row.names}
         zero = any(row.changes(Facet.STATE) for row in own)
         rows = [
             (at, row)
             for at, row in _rows(part, mine, axis)
-            if not stand & {*row.names} and not (zero and row.changes(Facet.STATE))
+            if not named & {*row.names} and not (zero and row.changes(Facet.STATE))
         ]
         beside = {other: sizes[other] for other in (*made, axis)}
         finder = Finder(trial.on(beside), axis, sizes[axis], [*above, *own], [])
         words = [row.names[0] for _, row in rows if row.style == "vocab"]
         rows = [*((-1, pad) for pad in pads_of(finder, words)), *rows]
-        told = finder.mended([row for _, row in rows])
-        if isinstance(told, str):
+        legal = finder.mended([row for _, row in rows])
+        if isinstance(legal, str):
             blamed = _blamed(rows, finder.blamed)
             bare = Finder(trial, axis, sizes[axis], [*given.above, *own], [])
             alone = above == [*given.above] or isinstance(
                 bare.mended([row for _, row in rows]), str
             )
-            return told, k, blamed, alone
-        if not (told or own):
+            return legal, k, blamed, alone
+        if not (legal or own):
             return k
-        made[axis] = tuple(told)
-        above += [*own, *told]
+        made[axis] = tuple(legal)
+        above += [*own, *legal]
     return made
 
 
 def _blamed(rows: Sequence[tuple[int, Row]], place: int) -> Sequence[int]:
-    """The node whose row a refusal names; of one that names none, those that split tokens."""
+    """Return the node whose row a refusal names; if it names none, the nodes that split tokens."""
     if 0 <= place < len(rows) and rows[place][0] >= 0:
         return [rows[place][0]]
     return [at for at, row in rows if at >= 0 and row.argument("input") is not None]
 
 
 def _rows(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[int, Row]]:
-    """The rows of a solution, each with its node: -1 where it is about a block."""
+    """Yield the rows of a solution, each with its node: -1 for a row of a block."""
     graph = placed.graph
     read = _readers(placed, solution)
     yield from _entries(placed, solution, axis)
@@ -287,12 +292,12 @@ def _rows(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[int, 
             if made is not None:
                 done.add(node.site)
                 yield at, made
-    if placed.asked.mode == "rows":  # experts stand above it
+    if placed.asked.mode == "rows":  # after the rows of experts
         yield -1, Row((), call("zero", stage=placed.asked.zero, over=axis))
 
 
 def _readers(placed: Placed, solution: Solution) -> dict[int, list[tuple[Edge, int]]]:
-    """The edges out of each node, with the layout that is wanted there."""
+    """Return the edges out of each node, with the layout that their target reads."""
     found: dict[int, list[tuple[Edge, int]]] = {}
     for edge in placed.graph.edges:
         wanted = placed.options[edge.target][solution.choice[edge.target]].inputs[edge.place]
@@ -301,7 +306,7 @@ def _readers(placed: Placed, solution: Solution) -> dict[int, list[tuple[Edge, i
 
 
 def _entries(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[int, Row]]:
-    """A row for the first block, where what enters it is split along the sequence there."""
+    """Yield a row for the first block, where its input is split along the sequence."""
     graph = placed.graph
     for name, pairs in placed.shared.items():
         given, handed = pairs[solution.choice[placed.numbers[name]]]
@@ -319,7 +324,7 @@ def _entries(placed: Placed, solution: Solution, axis: str) -> Iterator[tuple[in
 def _row(
     graph: Graph, at: int, option: Option, readers: Sequence[tuple[Edge, int]], axis: str
 ) -> Row | None:
-    """The row of one module, if it is split."""
+    """Return the row of one module, if it is split."""
     node, x, out = graph.nodes[at], option.inputs[0], option.outputs[0]
     wanted = {layout for _, layout in readers}
     gathered = out >= 0 and wanted <= {WHOLE, ENTERED} and bool(wanted)
@@ -355,22 +360,22 @@ def _row(
 
 
 def _dim(graph: Graph, at: int, dim: int) -> S:
-    """A dim of an activation, by its name where the language has one."""
+    """Return a dim of an activation, by its name if the language has one."""
     made = graph.result(at, 0)
     token = graph.name(made, dim) in graph.tokens and len(graph.values[made].shape) == 3
     return S("seq") if token and dim == 1 else S(dim)
 
 
 def _statements(one: Chosen, trial: Trial) -> tuple[n.Stmt, ...]:
-    """The rows of an axis: those at modules, then those of the whole model."""
+    """List the rows of an axis: rows of modules, then rows of the full model."""
     named = [row for row in one.rows if row.names]
     return *statements(named, trial.all), *(row.at() for row in one.rows if not row.names)
 
 
 def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = "") -> list[n.Step]:
-    """The rows of every axis, in a step of its own; those of rows are the last, and proven.
+    """Make a step of each axis; the axis that splits rows is the last, and has the proof.
 
-    What these give up is a word of `relax`.
+    `relax` is the word that this axis gives up.
     """
     steps: list[n.Step] = []
     if found[0].above:
@@ -388,9 +393,10 @@ def _steps(found: Sequence[Chosen], trial: Trial, dtype: str = "", relax: str = 
 
 
 def inserted(source: Source, found: Sequence[Chosen], trial: Trial) -> n.File:
-    """A schedule with more rows: all steps prove them, for they begin the first one.
+    """Insert rows into a schedule, at the beginning of its first step, so that all steps prove
+    them.
 
-    Rows that split the batch are a step of their own, the last.
+    Rows that split the batch become the last step.
     """
     file = printer.standing(parse(source), source.name)
     begun = next((one for one in file.items if isinstance(one, n.Step)), None)
@@ -414,8 +420,8 @@ def alone(
     dtype: str = "",
     relax: str = "",
 ) -> n.File:
-    """A schedule of these rows alone, which computes in a dtype.
+    """Write a schedule of these rows alone, which computes in `dtype`.
 
-    A step that splits rows gives up what `relax` says.
+    A step that splits rows gives up the word `relax`.
     """
     return file_of("layouts.sched", name, lift.mesh(mesh), _steps(found, trial, dtype, relax))

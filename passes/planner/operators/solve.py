@@ -1,9 +1,9 @@
-"""Exact choice of one option for each variable, where pairs of them cost as well.
+"""Exact choice of one option for each variable, with costs of variables and of pairs of variables.
 
 * Elimination of variables one by one (Bertele & Brioschi 1972; Dechter 1999, bucket elimination):
   time grows with the width of the graph, which is small for models, not with their length.
-* Under a limit of bytes the same with a price of a byte, and branches where the two sides of the
-  limit differ: Lagrangian relaxation (Geoffrion 1974) bounds every branch, so the best is proven.
+* Under a limit of bytes the same with a price of a byte, and branch and bound: Lagrangian
+  relaxation (Geoffrion 1974) bounds every branch, so the best is proven.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 Costs = NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Costs]
 
-LARGE = 1 << 22  # cells of a table; where elimination would need more, a variable is fixed instead
-BRANCHES = 4000  # under a limit of bytes, before the best so far is given with its bound
-CLOSE = 1e-12  # seconds that differ by less, relatively, are equal
+LARGE = 1 << 22  # maximal cells of a table; instead of a larger one a variable is enumerated
+BRANCHES = 4000  # maximal branches under a limit of bytes; then the best so far is returned
+CLOSE = 1e-12  # relative difference below which seconds are equal
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
     seconds  of every variable, a vector over its options
     bytes    the same; they are finite
     pairs    (i, j) with i < j -> seconds, options of i by options of j
-    operators  so many stand first; the others are tied to these alone
+    operators  the number of leading variables that are operators; the others depend on these alone
     """
 
     seconds: tuple[Costs, ...]
@@ -49,7 +49,7 @@ class Problem:
         return math.fsum(seconds), sum(float(one[k]) for one, k in zip(self.bytes, choice))
 
     def fixed(self, variable: int, option: int) -> Problem:
-        """The problem with one variable decided."""
+        """Return the problem with one variable decided."""
         only = np.full_like(self.seconds[variable], np.inf)
         only[option] = self.seconds[variable][option]
         seconds = (*self.seconds[:variable], only, *self.seconds[variable + 1 :])
@@ -63,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice and what it costs; no choice costs fewer seconds than `bound`."""
+    """A choice and its costs; no choice costs fewer seconds than `bound`."""
 
     choice: tuple[int, ...]
     seconds: float
@@ -72,7 +72,7 @@ class Solution:
 
     @property
     def proven(self) -> bool:
-        """Whether it is the best."""
+        """Whether the choice is the best."""
         return self.seconds - self.bound <= CLOSE * max(1.0, abs(self.seconds))
 
 
@@ -80,9 +80,9 @@ Solver = Callable[[Problem, float], Solution | None]
 
 
 def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -> Solution | None:
-    """The quickest choice of at most `limit` bytes; None where there is none.
+    """Find the quickest choice of at most `limit` bytes; None where there is none.
 
-    Proven the best unless more than `branches` were needed, which the solution tells.
+    The result is proven to be the best (`Solution.proven`) unless more than `branches` were needed.
     """
     if not all(map(len, problem.seconds)):
         return None
@@ -98,17 +98,17 @@ def solve(problem: Problem, limit: float = math.inf, branches: int = BRANCHES) -
 
 
 def _possible(problem: Problem) -> tuple[Problem, list[NDArray[np.intp]]]:
-    """The problem without options that nothing beside them allows, and those that are left.
+    """Remove options that no option of another variable allows; also return the remaining options.
 
     Arc consistency (Mackworth 1977).
     """
-    here: list[NDArray[Any]] = [np.isfinite(one) for one in problem.seconds]
+    allowed_options: list[NDArray[Any]] = [np.isfinite(one) for one in problem.seconds]
     count = -1
-    while count != (count := sum(int(one.sum()) for one in here)):
+    while count != (count := sum(int(one.sum()) for one in allowed_options)):
         for (i, j), costs in problem.pairs.items():
-            allowed = np.isfinite(costs) & here[i][:, None] & here[j]
-            here[i], here[j] = allowed.any(axis=1), allowed.any(axis=0)
-    kept = [np.flatnonzero(one) for one in here]
+            allowed = np.isfinite(costs) & allowed_options[i][:, None] & allowed_options[j]
+            allowed_options[i], allowed_options[j] = allowed.any(axis=1), allowed.any(axis=0)
+    kept = [np.flatnonzero(one) for one in allowed_options]
     small = replace(
         problem,
         seconds=tuple(one[k] for one, k in zip(problem.seconds, kept)),
@@ -138,13 +138,13 @@ def _order(sizes: Sequence[int], pairs: Mapping[tuple[int, int], Costs]) -> tupl
         for other in around:
             near[other] |= around - {other}
             near[other].discard(chosen)
-        table |= {other: cells(other) for other in around}  # those of others stay
+        table |= {other: cells(other) for other in around}  # other tables do not change
         order.append(chosen)
     return tuple(order)
 
 
 def _least(problem: Problem, price: float) -> Solution | None:
-    """The choice of the fewest seconds, with so many more for each byte; None: all is forbidden."""
+    """Minimise seconds plus `price` times bytes; None where every choice is forbidden."""
     factors: list[Factor] = [
         ((k,), one + price * more if price else one)
         for k, (one, more) in enumerate(zip(problem.seconds, problem.bytes))
@@ -161,7 +161,8 @@ def _least(problem: Problem, price: float) -> Solution | None:
 def _eliminated(
     factors: list[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The least choice, one variable after the other; what would be too large is fixed first."""
+    """Find the cheapest choice by elimination; a variable whose table would be too large is
+    enumerated."""
     done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
     for variable in order:
         mine = [one for one in factors if variable in one[0]]
@@ -178,7 +179,7 @@ def _eliminated(
 
 
 def _joined(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Costs:
-    """The sum of factors over all of their variables, in the order of `scope`."""
+    """Add factors over all of their variables, in the order of `scope`."""
     table = np.zeros([sizes[v] for v in scope])
     place = {v: k for k, v in enumerate(scope)}
     for own, costs in factors:
@@ -197,7 +198,7 @@ def _conditioned(
     variable: int,
     done: list[tuple[int, tuple[int, ...], NDArray[np.intp]]],
 ) -> tuple[int, ...] | None:
-    """The least over all options of one variable, each tried by itself."""
+    """Find the cheapest choice over all options of one variable, each tried by itself."""
     best: tuple[float, tuple[int, ...]] | None = None
     gone = {one for one, _, _ in done}
     left = [v for v in order if v not in gone]
@@ -223,7 +224,7 @@ def _traced(
     chosen: dict[int, int],
     count: int,
 ) -> tuple[int, ...]:
-    """The choices of what was eliminated, from the last to the first."""
+    """Return the choices of eliminated variables, from the last to the first."""
     chosen = dict(chosen)
     for variable, scope, best in reversed(done):
         chosen[variable] = int(best[tuple(chosen[v] for v in scope)])
@@ -235,7 +236,8 @@ def _traced(
 
 @dataclass(frozen=True)
 class _Bounded:
-    """One branch: two choices about the limit; none that fits is quicker than `bound`."""
+    """One branch: a choice that fits and one that does not; none that fits is quicker than
+    `bound`."""
 
     bound: float
     fits: Solution
@@ -243,7 +245,7 @@ class _Bounded:
 
 
 def _bounded(problem: Problem, limit: float) -> _Bounded | None:
-    """A branch with the best bound that a price of bytes gives; None where nothing fits."""
+    """Bound a branch by the best Lagrangian price of bytes; None where nothing fits."""
     over = _least(problem, 0.0)
     if over is None:
         return None
@@ -267,7 +269,7 @@ def _bounded(problem: Problem, limit: float) -> _Bounded | None:
 
 
 def smallest(problem: Problem) -> Solution | None:
-    """The choice of the fewest bytes; None where all are forbidden."""
+    """Find the choice of the fewest bytes; None where all are forbidden."""
 
     def allowed(costs: Costs) -> Costs:
         return np.where(np.isinf(costs), np.inf, 0.0)
@@ -287,24 +289,25 @@ def smallest(problem: Problem) -> Solution | None:
 
 
 def _limited(problem: Problem, limit: float, branches: int) -> Solution | None:
-    """Best first: the branch of the lowest bound is split where its two choices differ."""
+    """Branch and bound, best first: the branch with the lowest bound splits where its choices
+    differ."""
     first, turn = _bounded(problem, limit), itertools.count()
     if first is None:
         return None
     best, heap = first.fits, [(first.bound, next(turn), problem, first)]
     while heap:
-        bound, _, here, told = heapq.heappop(heap)
+        bound, _, node, branch = heapq.heappop(heap)
         if bound >= best.seconds - CLOSE * max(1.0, abs(best.seconds)):
             return replace(best, bound=best.seconds)
         if next(turn) > branches:
             return replace(best, bound=bound)
-        if told.over is None:
+        if branch.over is None:
             continue
-        pairs = zip(told.fits.choice, told.over.choice)
+        pairs = zip(branch.fits.choice, branch.over.choice)
         differ = [v for v, (a, b) in enumerate(pairs) if a != b]
-        widest = max(differ, key=lambda v: abs(np.ptp(here.bytes[v])))
-        for option in np.flatnonzero(np.isfinite(here.seconds[widest])):
-            child = here.fixed(widest, int(option))
+        widest = max(differ, key=lambda v: abs(np.ptp(node.bytes[v])))
+        for option in np.flatnonzero(np.isfinite(node.seconds[widest])):
+            child = node.fixed(widest, int(option))
             found = _bounded(child, limit)
             if found is None or found.bound >= best.seconds:
                 continue

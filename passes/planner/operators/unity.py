@@ -1,11 +1,8 @@
 """Substitutions of operators, chosen together with their layouts.
 
-Unity (Unger et al., OSDI 2022), after TASO (Jia et al. 2019): best first over the graphs that
-substitutions make, each priced by its best layouts, which the solver finds value by value.
-
-* What the language has as rows: kernels, fused modules, merged products, blocks computed again.
-* The graph that they make.
-* The search.
+Unity (Unger et al., OSDI 2022), after TASO (Jia et al. 2019): best-first search over the graphs
+that substitutions make, each priced by its best layouts, which the solver finds.  Substitutions
+are rows of the language: kernels, fused modules, merged products, recomputed blocks.
 """
 
 from __future__ import annotations
@@ -33,15 +30,15 @@ UNITY = (
     "substitutions and parallelization at once (Unger et al., OSDI 2022)",
     "pipelines; of substitutions it has those that are rows; a module it lays out on all ranks",
 )
-ALPHA = 1.05  # what costs so many times the best is not gone on from, as in the paper
-BUDGET = 64  # graphs that are priced
+ALPHA = 1.05  # graphs that cost more than this factor times the best are not expanded (paper)
+BUDGET = 64  # maximal number of graphs that are priced
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """A row that changes nothing of what is computed, and the nodes that it concerns.
+    """A row that preserves the results, and the nodes that it affects.
 
-    again  they are computed again for the backward; else one kernel does the work of all
+    again  whether the nodes are recomputed for the backward; else one kernel replaces all of them
     """
 
     row: Row
@@ -49,17 +46,23 @@ class Substitution:
     again: bool = False
 
     def clashes(self, other: Substitution) -> bool:
-        """Return whether both would do the work of one node."""
+        """Return whether both would replace one node."""
         return self.again == other.again and bool(self.nodes & other.nodes)
 
 
-# -- what the language has as rows -----------------------------------------------------------------
+# -- substitutions as rows -------------------------------------------------------------------------
 
 
 def substitutions(trial: Trial, graph: Graph) -> list[Substitution]:
-    """The substitutions of a graph that the language takes; of equal ones the first."""
+    """List the substitutions of a graph that the language accepts; of equal ones the first."""
     found: dict[tuple[frozenset[int], bool], Substitution] = {}
-    every = _kernels(trial, graph), _rotated(graph), _added(graph), _merged(graph), _again(graph)
+    every = (
+        _kernels(trial, graph),
+        _rotated(graph),
+        _added(graph),
+        _merged(graph),
+        _recomputed(graph),
+    )
     for one in itertools.chain(*every):
         known = (one.nodes, one.again) in found
         if one.nodes and not known and trial.refusal([one.row], "dp", 1) is None:
@@ -93,9 +96,10 @@ POINTWISE = call("replace_kernel", "gated"), call("fuse", backend="rowwise")
 
 
 def _rotated(graph: Graph) -> Iterator[Substitution]:
-    """Rotary embeddings: from the first product of an attention to its last sum before it attends.
+    """Rotary embeddings: from the first product of an attention module to the last sum before
+    attention.
 
-    Where that is no rotation, the language refuses the row.
+    Where this is no rotation, the language refuses the row.
     """
     for end, node in enumerate(graph.nodes):
         own = [k for k in range(end) if graph.nodes[k].site == node.site]
@@ -110,7 +114,8 @@ TURNING = "mul", "add"
 
 
 def _added(graph: Graph) -> Iterator[Substitution]:
-    """A sum in a module and the norm after it in the same, where there are one of each."""
+    """A sum in a module and the norm after it in the same module, if there is exactly one of
+    each."""
     found: dict[str, list[frozenset[int]]] = defaultdict(list)
     for edge in graph.edges:
         (maker, _), norm = edge.source, graph.nodes[edge.target]
@@ -125,7 +130,7 @@ def _added(graph: Graph) -> Iterator[Substitution]:
 
 
 def _merged(graph: Graph) -> Iterator[Substitution]:
-    """Products of one input by one, where the verb is known: an example defines it."""
+    """Merge products of one input; the verb is registered only by an example."""
     if "merge_products" not in registry():
         return
     readers: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -138,7 +143,7 @@ def _merged(graph: Graph) -> Iterator[Substitution]:
             yield Substitution(Row((parent,), call("merge_products", *names)), frozenset(those))
 
 
-def _again(graph: Graph) -> Iterator[Substitution]:
+def _recomputed(graph: Graph) -> Iterator[Substitution]:
     heads = dict.fromkeys(
         head + star for head, star, _ in (one.site.partition("*") for one in graph.nodes) if star
     )
@@ -147,22 +152,22 @@ def _again(graph: Graph) -> Iterator[Substitution]:
         yield Substitution(Row((head,), call("checkpoint")), frozenset(those), again=True)
 
 
-# -- the graph that they make ----------------------------------------------------------------------
+# -- the graph after substitutions -----------------------------------------------------------------
 
 
 def applied(graph: Graph, those: Iterable[Substitution]) -> Graph:
-    """The graph after substitutions: the same nodes, some of which do their work in another way."""
+    """Apply substitutions: the same nodes, some of which are computed in another way."""
     made = copy(graph)
     made.nodes = list(graph.nodes)
     for one in those:
-        change = _forgetting if one.again else _joined
+        change = _recomputed_nodes if one.again else _fused
         for at, node in change(made, one.nodes):
             made.nodes[at] = node
     return made
 
 
-def _joined(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
-    """One kernel: what is handed on in it is neither moved nor kept, and all is read once."""
+def _fused(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
+    """One kernel: values inside it are neither moved nor saved, and every input is read once."""
     read: set[str] = set()
     first = min(nodes)
     for at in sorted(nodes):
@@ -173,13 +178,13 @@ def _joined(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
 
 
 def _inside(graph: Graph, at: int, nodes: frozenset[int]) -> set[str]:
-    """The results of a node that no other nodes read, nor those of other blocks."""
+    """Return the results of a node that neither other nodes nor other blocks read."""
     read = [edge for edge in graph.edges if edge.source[0] == at]
     out = {e.value for e in read if e.target not in nodes or e.count != graph.nodes[e.target].count}
     return {edge.value for edge in read} - out
 
 
-def _forgetting(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
+def _recomputed_nodes(graph: Graph, nodes: frozenset[int]) -> Iterator[tuple[int, Node]]:
     for at in nodes:
         forgets = frozenset(_inside(graph, at, nodes))
         yield at, replace(graph.nodes[at], again=True, forgets=forgets)
@@ -193,9 +198,9 @@ State = frozenset[int]
 
 @dataclass(frozen=True)
 class Price:
-    """The price of what substitutions make: the quickest of several layouts in so many bytes.
+    """Price of a set of substitutions: the quickest of several problems within `limit` bytes.
 
-    Those that save too little to be the quickest are not solved.
+    Problems whose upper bound of savings is too small are not solved.
     """
 
     joints: Sequence[Joint]
@@ -203,18 +208,18 @@ class Price:
     limit: float = math.inf
 
     def on(self, state: State) -> list[Joint]:
-        """The problems after substitutions."""
+        """Return the problems after substitutions."""
         made = applied(self.joints[0].graph, [self.rules[k] for k in sorted(state)])
         return [joint.on(made) for joint in self.joints]
 
     @cached_property
     def free(self) -> Sequence[float]:
-        """The quickest of each problem before any, where bytes are free."""
+        """Seconds of the best of each problem without substitutions and without a limit."""
         found = [solve(joint.problem) for joint in self.joints]
         return [one.seconds if one else math.inf for one in found]
 
     def __call__(self, state: State) -> float:
-        """Seconds of the quickest."""
+        """Return the seconds of the quickest."""
         best = math.inf
         after = zip(self.free, self.joints, self.on(state))
         for free, before, joint in sorted(after, key=lambda one: one[0]):
@@ -230,26 +235,26 @@ def searched(
     alpha: float = ALPHA,
     budget: int = BUDGET,
 ) -> list[tuple[float, State]]:
-    """Price what substitutions make, and give the quickest first: the numbers of those made.
+    """Price sets of substitutions, and return them with their seconds, the quickest first.
 
-    Of the best so far one more is made at a time; with `alpha` infinite and no end of the budget
-    all that there are are priced.
+    Expands the best set so far by one substitution at a time.  With infinite `alpha` and an
+    unlimited budget all sets are priced.
     """
     turn, start = itertools.count(), State()
-    told = {start: price(start)}
-    heap = [(told[start], next(turn), start)]
-    best = told[start]
-    while heap and len(told) < budget:
-        seconds, _, here = heapq.heappop(heap)
+    prices = {start: price(start)}
+    heap = [(prices[start], next(turn), start)]
+    best = prices[start]
+    while heap and len(prices) < budget:
+        seconds, _, state = heapq.heappop(heap)
         if seconds > alpha * best:
             break
         for k, rule in enumerate(rules):
-            more = here | {k}
-            if more in told or any(rule.clashes(rules[one]) for one in here):
+            more = state | {k}
+            if more in prices or any(rule.clashes(rules[one]) for one in state):
                 continue
-            told[more] = price(more)
-            best = min(best, told[more])
-            if told[more] <= alpha * best:
-                heapq.heappush(heap, (told[more], next(turn), more))
-    ranked = sorted((seconds, len(one), sorted(one)) for one, seconds in told.items())
+            prices[more] = price(more)
+            best = min(best, prices[more])
+            if prices[more] <= alpha * best:
+                heapq.heappush(heap, (prices[more], next(turn), more))
+    ranked = sorted((seconds, len(one), sorted(one)) for one, seconds in prices.items())
     return [(seconds, State(one)) for seconds, _, one in ranked if seconds < math.inf]

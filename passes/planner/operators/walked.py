@@ -1,10 +1,8 @@
-"""A walk over layouts of operators, and a price of what each step of it changes.
+"""Random walk over layouts of operators, with incremental costs.
 
-FlexFlow (Jia, Zaharia & Aiken, MLSys 2019) goes so from strategy to strategy, by the layout of one
-operator at a time, and simulates again what that reaches.  What the solver proves it comes near to.
-
-* The cost of a choice, of which only the operators that change and their edges are priced again.
-* The walk.
+FlexFlow (Jia, Zaharia & Aiken, MLSys 2019) moves from strategy to strategy by the layout of one
+operator at a time, and simulates again only what the change affects.  The result comes close to
+the solver's proven optimum.
 """
 
 from __future__ import annotations
@@ -18,64 +16,68 @@ import numpy as np
 from schedlang.passes.planner.operators.solve import Costs, Problem, Solution, smallest
 from schedlang.passes.planner.walk import walk
 
-STEPS = 100  # for each operator that has a choice
-HEAT = 0.3  # of the mean cost of an operator
+STEPS = 100  # steps for each operator that has a choice
+HEAT = 0.3  # temperature, as a share of the mean cost of an operator
 
 
 class Repriced:
-    """A choice and what it costs; values between operators follow these, each by its best."""
+    """A choice and its incremental cost; values between operators follow, each by its best
+    option."""
 
     def __init__(self, problem: Problem, choice: Sequence[int]) -> None:
         self.problem, self.choice = problem, [*choice]
-        self.near: list[list[tuple[int, int]]] = [[] for _ in choice]
+        self.pairs_of: list[list[tuple[int, int]]] = [[] for _ in choice]
         for pair in problem.pairs:
             for one in pair:
-                self.near[one].append(pair)
+                self.pairs_of[one].append(pair)
         self.terms: dict[tuple[int, ...], float] = {}
-        self.priced = 0  # costs that were looked up, in all
+        self.lookups = 0  # number of costs that were looked up
         self._price(range(problem.operators), range(problem.operators, len(choice)))
 
     @property
     def seconds(self) -> float:
-        """The sum of all costs: exactly the problem's own, whatever has changed before."""
+        """The sum of all costs: exactly the problem's own, independent of earlier changes."""
         return math.fsum(self.terms.values())
 
     def change(self, choice: Sequence[int]) -> None:
-        """Take another choice of operators; what lies at those that differ is priced again."""
+        """Move to another choice of operators; operators that differ, and their edges, are priced
+        again."""
         own = self.problem.operators
         moved = [at for at in range(own) if choice[at] != self.choice[at]]
         for at in moved:
             self.choice[at] = choice[at]
-        ends = {one for at in moved for pair in self.near[at] for one in pair}
+        ends = {one for at in moved for pair in self.pairs_of[at] for one in pair}
         self._price(moved, [one for one in ends if one >= own])
 
     def _price(self, moved: Iterable[int], follow: Iterable[int]) -> None:
-        """Let values follow, then look up the costs of both and of their pairs."""
+        """Update values between operators, then the costs of both and of their pairs."""
         seconds, pairs, choice = self.problem.seconds, self.problem.pairs, self.choice
         for one in follow:
             lines = (line for _, line in self._lines(one, choice))
             choice[one] = int(sum(lines, start=seconds[one]).argmin())
         for at in (*moved, *follow):
             self.terms[at,] = float(seconds[at][choice[at]])
-            for i, j in self.near[at]:
+            for i, j in self.pairs_of[at]:
                 self.terms[i, j] = float(pairs[i, j][choice[i], choice[j]])
-            self.priced += 1 + len(self.near[at])
+            self.lookups += 1 + len(self.pairs_of[at])
 
     def _lines(self, at: int, choice: Sequence[int]) -> Iterator[tuple[int, Costs]]:
-        """The neighbours of a variable, and what each of its options costs beside their choice."""
-        for i, j in self.near[at]:
+        """Yield the neighbours of a variable, with the cost of each of its options given their
+        choice."""
+        for i, j in self.pairs_of[at]:
             costs = self.problem.pairs[i, j]
             yield (j, costs[:, choice[j]]) if i == at else (i, costs[choice[i]])
 
     def moved(self, at: int, option: int) -> tuple[int, ...]:
-        """Give one operator another layout; those follow that the language cannot say beside it.
+        """Give one operator another layout; neighbours follow that the language cannot combine with
+        it.
 
-        The same choice where they cannot.
+        Returns the unchanged choice where they cannot follow.
         """
         choice, done, waiting = [*self.choice], {at}, [at]
         choice[at] = option
-        for one in waiting:  # grows while it is read
-            for i, j in self.near[one]:
+        for one in waiting:  # grows during the loop
+            for i, j in self.pairs_of[one]:
                 if math.isfinite(self.problem.pairs[i, j][choice[i], choice[j]]):
                     continue
                 other = i + j - one
@@ -86,7 +88,8 @@ class Repriced:
         return tuple(choice)
 
     def _follows(self, at: int, choice: list[int], done: set[int]) -> bool:
-        """Choose for an operator what those that are done allow, and the fewest others forbid."""
+        """Choose an option that decided neighbours allow, and that the fewest other neighbours
+        forbid."""
         hard, wrong = self.problem.seconds[at], np.zeros(len(self.problem.seconds[at]))
         for other, line in self._lines(at, choice):
             if other in done:
@@ -99,10 +102,10 @@ class Repriced:
 
 
 def walked(problem: Problem, limit: float = math.inf, seed: int = 0) -> Solution | None:
-    """The quickest choice of at most `limit` bytes that a walk meets; None where there is none.
+    """Find the quickest choice of at most `limit` bytes on a random walk; None where there is none.
 
-    It begins with the first option of each operator, which splits no tensors; where that is no
-    choice, or too large, with what takes the fewest bytes.
+    Starts from the first option of each operator, which splits no tensors; where that is forbidden,
+    or too large, from the choice with the fewest bytes.
     """
     free = [k for k, one in enumerate(problem.seconds[: problem.operators]) if len(one) > 1]
     priced = Repriced(problem, [0] * len(problem.seconds))

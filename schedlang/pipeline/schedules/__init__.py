@@ -1,4 +1,5 @@
-"""Orders of a pipeline's operations: one short generator each, with its paper and closed form."""
+"""Pipeline schedules ("orders") by name: one short generator each, with its paper and closed
+form."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ __all__ = [
 
 
 class Settings(TypedDict, total=False):
-    """The arguments of an order beside ranks, microbatches and chunks; see `Size`."""
+    """Arguments of an order besides ranks, microbatches and chunks; see `Size`."""
 
     slices: int
     cost: Cost
@@ -69,7 +70,7 @@ class Settings(TypedDict, total=False):
 def order(
     name: str, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
 ) -> Timeline:
-    """The compute operations of every rank under a named order.
+    """Return the compute operations of every rank under a named order.
 
     `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
     rank, None: the order's own number. Raises OrderError for sizes that the order does not have.
@@ -81,7 +82,7 @@ def order(
 def sized(
     found: Order, ranks: int, micro: int, chunks: int | None = None, **given: Unpack[Settings]
 ) -> Size:
-    """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
+    """Return the checked sizes of an order; `chunks` None is its own number. Raises OrderError."""
     memory = given.pop("memory", None)
     chunks = chunks_of(name=found.name) if chunks is None else chunks
     size = Size(ranks, micro, chunks, **given)  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def chunks_of(name: str) -> int:
 
 
 def find(name: str) -> Order:
-    """The order of this name or alias, in any case, or of the table in a file `*.csv`."""
+    """Return the order of this name or alias, in any case, or of the table in a file `*.csv`."""
     if name.lower().endswith(".csv"):
         return table_order(name)
     for known in ORDERS:
@@ -126,20 +127,20 @@ def find(name: str) -> Order:
 
 
 def meant(name: str) -> str | None:
-    """The order that an alias, a name of another system, or a misspelling stands for."""
+    """Return the order that an alias, a name of another system, or a misspelling stands for."""
     every = {known: one.name for one in ORDERS for known in (one.name, *one.aliases)}
     near = closest(name, every)
     return OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
 
 
 def _legal(name: str) -> str:
-    """Say what to write in place of an unknown order."""
+    """Return help on what to write in place of an unknown order."""
     found = meant(name)
     return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 
 
 def _check_every(found: Order, micro: int, every: int) -> None:
-    """Updates inside a step are of equally many microbatches, and not every order has them."""
+    """Refuse updates inside a step that differ in microbatches, or that the order does not have."""
     if "staleness" not in found.relaxed:
         stale = ", ".join(o.name for o in ORDERS if "staleness" in o.relaxed)
         raise OrderError(

@@ -1,4 +1,4 @@
-"""Two copies of the stages in opposite directions: Chimera, GEMS and DualPipe.
+"""Orders with two replicas of the stages in opposite directions: Chimera, GEMS and DualPipe.
 
 Replica 0 has stage s on rank s, replica 1 has it on rank p - 1 - s; even microbatches go through
 replica 0, odd ones through replica 1.
@@ -21,8 +21,8 @@ def _chimera(size: Size) -> Timeline:
 
     With slots of one operation, microbatch i of a unit and replica is forwarded by stage s in slot
     s + 2i and goes back in slot 2p - 1 - s + 2i. On a rank the stages of the two replicas differ by
-    an odd number, so one of them has the even slots and the other the odd ones. A unit takes each
-    rank 2p slots in a row, so that the next one may follow 2p later (direct concatenation).
+    an odd number, so one of them has the even slots and the other the odd ones. A unit takes 2p
+    consecutive slots of each rank, so the next one may start 2p later (direct concatenation).
     """
     p = size.ranks
     microbatch, stage = np.meshgrid(np.arange(size.micro), np.arange(p), indexing="ij")
@@ -42,7 +42,8 @@ def _gems(size: Size) -> Timeline:
 def _alternating(
     ranks: int, forward: Ints, backward: Ints, stage: Ints, microbatch: Ints
 ) -> Timeline:
-    """F and B of [microbatch, stage] at their slots, even and odd microbatches in two replicas."""
+    """Put F and B of [microbatch, stage] at their slots; even and odd microbatches on two
+    replicas."""
     replica, slot = microbatch % 2, np.stack([forward, backward], -1)
     columns = (stage, microbatch, replica)
     return by_slot(
@@ -55,12 +56,12 @@ def _alternating(
 
 
 def _rank(ranks: int, stage: Ints, replica: Ints) -> Ints:
-    """The rank of a stage of a replica; likewise the stage of a rank."""
+    """Return the rank of a stage of a replica; likewise the stage of a rank."""
     return np.where(replica == 0, stage, ranks - 1 - stage)
 
 
 def even(size: Size, least: Callable[[int], int]) -> Problem | None:
-    """Say why two directions cannot share ranks and microbatches equally, and which sizes can.
+    """Return why two directions cannot share ranks and microbatches equally, and which sizes can.
 
     `least`: the fewest microbatches for a number of ranks.
     """
@@ -78,7 +79,7 @@ def even(size: Size, least: Callable[[int], int]) -> Problem | None:
 
 
 def _near(micro: int, least: int) -> list[int]:
-    """The even numbers that are nearest to `micro` among those from `least`."""
+    """Return the even numbers from `least` on that are nearest to `micro`."""
     if micro < least:
         return [least]
     return [micro - 1, micro + 1] if micro % 2 and micro > least else [micro + micro % 2]
@@ -147,7 +148,7 @@ def _dualpipe(size: Size) -> Timeline:
     """The eight phases of every rank.
 
     The i-th microbatch of direction d is 2i + d; stage s of direction 0 is on rank s, of direction
-    1 on rank p - 1 - s. A forward that the system overlaps with a backward stands right before it.
+    1 on rank p - 1 - s. A forward that the system overlaps with a backward comes right before it.
     """
     p, rows = size.ranks, []
     for rank in range(p):

@@ -1,11 +1,11 @@
 """Orders as tables: one line per rank, one cell per operation, as torch reads and writes them.
 
 A cell is `[stage][kind][microbatch]`: `0F0`, `2I1`, `2W1`, `3B0`; an empty one is idle. Two that
-torch overlaps, `(0F1;1B0)OVERLAP_F_B`, run one after the other. Kinds are F, B (whole backward), I
+torch overlaps, `(0F1;1B0)OVERLAP_F_B`, run one after the other. Kinds are F, B (full backward), I
 (input gradient), W (weight gradient), RECOMPUTE, OFFLOAD, RELOAD, EVICT, LOAD, STEP, BARRIER.
-Sends, receives, gathers and reductions, which torch's `compute_comms` form lists too, follow from
-these and are passed over. What torch has no word for stands after the microbatch, in this order,
-each left out where it is 0: `r1` the replica of the stage, `s2` the slice of the sequence, `v1` the
+Sends, receives, gathers and reductions, which torch's `compute_comms` form lists too, are derived
+from these and are skipped. What torch has no word for comes after the microbatch, in this order,
+each omitted where it is 0: `r1` the replica of the stage, `s2` the slice of the sequence, `v1` the
 version of the weights, `~3` the partner rank of EVICT and LOAD: `0F5r1`, `2B0s3`, `1EVICT4~2`.
 """
 
@@ -30,13 +30,13 @@ CELL = re.compile(
     r"(?:r(\d{1,9}))?(?:s(\d{1,9}))?(?:v(\d{1,9}))?(?:~(\d{1,9}))?",
     re.ASCII,
 )
-QUOTED = re.compile(r"[\w~();]{1,40}")  # what may have been meant as a cell
+QUOTED = re.compile(r"[\w~();]{1,40}")  # text that messages quote: a misspelt cell
 BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 LEGAL = "cells are like 0F0, 2I1, 2W1, 3B0, or empty; with replica, slice and version 0F5r1s2v1"
 
 
 class Cell(NamedTuple):
-    """An operation and where it stands: line, column and rank, counted from 1, 1 and 0."""
+    """An operation and its position: line and column, counted from 1."""
 
     op: Op
     line: int
@@ -44,15 +44,15 @@ class Cell(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The place in words: line and column."""
+        """The position in words: line and column."""
         return f"line {self.line}, column {self.column}"
 
 
 def read_table(text: str, ranks: int | None = None, micro: int | None = None) -> Timeline:
-    """The timeline of a table; `ranks` and `micro`: what it must have, if that is known.
+    """Parse the timeline of a table; `ranks` and `micro` are its required sizes, if known.
 
-    Raises OrderError with line and column for cells that are unknown or there twice, for stages on
-    two ranks, and for tables that are incomplete or would never end.
+    Raises OrderError with line and column for cells that are unknown or repeated, for stages on two
+    ranks, and for tables that are incomplete or would never end.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     while ranks is not None and len(lines) > ranks and not lines[-1].strip():
@@ -60,8 +60,8 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
     cells = [list(_cells(line, number)) for number, line in enumerate(lines, 1)]
     if not any(cells):
         raise OrderError("the table lists no operation", LEGAL)
-    _homes(cells)
-    _complete(cells)
+    _check_ranks(cells)
+    _check_complete(cells)
     rows = [[cell.op for cell in row] for row in cells]
     count = 1 + max(op.microbatch for row in rows for op in row)
     for what, found, wanted in (("ranks", len(rows), ranks), ("microbatches", count, micro)):
@@ -77,7 +77,7 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
 
 
 def table_order(path: str) -> Order:
-    """The order that a table in a file lists, for the sizes that it is for.
+    """Return the order that a table in a file lists, for the sizes that the table is for.
 
     Raises OrderError where the file cannot be read, and as `read_table`.
     """
@@ -110,7 +110,7 @@ def table_order(path: str) -> Order:
 
 
 def write_table(t: Timeline) -> str:
-    """The table of a timeline, one line per rank; what follows from the rest is left out."""
+    """Write the table of a timeline, one line per rank; derived operations are left out."""
     lines = []
     for rank in range(t.ranks):
         lines.append(",".join(_text(op) for op in t.rows(rank) if op.kind in LISTED))
@@ -160,7 +160,7 @@ def _ops(word: str, place: str) -> Iterator[Op]:
     yield Op(kind, int(stage), microbatch, replica, part, version, peer)
 
 
-def _homes(cells: list[list[Cell]]) -> None:
+def _check_ranks(cells: list[list[Cell]]) -> None:
     """Refuse a stage of one replica on two ranks."""
     homes: dict[tuple[int, int], tuple[int, Cell]] = {}
     for rank, row in enumerate(cells):
@@ -175,8 +175,8 @@ def _homes(cells: list[list[Cell]]) -> None:
                 )
 
 
-def _complete(cells: list[list[Cell]]) -> None:
-    """Refuse what is there twice, or missing."""
+def _check_complete(cells: list[list[Cell]]) -> None:
+    """Refuse operations that are repeated, or missing."""
     seen: dict[tuple[str, int, int, int], Cell] = {}
     for cell in (cell for row in cells for cell in row if cell.op.kind in WORK):
         op = cell.op
@@ -197,10 +197,10 @@ def _complete(cells: list[list[Cell]]) -> None:
     for stage in range(stages):
         for microbatch in range(micro):
             for part in range(slices):
-                _unit(seen, lines, stage, microbatch, part)
+                _check_slice(seen, lines, stage, microbatch, part)
 
 
-def _unit(
+def _check_slice(
     seen: dict[tuple[str, int, int, int], Cell],
     lines: dict[int, Cell],
     stage: int,

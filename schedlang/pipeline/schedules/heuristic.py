@@ -1,4 +1,4 @@
-"""ZB-1p and ZB-2p: the order of Zero Bubble's heuristic, under a limit on the activations held."""
+"""ZB-1p and ZB-2p: the heuristic of Zero Bubble, under a limit on the activations held."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ F, I, W = range(3)  # noqa: E741  (the literature's letter for the input gradien
 
 @dataclass(frozen=True)
 class Knobs:
-    """The three binary choices of Zero Bubble, §3.1, of which all eight combinations are tried.
+    """The three binary choices of Zero Bubble, §3.1; all eight combinations are tried.
 
-    overfill  warm up with a forward more, though the first backward then waits for it
-    skip      a rank that is two forwards ahead of the next may leave one out for its backward
+    overfill  warm up with one forward more, although the first backward then waits for it
+    skip      a rank that is two forwards ahead of the next may omit one for its backward
     idle      leave a gap shorter than W empty where other ranks have been idle for longer
     """
 
@@ -36,9 +36,9 @@ class Knobs:
 
 
 class Draft:
-    """An order in the making: what every rank has done, when it is free and what it holds.
+    """An order under construction: operations of every rank, when the rank is free, what it holds.
 
-    Times are in any one unit; what is held is counted in parts of an activation, and stays exact.
+    Times are in any one unit; bytes are counted in parts of an activation, and stay exact.
     """
 
     def __init__(self, size: Size, limit: Fraction, knobs: Knobs) -> None:
@@ -64,7 +64,7 @@ class Draft:
         return self.end[kind][other][self.done[kind][rank]] + self.comm
 
     def put(self, rank: int, kind: int) -> None:
-        """The next operation of a kind, as early as it can run after those before it."""
+        """Append the next operation of a kind, as early as it can run."""
         start = self.free[rank]
         if kind != W:
             start = max(start, self.arrival(rank, kind))
@@ -85,7 +85,7 @@ class Draft:
         return ticks if isinstance(ticks, float) else Fraction(ticks, self.scale)
 
     def timeline(self) -> Timeline:
-        """The order as it stands, where all is done."""
+        """Return the finished order."""
         kinds, rows = np.array(KINDS, dtype=np.int32), []
         for rank, row in enumerate(self.rows):
             part = np.array(row)
@@ -100,7 +100,8 @@ class Draft:
         return self.done[I][rank] - self.done[W][rank]
 
     def fill(self, rank: int, kind: int) -> None:
-        """Weight gradients before the next F or I: to make room, then where the rank waits."""
+        """Run weight gradients before the next F or I: to free memory, then where the rank
+        waits."""
         while self.memory[rank] + self.held[kind] > self.limit:
             assert self.waiting(rank), "nothing is left to be freed"
             self.put(rank, W)
@@ -112,12 +113,12 @@ class Draft:
             self.put(rank, W)
 
     def behind(self, rank: int) -> Number:
-        """Return how much longer than this rank the most idle one has been idle."""
+        """Return how much longer than this rank the most idle rank has been idle."""
         return max(self.idle) - self.idle[rank]
 
 
 def _ticks(size: Size) -> tuple[list[tuple[Number, ...]], Number, int]:
-    """F, I and W of every rank, a transfer, and by what they are scaled: to whole ones if exact."""
+    """Return F, I and W of every rank, a transfer, and their scale: to whole numbers if exact."""
     cost = size.cost
     shares = cost.shares or [1] * size.ranks
     rows = [tuple(x * share for x in (cost.f, cost.i, cost.w)) for share in shares]
@@ -129,7 +130,8 @@ def _ticks(size: Size) -> tuple[list[tuple[Number, ...]], Number, int]:
 
 
 def draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
-    """The order under these choices: rounds of one F and one I on every rank, W between them."""
+    """Build the order under these choices: rounds of one F and one I on every rank, W between
+    them."""
     made = Draft(size, limit, knobs)
     for rank in range(size.ranks):
         made.put(rank, F)
@@ -172,7 +174,7 @@ def _warmup(draft: Draft) -> list[int]:
 
 
 def _forwards(draft: Draft) -> Iterator[int]:
-    """The ranks that run a forward in this round; where one leaves it out, so do those before."""
+    """Yield the ranks that run a forward in this round; where one omits it, so do those before."""
     wanted = [_wants(draft, rank) for rank in range(draft.ranks)]
     for rank in reversed(range(draft.ranks - 1)):
         wanted[rank] = wanted[rank] and wanted[rank + 1]
@@ -200,7 +202,7 @@ def _wants(draft: Draft, rank: int) -> bool:
 
 
 def searched(size: Size, limit: Fraction) -> Timeline:
-    """The shortest of the eight orders whose ranks hold at most `limit` microbatches."""
+    """Return the shortest of the eight orders whose ranks hold at most `limit` microbatches."""
     drafts = (draft(size, limit, Knobs(*knobs)) for knobs in product((True, False), repeat=3))
     return min(drafts, key=lambda made: made.span).timeline()
 
@@ -212,10 +214,11 @@ def _zb_1p(size: Size) -> Timeline:
 
 def _zb_2p(size: Size) -> Timeline:
     """Search within 2p microbatches as the paper counts them, or within `Size.memory` as `kept`
-    does.
+    counts.
 
-    The paper counts less than a whole microbatch between I and W. So does this where neither a
-    limit nor a share is given; with whole ones, 2p would not do for what the paper reports.
+    The paper counts less than a full microbatch between I and W. So does this where neither a limit
+    nor a share is given; with full ones, 2p would not be enough for the results that the paper
+    reports.
     """
     if size.memory is not None:
         return searched(size, size.memory)

@@ -1,4 +1,4 @@
-"""List scheduling of a chain of stages: the most urgent operation first; W put off into gaps."""
+"""List scheduling of a chain of stages: the most urgent operation first; W delayed into gaps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from schedlang.pipeline.timeline.table import Kind, Timeline
 class Jobs:
     """Operations, numbered from 0.
 
-    rank      where each runs
-    time      how long it takes
-    urgency   the smallest is taken first, of equal ones the job with the lower number
-    needs     the operations that must have ended before
-    gain      the activations that it makes (frees: negative)
-    comm      delay of what one rank needs of another
+    rank      of each
+    time      duration
+    urgency   the smallest runs first, of equal ones the job with the lower number
+    needs     operations that must have ended before
+    gain      activations that it makes (negative: frees)
+    comm      delay of an input from another rank
     """
 
     rank: Sequence[int]
@@ -35,7 +35,7 @@ class Jobs:
 
 
 def listed(jobs: Jobs, ranks: int, limit: Sequence[Number] | None = None) -> list[list[int]] | None:
-    """The operations of every rank in order; None if they get stuck.
+    """Return the operations of every rank in order; None if they get stuck.
 
     `limit`: the most activations that each rank may hold, in the units of `gain`.
     """
@@ -43,7 +43,7 @@ def listed(jobs: Jobs, ranks: int, limit: Sequence[Number] | None = None) -> lis
 
 
 class _Run:
-    """The state of one run: what is ready, when each rank is free, what it holds."""
+    """State of one run: ready jobs, when each rank is free, what it holds."""
 
     def __init__(self, jobs: Jobs, ranks: int, limit: Sequence[Number] | None) -> None:
         self.jobs, self.limit = jobs, limit
@@ -59,13 +59,13 @@ class _Run:
         self.free: list[Number] = [0] * ranks
         self.held: list[Number] = [0] * ranks
         self.rows: list[list[int]] = [[] for _ in range(ranks)]
-        # (time, job that has arrived or ~rank that is free)
+        # (time, job whose inputs have arrived, or ~rank that is free)
         self.events: list[tuple[Number, int]] = [(0, ~rank) for rank in range(ranks)]
         self.events += [(0, job) for job, count in enumerate(self.open) if not count]
         heapify(self.events)
 
     def all(self) -> list[list[int]] | None:
-        """Run until nothing is left, or nothing can go on."""
+        """Run until all jobs are done, or none can start."""
         left, rank_of = len(self.jobs.rank), self.jobs.rank
         while self.events:
             now = self.events[0][0]
@@ -115,7 +115,7 @@ Urgency = Callable[[int, int, int], Number]  # of (kind, stage, microbatch); the
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages and where they are, and what their operations take and hold.
+    """Stages and their ranks, with durations and activations of their operations.
 
     homes   the rank of every stage
     times   [kind][stage]; kinds are F and B, or F, I and W
@@ -142,7 +142,7 @@ class Chain:
         in_flight: int | None = None,
         limit: Number | None = None,
     ) -> Timeline | None:
-        """The order of list scheduling, None if it gets stuck under the limit.
+        """Return the order of list scheduling; None if it gets stuck under the limit.
 
         in_flight   how many microbatches may be between their first F and the end of their last
                     backward at once
@@ -166,7 +166,7 @@ class Chain:
         return None if rows is None else self.timeline(rows, micro)
 
     def timeline(self, rows: Sequence[Sequence[int]], micro: int) -> Timeline:
-        """The timeline of rows of jobs (kind * stages + stage) * micro + microbatch."""
+        """Build the timeline of rows of jobs (kind * stages + stage) * micro + microbatch."""
         split = len(self.times) == 3
         names = np.array([Kind.F, Kind.I, Kind.W] if split else [Kind.F, Kind.B], np.int32)
         parts = (np.divmod(np.array(row, np.int64), self.stages * micro) for row in rows)
@@ -195,16 +195,16 @@ Unit = tuple[int, int, int]  # (kind, stage, microbatch)
 def filled(
     chain: Chain, order: Timeline, limit: Number | None, *, whole_gaps: bool
 ) -> Timeline | None:
-    """The forwards and input gradients of an order, with W where the rank would wait.
+    """Put W into the forwards and input gradients of an order, where a rank would wait.
 
-    W runs in gaps that it fits into (`whole_gaps`) or in any, before a forward for which there is
-    no room, and at the end. None if there is no room even so, or the order never ends.
+    W runs in gaps that are long enough (`whole_gaps`) or in any gap, before a forward that needs
+    its memory, and at the end. None if memory is too small even so, or the order never ends.
     """
     return _Filling(chain, order, limit, whole_gaps).all()
 
 
 class _Filling:
-    """The state of one filling; every rank goes on until it needs what is not there yet."""
+    """State of one filling; every rank runs until an input is missing."""
 
     def __init__(
         self, chain: Chain, order: Timeline, limit: Number | None, whole_gaps: bool
@@ -219,7 +219,7 @@ class _Filling:
         self.rows: list[list[int]] = [[] for _ in range(chain.ranks)]
 
     def all(self) -> Timeline | None:
-        """Round after round, while any rank goes on."""
+        """Run rounds over all ranks as long as any rank advances."""
         moved = True
         while moved:
             moved = False
@@ -236,7 +236,7 @@ class _Filling:
         return self.chain.timeline(self.rows, self.micro)
 
     def _ready(self, rank: int, unit: Unit) -> Number:
-        """Return the arrival time of an operation's input; -1: not known yet."""
+        """Return the arrival time of an operation's input; -1: unknown yet."""
         kind, stage, microbatch = unit
         before = stage - 1 if kind == F else stage + 1
         if not 0 <= before < self.chain.stages:
@@ -247,7 +247,7 @@ class _Filling:
         return end + (self.chain.comm if self.chain.homes[before] != rank else 0)
 
     def _step(self, rank: int, unit: Unit, ready: Number) -> bool:
-        """Weight gradients as far as they fit, then the operation; False: there is no room."""
+        """Run weight gradients that fit, then the operation; False: memory is too small."""
         kind, stage, _ = unit
         late, gain = self.late[rank], self.chain.gains[kind][stage]
         while late and self.free[rank] < ready:

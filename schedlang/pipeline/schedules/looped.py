@@ -1,4 +1,5 @@
-"""Several stages on each rank: interleaved 1F1B, breadth first, interleaved zero bubble, waves."""
+"""Orders with several stages on each rank: interleaved 1F1B, breadth first, interleaved ZB,
+waves."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ def _interleaved(size: Size) -> Timeline:
 
 
 def rounds(micro: int, group: int) -> list[int]:
-    """Microbatches in rounds of at least `group`, as equal as can be, the larger ones first.
+    """Split microbatches into rounds of at least `group`, as equal as possible, larger ones first.
 
-    With smaller rounds first or last, ranks would wait for each other for ever.
+    With smaller rounds first or last, ranks would wait for each other forever.
     """
     count = max(1, micro // group)
     least, more = divmod(micro, count)
@@ -43,7 +44,8 @@ def rounds(micro: int, group: int) -> list[int]:
 
 
 def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
-    """Units of a rank's forwards and backwards: each round through one chunk after the other."""
+    """Return the units of a rank's forwards and backwards: each round through one chunk after
+    another."""
     turn = np.repeat(np.arange(len(sizes)), sizes) * size.chunks
     order = np.argsort((turn + np.arange(size.chunks)[:, None]).ravel(), kind="stable")
     chunk, microbatch = np.divmod(order, size.micro)
@@ -58,7 +60,7 @@ def idle(size: Size) -> Fraction:
 
 
 def accounted(span: Number, size: Size) -> Number:
-    """The cost of 1F1B-I as Zero Bubble's Table 5 accounts for it: p transfers less.
+    """Return the cost of 1F1B-I as Zero Bubble's Table 5 counts it: p transfers less.
 
     `span` is the simulated rank span.
     """
@@ -129,7 +131,7 @@ def _grouped(size: Size, group: int) -> Timeline:
 
 
 def _group(size: Size) -> int:
-    """The largest round from p/2 to p that the memory allows; p/2 if none is given."""
+    """Return the largest round from p/2 to p that the memory allows; p/2 if no limit is given."""
     least = (size.ranks + 1) // 2
     if size.memory is None:
         return least
@@ -203,20 +205,20 @@ GROUPED = (
 )
 
 
-FORWARD, BACKWARD = 1, 2  # the paper draws a backward twice as long as a forward
+FORWARD, BACKWARD = 1, 2  # durations in the paper's drawings
 
 
 def home(stage: int, ranks: int) -> int:
-    """The rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
+    """Return the rank of a stage in a zig-zag: 0, 1, .. p-1, p-1, .. 1, 0, 0, 1, .."""
     turn = stage % (2 * ranks)
     return min(turn, 2 * ranks - 1 - turn)
 
 
 def _hanayo(size: Size) -> Timeline:
-    """Each rank, when free, takes a backward if one has arrived, else a forward, oldest first.
+    """Each rank, when free, runs a backward if one has arrived, else a forward, oldest first.
 
     Times are those of the paper's drawings (B = 2F, transfers free). `memory` bounds the
-    microbatches in flight; without it up to 2p - 1 of them come to be when there are many.
+    microbatches in flight; without it there are up to 2p - 1 of them when there are many.
     """
     stages = size.ranks * size.chunks
     homes = tuple(home(stage, size.ranks) for stage in range(stages))

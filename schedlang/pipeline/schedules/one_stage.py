@@ -1,4 +1,5 @@
-"""One stage on each rank: GPipe, 1F1B, ZB-H1 and ZB-H2, BPipe, Varuna; PipeDream and its kin."""
+"""Orders with one stage on each rank: GPipe, 1F1B, ZB-H1, ZB-H2, BPipe, Varuna; PipeDream and its
+kin."""
 
 from __future__ import annotations
 
@@ -119,13 +120,13 @@ ZERO_BUBBLE = (
 
 
 def _bpipe(size: Size) -> Timeline:
-    """1F1B; rank r and rank p - 1 - r are partners, and none holds more than the limit.
+    """1F1B; rank r and rank p - 1 - r are partners, and neither holds more than the limit.
 
     From the paper: the pairs, the limit of ceil((p+2)/2) microbatches, and that an early rank sends
-    activations away when it would exceed it and has them back before their backward. Our reading:
-    what leaves is the microbatch whose backward is farthest, which is the newest; it comes back
-    right after the backward before its own, so that both transfers have the time of a forward;
-    and the returning one goes first, so that the partner never holds more than what is over.
+    activations away when it would exceed the limit and gets them back before their backward. Our
+    reading: the microbatch with the farthest backward leaves, which is the newest; it comes back
+    right after the backward before its own, so that both transfers have the time of a forward; and
+    a return goes first, so that the partner never holds more than the excess.
     """
     limit = _limit(size)
     return timeline([_parked_rank(rank, size, limit) for rank in range(size.ranks)])
@@ -135,7 +136,7 @@ def _parked_rank(rank: int, size: Size, limit: int) -> list[Op]:
     partner = size.ranks - 1 - rank
     first = min(size.ranks - 1 - rank, size.micro)
     rows: list[Op] = []
-    here: list[int] = []  # microbatches whose activations lie on this rank, oldest first
+    here: list[int] = []  # microbatches whose activations are on this rank, oldest first
 
     def forward(microbatch: int) -> None:
         if len(here) == limit:
@@ -161,12 +162,12 @@ def _parked_rank(rank: int, size: Size, limit: int) -> list[Op]:
 
 
 def _limit(size: Size) -> int:
-    """ceil((p+2)/2), or what `memory` allows."""
+    """Return ceil((p+2)/2), or what `memory` allows."""
     return (size.ranks + 3) // 2 if size.memory is None else int(size.memory)
 
 
 def _least(size: Size) -> int:
-    """The smallest limit: half of what the two ranks of any pair hold together in 1F1B."""
+    """Return the smallest limit: half of what the two ranks of any pair hold together in 1F1B."""
     p, m = size.ranks, size.micro
     pairs = (min(p - rank, m) + min(rank + 1, m) for rank in range(p))
     return max(-(-both // 2) for both in pairs)
@@ -181,7 +182,7 @@ def _too_little(size: Size) -> Problem | None:
 
 
 def _parked_idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W), as in 1F1B: transfers of activations go beside the computing."""
+    """(p-1) (F + I + W), as in 1F1B: transfers of activations overlap with computing."""
     return flushed(size)
 
 
@@ -202,22 +203,22 @@ PARKED = (
 )
 
 
-# what a rank takes first: the second half of a backward, a backward, a recomputation, a forward
+# priority: the second half of a backward, a backward, a recomputation, a forward
 REST, BACKWARD, AGAIN, FORWARD = range(4)
 NAMES = {BACKWARD: Kind.B, AGAIN: Kind.RECOMPUTE, FORWARD: Kind.F}
 
 
 def _varuna(size: Size) -> Timeline:
-    """The static table that Varuna makes before it trains, by playing unit slots.
+    """The static table that Varuna makes before it trains, by simulating unit slots.
 
     The paper (§3) says: activations are recomputed; a backward follows its recomputation at once,
-    since two recomputed microbatches would not fit; the last rank needs none, its backward follows
-    its forward; what has been forwarded goes back before new forwards begin. Its published
-    generator makes this exact, and is what is followed here: forward and recomputation take a
-    slot, a backward two; a rank takes the oldest of the most urgent kind in the order above; a
-    gradient goes on after the first half of the backward, and starts the recomputation of the rank
-    that receives it. While training Varuna departs from its table when a gradient is late
-    (opportunistic scheduling); a timeline is fixed, so that part is left out.
+    since two recomputed microbatches would not fit; the last rank recomputes nothing, its backward
+    follows its forward; started microbatches go back before new forwards begin. Its published
+    generator makes this exact, and is followed here: forward and recomputation take a slot, a
+    backward two; a rank runs the oldest of the most urgent kind in the order above; a gradient is
+    sent after the first half of the backward, and starts the recomputation of the rank that
+    receives it. While training Varuna departs from its table when a gradient is late (opportunistic
+    scheduling); a timeline is fixed, so that part is left out.
     """
     ranks, last = size.ranks, size.ranks - 1
     queues: list[list[deque[int]]] = [[deque() for _ in range(4)] for _ in range(ranks)]
@@ -245,7 +246,7 @@ def _varuna(size: Size) -> Timeline:
 
 
 def _take(queues: list[deque[int]]) -> tuple[int, int]:
-    """The kind and the microbatch that a rank takes in this slot; -1: none."""
+    """Return the kind and the microbatch that a rank runs in this slot; -1: none."""
     for kind, queue in enumerate(queues):
         if queue:
             return kind, queue.popleft()
@@ -269,12 +270,12 @@ RECOMPUTED = (
 
 STALENESS = frozenset({"staleness"})
 
-# of rows, updates made before each, and microbatches of an update: the version that each row reads
+# (rows, updates made before each, microbatches of an update) -> version that each row reads
 Read = Callable[[Timeline, Ints, int], Ints]
 
 
 def _stashed(rows: Timeline, at_hand: Ints, every: int) -> Ints:
-    """F reads the weights at hand; B those that its own F has read, which were kept for it."""
+    """F reads the current weights; B those that its own F has read, which were stashed for it."""
     forward = rows.kind == Kind.F
     of = np.zeros((rows.ranks, rows.microbatches), dtype=np.int64)
     of[rows.rank[forward], rows.microbatch[forward]] = at_hand[forward]
@@ -288,14 +289,14 @@ def _one_late(rows: Timeline, at_hand: Ints, every: int) -> Ints:
 
 
 def _at_hand(rows: Timeline, at_hand: Ints, every: int) -> Ints:
-    """F and B both read the weights at hand; nothing is kept."""
+    """F and B both read the current weights; nothing is stashed."""
     return at_hand
 
 
 def _updating(size: Size, apart: int, read: Read, every: int) -> Timeline:
     """F and B in turn, after `apart` forwards for each rank behind; updates inside the step.
 
-    An update stands behind the last backward that it sums.
+    An update comes after the last backward that it sums.
     """
     t = in_turns(size, lambda rank: apart * (size.ranks - 1 - rank))
     back = (t.kind == Kind.B).reshape(size.ranks, -1).astype(np.int64)
@@ -306,7 +307,7 @@ def _updating(size: Size, apart: int, read: Read, every: int) -> Timeline:
     return t.with_copies(2 * np.arange(len(t)), (ends, 2 * ends + 1, made))
 
 
-def _together(size: Size) -> int:
+def _update_size(size: Size) -> int:
     """Return the microbatches of an update: the fewest from p on that divide m, or all."""
     if size.every is not None:
         return size.every
@@ -322,12 +323,12 @@ def _pipedream(size: Size) -> Timeline:
 
 def _double_buffered(size: Size) -> Timeline:
     """1F1B; every update reads the weights one update old, so that two versions suffice."""
-    return _updating(size, 1, _one_late, _together(size))
+    return _updating(size, 1, _one_late, _update_size(size))
 
 
 def _too_few(size: Size) -> Problem | None:
     """Two versions suffice where an update sums p - 1 microbatches or more; the paper says p."""
-    every = _together(size)
+    every = _update_size(size)
     if every >= min(size.ranks, size.micro):
         return None
     return (
@@ -339,7 +340,7 @@ def _too_few(size: Size) -> Problem | None:
 
 def _pipemare(size: Size) -> Timeline:
     """Microbatches 2 (p-1-r) apart on rank r; F and B read the weights as they come."""
-    return _updating(size, 2, _at_hand, _together(size))
+    return _updating(size, 2, _at_hand, _update_size(size))
 
 
 def _pipelined(size: Size) -> Timeline:

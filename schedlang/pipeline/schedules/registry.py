@@ -1,4 +1,5 @@
-"""The type of an order (name, paper, function from sizes to a timeline), and how one is laid."""
+"""The type of an order (name, paper, function from sizes to a timeline), and builders of
+timelines."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from schedlang.pipeline.timeline.table import COLUMNS, Column, Kind, Timeline, c
 
 
 class OrderError(ValueError):
-    """An order that does not exist for these sizes: why, and what would be legal."""
+    """An order does not exist for these sizes: the reason, and what would be legal."""
 
     def __init__(self, reason: str, legal: str) -> None:
         super().__init__(f"{reason}; {legal}")
@@ -28,12 +29,12 @@ class Size:
     ranks    of the pipeline (p)
     micro    microbatches (m)
     chunks   stages on each rank, of one replica (v)
-    slices   runs of the sequence into which each microbatch is cut (k)
+    slices   slices of the sequence into which each microbatch is split (k)
     cost     times and activations, for orders that are searched; others ignore them
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
-             (1F1B on p ranks needs p); None: what the order itself prescribes
-    every    microbatches of an update, of orders that update inside the step; None: their own
-    barrier  all ranks wait for each other before the optimizer: a search shortens the makespan,
+             (1F1B on p ranks needs p); None: the order's own limit
+    every    microbatches of an update, for orders that update inside the step; None: their own
+    barrier  all ranks wait for each other before the optimizer: a search minimises the makespan,
              without it the longest span of a rank
     """
 
@@ -47,11 +48,11 @@ class Size:
     barrier: bool = True
 
 
-Problem = tuple[str, str]  # why a size is not legal, and sizes that are
+Problem = tuple[str, str]  # why a size is not legal, and legal sizes
 
 
 def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
-    """F, I and W of one microbatch on one rank, exact."""
+    """Return F, I and W of one microbatch on one rank, exact."""
     return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
 
 
@@ -64,23 +65,23 @@ def flushed(size: Size) -> Fraction:
 class Order:
     """A named order.
 
-    make      the compute operations of every rank, in order; sizes are legal
+    make      compute operations of every rank, in order; sizes are legal
     problem   why sizes are not legal and which would be, or None
-    chunks    the numbers of stages per rank that it runs, the default first; None: any, by default
+    chunks    legal numbers of stages per rank, the default first; None: any, by default
               `default_chunks`
-    alone     also runs with one stage per rank, where `chunks` is None and the default is more
+    alone     also legal with one stage per rank, where `chunks` is None and the default is more
     bubble    closed form of the idle time of a rank between its first and its last operation, with
-              F, I and W of a rank's whole share and transfers free; None: none is known, for any
-              size or for this one
+              F, I and W of a rank's full share and free transfers; None: unknown, for any size or
+              for this one
     peak      closed form of the most live activations of any rank, in microbatches of one rank's
               share
-    replicas  copies of the stages, each microbatch going through one of them
-    sliced    it cuts sequences (`slices`)
-    relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
-              updates inside the step (`every`)
+    replicas  copies of the stages; each microbatch goes through one of them
+    sliced    whether it slices sequences (`slices`)
+    relaxed   words for what its result may change besides rounding; with "staleness" it updates
+              inside the step (`every`)
     kept      share of a microbatch's activations between I and W, where its paper counts less than
-              one; it is used where no `Cost.kept` is given
-    searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
+              one; used where no `Cost.kept` is given
+    searched  whether finding it takes seconds: then pictures do not make it at many sizes
     source    the paper or system, with its year and number
     """
 
@@ -109,7 +110,7 @@ Row = tuple[Column, Ints]  # kinds of one rank's operations, and their units
 
 
 def laid(rows: Iterable[Row], micro: int) -> Timeline:
-    """A timeline from each rank's kinds and units (stage * micro + microbatch), in order."""
+    """Build a timeline from each rank's kinds and units (stage * micro + microbatch), in order."""
     kinds, units = zip(*rows)
     rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
     stage, microbatch = np.divmod(np.concatenate(units), micro)
@@ -117,7 +118,8 @@ def laid(rows: Iterable[Row], micro: int) -> Timeline:
 
 
 def in_turns(size: Size, warmup: Callable[[int], int]) -> Timeline:
-    """One stage on each rank: so many forwards for its rank, then F and B in turn, as in 1F1B."""
+    """Build one stage on each rank: `warmup` forwards of its rank, then F and B in turn, as in
+    1F1B."""
     units = np.arange(size.micro)
     rows = (units + rank * size.micro for rank in range(size.ranks))
     return laid((merge(row, row, warmup(rank)) for rank, row in enumerate(rows)), size.micro)
@@ -133,7 +135,8 @@ def by_slot(
     replica: ArrayLike = 0,
     part: ArrayLike = 0,
 ) -> Timeline:
-    """A timeline whose ranks run their operations in the order of `slot`; `part` is the slice.
+    """Build a timeline whose ranks run their operations in the order of `slot`; `part` is the
+    slice.
 
     The columns are broadcast against each other and may have any shape.
     """
@@ -152,7 +155,8 @@ def _timeline(
     replica: NDArray[np.integer] | int = 0,
     part: NDArray[np.integer] | int = 0,
 ) -> Timeline:
-    """A chain of stages, of operations in the order in which each rank runs them."""
+    """Build a timeline with a chain of stages, of operations in the order in which each rank runs
+    them."""
     none = np.zeros(len(rank), np.int32)
     given = np.broadcast_arrays(rank, kind, stage, replica, microbatch, part, none, none - 1)
     edges = chain(int(stage.max(initial=-1)) + 1)
@@ -160,7 +164,7 @@ def _timeline(
 
 
 def merge(forward: Ints, backward: Ints, warmup: int) -> Row:
-    """`warmup` forwards, then one F and one B in turn, then the other backwards."""
+    """Return `warmup` forwards, then one F and one B in turn, then the other backwards."""
     total = len(forward)
     k, warmup = np.arange(total), min(warmup, total)
     place_f = np.where(k < warmup, k, 2 * k - warmup)
@@ -172,9 +176,9 @@ def merge(forward: Ints, backward: Ints, warmup: int) -> Row:
 
 
 def weave(forward: Ints, backward: Ints, warmup: int, lag: int) -> Row:
-    """`warmup` forwards, then one F and one I in turn; W stands right after the `lag`-th I later.
+    """Return `warmup` forwards, then F and I in turn; W comes right after the `lag`-th later I.
 
-    What has no partner left runs on alone; the weight gradients left over come last.
+    An operation without a partner runs alone; the remaining weight gradients come last.
     """
     k, warmup = np.arange(len(forward)), min(warmup, len(forward))
     turn = np.concatenate([3 * (k - warmup), 3 * k + 1, 3 * (k + lag) + 2])

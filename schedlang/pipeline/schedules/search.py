@@ -1,4 +1,5 @@
-"""Search of an order under a memory limit: the best of all that fit, proven before it is used."""
+"""Search of an order under a memory limit: the best candidate that fits, proven before it is
+used."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from schedlang.pipeline.timeline.table import Kind, Timeline
 # -- repeating patterns ----------------------------------------------------------------------------
 
 
-OPTIONS = 4  # places that are tried for each operation
+OPTIONS = 4  # starts that are tried for each operation
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Repetend:
     A repetend (Lin et al., Tessel, 2024) is the part of an order that repeats in the steady state.
     It is found here as a modulo schedule: every operation of one microbatch gets a start, such that
     on each rank no two of them overlap modulo the period; microbatch n starts n periods later.
-    Warm-up and cool-down are what remains of it at the ends.
+    Warm-up and cool-down are its remainders at both ends.
     """
 
     period: int
@@ -42,7 +43,7 @@ class Repetend:
         return self.starts[kind][stage] + microbatch * self.period
 
     def rows(self, chain: Chain, micro: int) -> list[list[int]]:
-        """The jobs of every rank, in the order of their starts."""
+        """Return the jobs of every rank, in the order of their starts."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(chain.ranks)]
         for kind in range(len(self.starts)):
             for stage, rank in enumerate(chain.homes):
@@ -56,7 +57,7 @@ class Repetend:
 class _Draft(NamedTuple):
     """Some operations placed: per rank (phase, length) of each, and the starts, in placing order.
 
-    `end` is when the last one's result is there; `held` the activations times the time for which
+    `end` is when the last one's result arrives; `held` the activations times the time for which
     each rank holds them, per period.
     """
 
@@ -67,7 +68,8 @@ class _Draft(NamedTuple):
 
 
 def repetends(chain: Chain, period: int, limit: float | None, width: int) -> list[Repetend]:
-    """Patterns with this period, the shortest microbatch first; `width` bounds the beam search.
+    """Find patterns with this period, the shortest microbatch first, by beam search of this
+    `width`.
 
     Times are whole numbers. Patterns that on average hold more than `limit` are left out.
     """
@@ -85,7 +87,8 @@ def repetends(chain: Chain, period: int, limit: float | None, width: int) -> lis
 
 
 def _place(chain: Chain, period: int, draft: _Draft, kind: int, stage: int) -> Iterator[_Draft]:
-    """The draft with one operation more, and with the W of its rank where that was the last."""
+    """Yield the draft with one operation more, and with the W of its rank where that was the
+    last."""
     rank = chain.homes[stage]
     ready = draft.end
     before = stage - 1 if kind == F else stage + 1
@@ -111,8 +114,7 @@ def _place(chain: Chain, period: int, draft: _Draft, kind: int, stage: int) -> I
 
 
 def _weights(chain: Chain, period: int, draft: _Draft, rank: int) -> _Draft | None:
-    """The draft with the weight gradients of a rank, each as early as it fits; None: one does
-    not."""
+    """Add the weight gradients of a rank, each as early as it fits; None: one does not."""
     starts, held, taken = list(draft.starts), list(draft.held), list(draft.taken)
     for kind, stage, start in draft.starts:
         if kind != I or chain.homes[stage] != rank:
@@ -129,9 +131,9 @@ def _weights(chain: Chain, period: int, draft: _Draft, rank: int) -> _Draft | No
 
 
 def _gaps(taken: tuple[tuple[int, int], ...], ready: int, length: int, period: int) -> list[int]:
-    """Starts from `ready` on, within a period, at which an operation of this length fits.
+    """List starts from `ready` on, within a period, at which an operation of this length fits.
 
-    At once, right after another one, or right before one.
+    Candidates are `ready` itself, right after another operation, and right before one.
     """
     starts = {ready}
     for phase, other in taken:
@@ -156,11 +158,11 @@ def _finished(chain: Chain, period: int, draft: _Draft) -> Repetend:
     return Repetend(period, tuple(tuple(row) for row in starts))
 
 
-FINEST = 120  # ticks of the longest rank in a period, where costs do not need fewer
+FINEST = 120  # maximal ticks of the longest rank in a period: finer costs are rounded
 
 
 def named(one: Order, size: Size) -> Iterator[Timeline]:
-    """A known order at these sizes, as prescribed and under the limit, where it has them."""
+    """Yield a known order at these sizes, as prescribed and under the limit, where it has them."""
     plain = one.replicas == 1 and not one.relaxed and not one.sliced
     fits = one.chunks is None or size.chunks in one.chunks
     fits = fits and not (one.chunks is None and size.chunks < one.default_chunks)
@@ -171,12 +173,12 @@ def named(one: Order, size: Size) -> Iterator[Timeline]:
         asked = replace(size, memory=limit)
         if one.problem(asked) is None:
             t = one.make(asked)
-            if not (t.kind == Kind.RECOMPUTE).any():  # costs time that the limit does not ask for
+            if not (t.kind == Kind.RECOMPUTE).any():  # recomputes whatever the limit
                 yield t
 
 
 def chains_of(size: Size) -> Iterator[Chain]:
-    """The stages in a loop and in a zig-zag, with split and with whole backwards, in units."""
+    """Yield the stages in a loop and in a zig-zag, with split and with full backwards, in units."""
     stages, cost = size.ranks * size.chunks, size.cost
     placements = {
         tuple(stage % size.ranks for stage in range(stages)),
@@ -200,7 +202,7 @@ def chains_of(size: Size) -> Iterator[Chain]:
 
 
 def warmups(size: Size) -> Iterator[Timeline]:
-    """1F1B with as much of one or two warm-ups as there is memory for; for one stage per rank."""
+    """Yield 1F1B with as much of one or two warm-ups as memory allows; for one stage per rank."""
     if size.chunks > 1:
         return
     room = size.micro if size.memory is None else min(size.micro, int(size.memory))
@@ -210,7 +212,7 @@ def warmups(size: Size) -> Iterator[Timeline]:
 
 
 def greedy(chain: Chain, size: Size) -> Iterator[Timeline | None]:
-    """List schedules by several urgencies and numbers of microbatches in flight."""
+    """Yield list schedules by several urgencies and numbers of microbatches in flight."""
     most = size.micro if size.memory is None else min(size.micro, int(size.memory))
     if size.chunks == 1 and size.memory is not None:
         flights: list[int | None] = [None, most]
@@ -224,13 +226,13 @@ def greedy(chain: Chain, size: Size) -> Iterator[Timeline | None]:
 
 
 def oldest(size: Size) -> Callable[[int, int, int], Number]:
-    """Backwards first, then forwards, weight gradients when nothing else is there; oldest first."""
+    """Backwards first, then forwards, weight gradients when nothing else is ready; oldest first."""
     turn = {I: 0, F: size.micro, W: 2 * size.micro}
     return lambda kind, stage, microbatch: turn[kind] + microbatch
 
 
 def _deepest(size: Size) -> Callable[[int, int, int], Number]:
-    """The same, but of the forwards the one that has come farthest."""
+    """Order as in `oldest`, but of the forwards the one that has come farthest."""
     stages = size.ranks * size.chunks
     turn = {I: 0, F: size.micro * (stages + 1), W: 2 * size.micro * (stages + 1)}
     return lambda kind, stage, microbatch: (
@@ -239,12 +241,13 @@ def _deepest(size: Size) -> Callable[[int, int, int], Number]:
 
 
 def _level(size: Size) -> Callable[[int, int, int], Number]:
-    """The oldest microbatch first, whatever there is to do for it."""
+    """The oldest microbatch first, whatever its operation."""
     return lambda kind, stage, microbatch: 3 * microbatch + (I, F, W).index(kind)
 
 
 def in_ticks(chain: Chain) -> tuple[Chain, Fraction]:
-    """The chain in whole ticks, and what a tick is: rounded where costs are finer than FINEST."""
+    """Return the chain in whole ticks, and the length of a tick; finer costs than FINEST are
+    rounded."""
     times = [[Fraction(time) for time in row] for row in chain.times]
     longest = max(
         sum(row[s] for row in times for s, home in enumerate(chain.homes) if home == rank)
@@ -260,7 +263,7 @@ def in_ticks(chain: Chain) -> tuple[Chain, Fraction]:
 
 
 def periods(chain: Chain) -> Iterator[int]:
-    """Periods to try: from the work of the busiest rank to one microbatch at a time."""
+    """Yield periods to try: from the work of the busiest rank to one microbatch at a time."""
     work = [0] * chain.ranks
     for row in chain.times:
         for time, rank in zip(row, chain.homes):
@@ -275,7 +278,8 @@ def periods(chain: Chain) -> Iterator[int]:
 
 
 def bound_of(chain: Chain, size: Size) -> Number:
-    """No order of this chain is faster: the work of a rank, after the forwards that lead to it."""
+    """Return a lower bound for all orders of this chain: a rank's work after the forwards before
+    it."""
     bounds: list[Number] = []
     for rank in set(chain.homes):
         own = [stage for stage, home in enumerate(chain.homes) if home == rank]
@@ -289,15 +293,15 @@ def bound_of(chain: Chain, size: Size) -> Number:
     return max(bounds)
 
 
-EFFORT = 150_000  # operations that the candidates together may have
-OVERHEAD = 300  # that a candidate counts for besides its own
-WIDEST = 64  # beam of the search for repetends
+EFFORT = 150_000  # maximal operations of all candidates together
+OVERHEAD = 300  # operations that each candidate counts additionally
+WIDEST = 64  # maximal beam of the search for repetends
 
 
 class Best:
-    """The best timeline so far among those that fit the memory, and what the others needed.
+    """The best timeline so far among candidates that fit the memory, and the smallest peak of all.
 
-    `bound`: no order is faster, so that the search may stop.
+    `bound`: no order is faster, so that the search may stop there.
     """
 
     found: Timeline | None = None
@@ -309,16 +313,16 @@ class Best:
 
     @property
     def proven(self) -> bool:
-        """True where no order is faster."""
+        """Whether no order is faster."""
         return self.time is not None and self.time <= self.bound
 
     @property
     def done(self) -> bool:
-        """True where the search ends: nothing is faster, or its effort is spent."""
+        """Whether the search ends: nothing is faster, or its effort is spent."""
         return self.left < 0 or self.proven
 
     def offer(self, t: Timeline | None) -> None:
-        """Take a candidate if it fits and is faster than what is there."""
+        """Accept a candidate if it fits and is faster than the best."""
         if t is None:
             return
         self.left -= len(t) + OVERHEAD
@@ -332,7 +336,7 @@ class Best:
             self.found, self.time = t, time
 
     def answer(self) -> Timeline:
-        """The best; raises OrderError with the smallest memory that would do."""
+        """Return the best; raises OrderError with the smallest memory that would be enough."""
         if self.found is None:
             hundredths = -(-Fraction(self.least or 1).limit_denominator(10**6) * 100 // 1)
             raise OrderError(
@@ -353,7 +357,7 @@ class _Search:
         self.best = Best(size, min(bound_of(chain, size) for chain in self.chains))
 
     def offer(self, t: Timeline | None) -> None:
-        """Offer a candidate as it is, and with its weight gradients put off into its gaps."""
+        """Offer a candidate as it is, and with its weight gradients moved into its gaps."""
         self.best.offer(t)
         if t is None or (t.kind > Kind.W).any():
             return
@@ -367,7 +371,8 @@ class _Search:
                 self.best.offer(filled(chain, t, self.size.memory, whole_gaps=whole_gaps))
 
     def simple(self, known: tuple[Order, ...]) -> None:
-        """Known orders, and list schedules; one that needs the least memory is always there."""
+        """Offer known orders, and list schedules; one with the smallest memory is always among
+        them."""
         for t in warmups(self.size):
             self.offer(t)
         for one in known:
@@ -404,16 +409,16 @@ class _Search:
 
 
 def searched(size: Size, known: tuple[Order, ...]) -> Timeline:
-    """The fastest order that holds no more than `size.memory` activations on any rank.
+    """Find the fastest order that holds at most `size.memory` activations on any rank.
 
-    Compared are the `known` orders of these sizes, list schedules with whole and with split
+    Candidates are the `known` orders of these sizes, list schedules with full and with split
     backwards, and repeating patterns after Tessel with warm-ups and cool-downs by list scheduling,
-    over stages in a loop and in a zig-zag. By makespan; without `size.barrier` by rank span. Orders
-    that park activations on a partner (BPipe) are among them: what is parked counts where it lies,
-    and the moves cost what `cost.evict` and `cost.load` say. Left out are orders that keep the
-    weights twice, update inside the step, or compute forwards again. The same sizes give the same
-    order; the effort is bounded, whatever the sizes. Raises OrderError, with the smallest memory
-    that works, if nothing fits.
+    over stages in a loop and in a zig-zag. The criterion is the makespan; without `size.barrier`
+    the rank span. Orders that move activations to a partner (BPipe) are candidates: activations
+    count on the rank that holds them, and moves cost `cost.evict` and `cost.load`. Left out are
+    orders that keep the weights twice, update inside the step, or recompute forwards. The same
+    sizes give the same order; the effort is bounded for all sizes. Raises OrderError, with the
+    smallest memory that works, if nothing fits.
     """
     search = _Search(size)
     search.simple(known)
@@ -423,7 +428,7 @@ def searched(size: Size, known: tuple[Order, ...]) -> Timeline:
 
 
 def search(known: tuple[Order, ...]) -> Order:
-    """The order `search`, which compares what it finds with the `known` ones."""
+    """Return the order `search`, which compares its candidates with the `known` orders."""
 
     @lru_cache(maxsize=16)
     def remembered(size: Size) -> Timeline:

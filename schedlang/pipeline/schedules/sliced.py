@@ -1,4 +1,4 @@
-"""Seq1F1B and TeraPipe: microbatches cut along the sequence, each slice a unit of the pipeline.
+"""Seq1F1B and TeraPipe: microbatches split along the sequence, each slice a unit of the pipeline.
 
 Slices of a microbatch go forward in order, because later ones read the keys and values of earlier
 ones, and back in reverse.
@@ -40,8 +40,8 @@ def _terapipe(size: Size) -> Timeline:
 
 
 def _sliced(size: Size, backward: Ints, warmup: list[int]) -> Timeline:
-    """Rows of units (microbatch * slices + slice) that are the same on every rank but for the
-    number of forwards that come first."""
+    """Build rows of units (microbatch * slices + slice) that are equal on all ranks but for the
+    warm-up."""
     forward = np.arange(len(backward))
     rows = [merge(forward, backward, first) for first in warmup]
     kind = np.stack([kinds for kinds, _ in rows])

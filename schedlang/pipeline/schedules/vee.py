@@ -1,4 +1,4 @@
-"""Two stages on each rank in a V, so that the last rank turns around at once.
+"""Orders with two stages on each rank in a V, so that the last rank turns around at once.
 
 ZB-V and DualPipeV by their phases; V-Half, V-Min and 1F1B-V by a building block that is repeated
 and squeezed.  Rank r runs stage r (chunk 0) and stage 2p - 1 - r (chunk 1).
@@ -15,7 +15,7 @@ import numpy as np
 from schedlang.pipeline.schedules.registry import Ints, Order, Size, laid, times
 from schedlang.pipeline.timeline.table import Column, Kind, Timeline
 
-F0, F1, I0, I1, W0, W1, B0, B1 = range(8)  # what a rank does next, in which of its two chunks
+F0, F1, I0, I1, W0, W1, B0, B1 = range(8)  # steps of a rank: kind, and which of its two chunks
 KINDS = np.repeat(np.array([Kind.F, Kind.I, Kind.W, Kind.B], dtype=np.int32), 2)
 
 
@@ -36,7 +36,7 @@ def _zb_v(size: Size) -> Timeline:
 
 
 def _dualpipe_v(size: Size) -> Timeline:
-    """One direction of DualPipe, cut in half and folded; F and B that it overlaps are neighbours.
+    """One direction of DualPipe, split in half and folded; F and B that it overlaps are neighbours.
 
     Fewer than 2p microbatches run as the first of that many.
     """
@@ -45,10 +45,11 @@ def _dualpipe_v(size: Size) -> Timeline:
 
 
 def two_way(ranks: int, rank: int, micro: int) -> list[int]:
-    """The eight phases of DualPipe on a rank of half the pipeline, counted from its closer end.
+    """Return the eight phases of DualPipe on a rank of half the pipeline, counted from its closer
+    end.
 
-    F of the near direction (0), F of both, IWF, the steady state, and the way down: whole
-    backwards first, split ones then, their weight gradients between and after the last.
+    F of the near direction (0), F of both, IWF, the steady state, and the drain: full backwards
+    first, then split ones, their weight gradients between and after the last.
     """
     after = ranks - rank - 1
     steps = [F0] * (2 * after) + [F0, F1] * (rank + 1) + [I1, W1, F1] * after
@@ -62,7 +63,7 @@ def two_way(ranks: int, rank: int, micro: int) -> list[int]:
 
 
 def v_row(size: Size, rank: int, steps: Sequence[int] | Ints) -> tuple[Column, Ints]:
-    """A rank's kinds and units, of the microbatches that there are."""
+    """Return a rank's kinds and units, of the existing microbatches."""
     kind, chunk, microbatch = numbered(steps)
     real = microbatch < size.micro
     stage = np.where(chunk == 0, rank, 2 * size.ranks - 1 - rank)
@@ -70,9 +71,11 @@ def v_row(size: Size, rank: int, steps: Sequence[int] | Ints) -> tuple[Column, I
 
 
 def numbered(steps: Sequence[int] | Ints) -> tuple[Column, Ints, Ints]:
-    """Kinds, chunks and microbatches of steps: the n-th F and the n-th backward of a chunk are n's.
+    """Number the microbatches of steps: the n-th F and the n-th backward of a chunk are microbatch
+    n's.
 
-    Weight gradients come in the order of their input gradients.
+    Returns kinds, chunks and microbatches. Weight gradients come in the order of their input
+    gradients.
     """
     step = np.asarray(steps, dtype=np.int64)
     microbatch = np.empty_like(step)
@@ -124,7 +127,7 @@ PHASED = (
 
 
 INTERVAL = 6  # slots from one block to the next: F, I and W of two chunks
-PARTS = np.array([F0, F1, I1, I0])  # the way of a microbatch through a rank
+PARTS = np.array([F0, F1, I1, I0])  # the path of a microbatch through a rank
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Block:
 
     offsets  [F0, F1, I1, I0] by [rank]: the slots of microbatch 0
     limit    the most stage activations on a rank
-    reserve  per rank, how many of them are left to chunk 1
+    reserve  per rank, how many of these are reserved for chunk 1
     window   per rank, how many microbatches may be past F of chunk 0 and not past F of chunk 1
     """
 
@@ -144,10 +147,10 @@ class Block:
 
 
 class _Squeeze:
-    """All ranks in lockstep, a slot at a time, each as early as it can.
+    """Runs all ranks in lockstep, one slot at a time, each operation as early as possible.
 
-    A rank runs the operation that comes first in the repeated block among those whose inputs are
-    there; a forward only where the limits allow; a weight gradient where nothing else can run.
+    A rank runs the operation that comes first in the repeated block among those whose inputs have
+    arrived; a forward only where the limits allow; a weight gradient where nothing else can run.
     """
 
     def __init__(self, block: Block, micro: int) -> None:
@@ -166,7 +169,7 @@ class _Squeeze:
         while self.freed.min() < self.micro:
             if len(slots) % INTERVAL == 0 and not skipped:
                 begun, state = int(self.done[0, 0]), self._state()
-                if state in seen:  # what ran since then would run again and again
+                if state in seen:  # the slots since then would repeat
                     slot, before = seen[state]
                     again = max(0, (self.micro - begun - 1) // (begun - before))
                     slots += slots[slot:] * again
@@ -177,7 +180,8 @@ class _Squeeze:
         return [column[column >= 0] for column in np.array(slots).T]
 
     def _state(self) -> bytes:
-        """Return the state that the next slots depend on, relative to the last microbatch begun."""
+        """Return the state that the next slots depend on, relative to the last started
+        microbatch."""
         begun = int(self.done[0, 0])
         freed = self.freed.sum(0)
         waiting = freed + np.arange(self.block.limit)[:, None]

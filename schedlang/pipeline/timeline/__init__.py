@@ -1,1 +1,1 @@
-"""The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
+"""The timeline of a pipeline: one table of operations that is proven, timed, drawn and executed."""

@@ -1,4 +1,4 @@
-"""The activations that ranks hold along a timeline, and those that they park on a partner."""
+"""Activations that ranks hold along a timeline, and activations that they move to a partner."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ AWAY, BACK = (Kind.EVICT, Kind.OFFLOAD, Kind.GIVE), (Kind.LOAD, Kind.RELOAD, Kin
 
 
 def peak(timeline: Timeline, cost: Cost = UNIT_COST) -> NDArray[Any]:
-    """The most that each rank holds, in M_B: one microbatch's activations on one rank's share.
+    """Return the most that each rank holds, in M_B: one microbatch's activations on one rank's
+    share.
 
-    A forward makes the activations of its stage and slice, which are `1 / (v k)`; the whole
-    backward frees them, or the input gradient all but `cost.kept` and the weight gradient that.
-    What is parked counts where it lies, and what is on the host nowhere. Exact where costs are.
+    A forward makes the activations of its stage and slice, which are `1 / (v k)`; the full backward
+    frees them, or the input gradient all but `cost.kept` and the weight gradient the rest. Moved
+    activations count on the rank that holds them, those on the host on none. Exact where costs are.
     """
     t = parked(timeline)
     steps, tick = _steps(t, cost)
@@ -32,10 +33,10 @@ def peak(timeline: Timeline, cost: Cost = UNIT_COST) -> NDArray[Any]:
 
 
 def peak_live(timeline: Timeline) -> NDArray[np.int64]:
-    """The largest number of activations that each rank holds, in (stage, microbatch, slice).
+    """Return the largest number of activations that each rank holds, in (stage, microbatch, slice).
 
-    A forward makes one, the whole backward or the weight gradient frees it; parked ones count
-    where they lie, those on the host nowhere.
+    A forward makes one, the full backward or the weight gradient frees it; moved ones count on the
+    rank that holds them, those on the host on none.
     """
     t = parked(timeline)
     made = np.isin(t.kind, (Kind.F, *BACK)).astype(np.int64)
@@ -43,7 +44,7 @@ def peak_live(timeline: Timeline) -> NDArray[np.int64]:
 
 
 def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, Fraction | None]:
-    """Return what each rank holds after each row, in ticks; the timeline includes parking."""
+    """Return what each rank holds after each row, in ticks; the timeline includes HOLD and GIVE."""
     t = parked(timeline)
     steps, tick = _steps(t, cost)
     total = np.cumsum(steps)
@@ -52,7 +53,7 @@ def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, F
 
 
 def parked(timeline: Timeline) -> Timeline:
-    """Drop sends and receives, and add the partner's side of what is parked on it."""
+    """Drop sends and receives, and add the partner's HOLD and GIVE."""
     added = np.isin(timeline.kind, TRANSFERS)
     return with_holds(timeline.pick(~added) if added.any() else timeline)
 
@@ -67,7 +68,7 @@ def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
     kept, inputs = number(cost.kept), number(cost.inputs)
     change = {Kind.F: 1, Kind.B: -1, Kind.I: kept - 1, Kind.W: -kept}
     change |= dict.fromkeys(AWAY, -1) | dict.fromkeys(BACK, 1)
-    again = _again(t)
+    again = _recomputed_rows(t)
     if again is None:
         table = _table([change], share)
         which: Any = 0
@@ -85,8 +86,8 @@ def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(np.array(numbers, dtype=object)[:, :, None, None] * share)
 
 
-def _again(t: Timeline) -> NDArray[np.bool_] | None:
-    """The rows whose activations are computed again, None where there are none."""
+def _recomputed_rows(t: Timeline) -> NDArray[np.bool_] | None:
+    """Return the rows whose activations are recomputed, None where there are none."""
     if not (t.kind == Kind.RECOMPUTE).any():
         return None
     table = Places(t)
@@ -95,7 +96,7 @@ def _again(t: Timeline) -> NDArray[np.bool_] | None:
 
 
 def _tops(t: Timeline, steps: Ticks) -> Ticks:
-    """The largest running sum of every rank."""
+    """Return the largest running sum of every rank."""
     tops = np.zeros(t.ranks, dtype=steps.dtype)
     if not len(t):
         return tops
@@ -107,36 +108,37 @@ def _tops(t: Timeline, steps: Ticks) -> Ticks:
     return tops.clip(0)
 
 
-# -- parking ---------------------------------------------------------------------------------------
+# -- activations on a partner ----------------------------------------------------------------------
 
 
 ANSWER = {Kind.EVICT: Kind.HOLD, Kind.LOAD: Kind.GIVE}
 
 
 def with_holds(timeline: Timeline) -> Timeline:
-    """The same order with HOLD for every EVICT and GIVE for every LOAD, on the partner's rank.
+    """Add HOLD for every EVICT and GIVE for every LOAD, on the partner's rank.
 
-    All rows are put into the order of one possible run, that at unit cost, and each partner's row
-    right behind the one that it answers: so no rank waits in a circle, although HOLD waits. A
-    timeline that has them already stays as it is.
+    All rows are sorted into the order of one possible run, at unit cost, and each partner's row
+    comes right after the row that it answers: so no ranks wait in a circle, although HOLD waits. A
+    timeline that has these rows already is returned unchanged.
     """
     t = timeline
-    asked = np.flatnonzero(np.isin(t.kind, list(ANSWER)))
-    if not len(asked) or np.isin(t.kind, list(ANSWER.values())).any():
+    rows = np.flatnonzero(np.isin(t.kind, list(ANSWER)))
+    if not len(rows) or np.isin(t.kind, list(ANSWER.values())).any():
         return t
     turn = _turns(t)
     span = int(turn.max()) + 3
     answers = {
-        "kind": np.where(t.kind[asked] == Kind.EVICT, Kind.HOLD, Kind.GIVE),
-        "rank": t.peer[asked],
-        "peer": t.rank[asked],
+        "kind": np.where(t.kind[rows] == Kind.EVICT, Kind.HOLD, Kind.GIVE),
+        "rank": t.peer[rows],
+        "peer": t.rank[rows],
     }
-    at = t.peer[asked] * span + turn[asked] + 2
-    return t.with_copies(t.rank * span + turn, (asked, at, answers))
+    at = t.peer[rows] * span + turn[rows] + 2
+    return t.with_copies(t.rank * span + turn, (rows, at, answers))
 
 
 def _turns(t: Timeline) -> Rows:
-    """The place of each row in one order of all rows, four apart; transfers with the row before."""
+    """Return the position of each row in one order of all rows, in steps of four; transfers follow
+    the row before."""
     own = np.flatnonzero(~np.isin(t.kind, TRANSFERS))
     bare = t.pick(own)
     start = timing(bare).start.copy()
@@ -153,11 +155,11 @@ def _turns(t: Timeline) -> Rows:
 
 
 def with_parks(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
-    """The same order with EVICT after forwards of some stages, and LOAD before their backwards.
+    """Add EVICT after forwards of some stages, and LOAD before their backwards.
 
-    `ahead`: stage -> before how many operations of its rank its activations are called back. The
-    partner is the next rank of a ring. Of a microbatch that would be called back at once nothing
-    leaves. HOLD and GIVE of the partners come with the transfers (`with_holds`).
+    `ahead`: stage -> how many operations of its rank before the backward the LOAD comes. The
+    partner is the next rank of a ring. A microbatch that would be loaded at once is not evicted.
+    HOLD and GIVE of the partners come with the transfers (`with_holds`).
     """
     gone, back = _pairs(timeline, ahead)
     if not len(gone):
@@ -171,7 +173,8 @@ def with_parks(timeline: Timeline, ahead: Mapping[int, int]) -> Timeline:
 
 
 def _pairs(t: Timeline, ahead: Mapping[int, int]) -> tuple[Rows, Rows]:
-    """The forwards whose activations leave, and the rows before which they are called back."""
+    """Return the forwards whose activations are evicted, and the rows before which they are
+    loaded."""
     table = Places(t)
     forward, backward = table.rows_of(Kind.F), table.rows_of(Kind.B, Kind.I)
     there = (forward >= 0) & (backward >= 0)

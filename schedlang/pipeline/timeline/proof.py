@@ -29,23 +29,20 @@ from schedlang.pipeline.timeline.table import (
 )
 from schedlang.pipeline.timeline.versions import check_versions, weight_copies
 
-# -- messages --------------------------------------------------------------------------------------
+# -- sends and receives ----------------------------------------------------------------------------
 
 
-# -- where sends and receives stand ----------------------------------------------------------------
-
-
-# where a row stands at its place: receives, the operation itself, its sends
+# order of rows at one place: receives, the operation itself, its sends
 POST, SELF, SENT, PLACE = range(4)
 
 
 def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
-    """The same order with a row for each send and for each posting of a receive.
+    """Add a row for each send and for each posting of a receive.
 
     A send follows the operation that makes its tensors. A receive is posted `lookahead` compute
-    operations before the one that uses it, or earlier: per pair of ranks receives stand in the
-    order of the sends, because that is how gloo and NCCL match them. Partners take in what is
-    evicted and give it back (`with_holds`).
+    operations before the one that uses it, or earlier: per pair of ranks receives are in the order
+    of the sends, because gloo and NCCL match them in that order. Partners receive evicted
+    activations and send them back (`with_holds`).
     """
     t = timeline.compute()
     made, used = dependencies(t)
@@ -81,15 +78,15 @@ def _latest_post(t: Timeline, made: Rows, used: Rows) -> Rows:
 
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
-PARKED = (Kind.EVICT, Kind.HOLD, Kind.GIVE, Kind.LOAD)  # sent and received, sent and received
+PARKED = (Kind.EVICT, Kind.HOLD, Kind.GIVE, Kind.LOAD)  # send, receive, send, receive
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Rows of each message: its send and its receive, and what waits for it.
+    """Rows of each message: its send, its receive, and the row that waits for it.
 
-    What is parked is sent by EVICT and received by HOLD, which waits for it; GIVE sends it back to
-    LOAD, and the backward waits for it.
+    Evicted activations are sent by EVICT and received by HOLD, which waits for them; GIVE sends
+    them back to LOAD, and the backward waits for them.
     """
 
     send: Rows
@@ -97,10 +94,10 @@ class Messages:
     used: Rows
 
     def waits(self, rendezvous: bool) -> list[tuple[Rows, Rows]]:
-        """Pairs of rows of which the second waits for the first.
+        """Return pairs of rows of which the second waits for the first.
 
-        With `rendezvous` a send waits for its receive to be posted, too: for the row before a HOLD,
-        because that does not end before the send.
+        With `rendezvous` a send also waits until its receive is posted; for a HOLD: for the row
+        before it, because HOLD does not end before the send.
         """
         found = [(self.send, self.used)]
         if rendezvous:
@@ -110,11 +107,11 @@ class Messages:
 
 
 def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
-    """The messages of a timeline with transfers, None for one without.
+    """Match the messages of a timeline with transfers; None for one without.
 
     `made` and `used`: rows of the timeline that depend on each other, on different ranks. Raises
     TimelineError for a message that is missing, double, useless, too early, too late or out of
-    turn: per pair of ranks and direction receives stand in the order of the sends.
+    order: per pair of ranks and direction receives are in the order of the sends.
     """
     if not np.isin(t.kind, (*TRANSFERS, *AWAY)).any():
         return None
@@ -126,19 +123,19 @@ def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
         rows = np.flatnonzero(np.isin(t.kind, SENDS if outgoing else RECEIVES))
         ends = (t.stage[rows], t.peer[rows])
         keys = _key(t, rows, t.kind[rows] >= Kind.SEND_B, *(ends if outgoing else ends[::-1]))
-        rows, keys = _sorted(t, rows, keys)
-        _same(t, rows, keys, wanted, made if outgoing else used, outgoing)
+        rows, keys = _sorted_unique(t, rows, keys)
+        _check_wanted(t, rows, keys, wanted, made if outgoing else used, outgoing)
         found.append(rows)
     send, receive = found
-    _in_time(t, made, send, receive, used)
+    _check_in_time(t, made, send, receive, used)
     parts = [(send, receive, used), *_parked(t)]
-    for part in parts:  # what is parked goes through channels of its own, there and back
-        _in_turn(t, *part[:2])
+    for part in parts:  # evicted activations have channels of their own, in both directions
+        _check_message_order(t, *part[:2])
     return Messages(*(np.concatenate(rows) for rows in zip(*parts)))
 
 
 def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
-    """A number for each message that names it."""
+    """Return a number for each message that identifies it."""
     key = back.astype(np.int64) * t.stages + source
     for column, size in (
         (target, t.stages),
@@ -151,7 +148,7 @@ def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
     return found
 
 
-def _sorted(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
+def _sorted_unique(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
     order = np.argsort(keys, kind="stable")
     rows, keys = rows[order], keys[order]
     twice = np.flatnonzero(keys[1:] == keys[:-1])
@@ -160,9 +157,10 @@ def _sorted(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
     return rows, keys
 
 
-def _same(t: Timeline, rows: Rows, keys: Rows, wanted: Rows, ends: Rows, outgoing: bool) -> None:
-    """Check that there is a row for each wanted message, and no other; raise TimelineError if
-    not."""
+def _check_wanted(
+    t: Timeline, rows: Rows, keys: Rows, wanted: Rows, ends: Rows, outgoing: bool
+) -> None:
+    """Check that each wanted message has exactly one row; raises TimelineError if not."""
     if np.array_equal(keys, wanted):
         return
     missing = np.flatnonzero(~np.isin(wanted, keys))
@@ -175,7 +173,7 @@ def _same(t: Timeline, rows: Rows, keys: Rows, wanted: Rows, ends: Rows, outgoin
     raise TimelineError(f"{title}: {describe(t, more)} belongs to no operation of another rank")
 
 
-def _in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> None:
+def _check_in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> None:
     for first, then, why in ((made, send, "sends what {} makes"), (receive, used, "waits for {}")):
         wrong = np.flatnonzero((first > then) | (t.rank[first] != t.rank[then]))
         if len(wrong):
@@ -184,18 +182,18 @@ def _in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> 
 
 
 def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
-    """The messages of parked activations, as the fields of `Messages`: there, and back."""
+    """Return the messages of evicted activations, as the fields of `Messages`: there, and back."""
     ends, keys = [], []
     for kind in PARKED:
         rows = np.flatnonzero(t.kind == kind)
-        rows, key = _sorted(t, rows, _key(t, rows, rows < 0, t.stage[rows], t.stage[rows]))
+        rows, key = _sorted_unique(t, rows, _key(t, rows, rows < 0, t.stage[rows], t.stage[rows]))
         ends.append(rows)
         keys.append(key)
     for k, kind in enumerate(PARKED):
         for rows, mine in zip(ends, keys):
-            alone = np.flatnonzero(~np.isin(mine, keys[k]))
-            if len(alone):
-                raise TimelineError(f"{describe(t, rows[alone[0]])} waits for a {kind.name}")
+            unmatched = np.flatnonzero(~np.isin(mine, keys[k]))
+            if len(unmatched):
+                raise TimelineError(f"{describe(t, rows[unmatched[0]])} waits for a {kind.name}")
     evict, hold, give, load = ends
     for mine, other in ((evict, hold), (hold, evict), (give, load), (load, give)):
         wrong = np.flatnonzero(t.peer[mine] != t.rank[other])
@@ -211,8 +209,8 @@ def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
     return (evict, hold, hold), (give, load, needed)
 
 
-def _in_turn(t: Timeline, send: Rows, receive: Rows) -> None:
-    """Per pair of ranks, receives stand in the order of the sends."""
+def _check_message_order(t: Timeline, send: Rows, receive: Rows) -> None:
+    """Check that per pair of ranks receives are in the order of the sends."""
     pair = t.rank[send].astype(np.int64) * t.ranks + t.rank[receive]
     order = np.argsort(pair * (len(t) + 1) + send, kind="stable")
     pair, receive, send = pair[order], receive[order], send[order]
@@ -226,12 +224,12 @@ def _in_turn(t: Timeline, send: Rows, receive: Rows) -> None:
 
 
 # -- messages of two ranks do not block each other -------------------------------------------------
-# So it is with NCCL and its kin: sends and receives of two ranks in one communicator stand in one
-# queue at each end, in the order in which they are posted, and each runs until both ends have come
-# to it.  A receive that is posted early then holds up all that its rank posts after it.
+# The rule of NCCL and similar libraries: sends and receives of two ranks in one communicator are in
+# one queue at each end, in the order in which they are posted, and each runs once both ends have
+# reached it.  A receive that is posted early then delays all that its rank posts after it.
 
 
-Lane = tuple[int, int, int]  # which way (between stages, out or home), and two ranks
+Lane = tuple[int, int, int]  # direction (0: between stages, 1: evicted, 2: given back), two ranks
 
 
 def check_queues(timeline: Timeline, *, one_way: bool = True) -> None:
@@ -242,13 +240,13 @@ def check_queues(timeline: Timeline, *, one_way: bool = True) -> None:
     t = timeline
     made, used = dependencies(t)
     apart = t.rank[made] != t.rank[used]
-    mail = messages(t, made[apart], used[apart])
-    if mail is None:
+    matched = messages(t, made[apart], used[apart])
+    if matched is None:
         return
     posts: dict[int, list[tuple[int, Lane]]] = defaultdict(list)
     needs: dict[int, list[int]] = defaultdict(list)
     for k, (send, receive, use) in enumerate(
-        zip(mail.send.tolist(), mail.receive.tolist(), mail.used.tolist())
+        zip(matched.send.tolist(), matched.receive.tolist(), matched.used.tolist())
     ):
         lane = _lane(t, send, receive, one_way)
         posts[send].append((k, lane))
@@ -264,7 +262,7 @@ def _lane(t: Timeline, send: int, receive: int, one_way: bool) -> Lane:
 
 
 class _Run:
-    """All ranks run their rows as far as they come."""
+    """Runs the rows of all ranks as far as possible."""
 
     def __init__(
         self, t: Timeline, posts: dict[int, list[tuple[int, Lane]]], needs: dict[int, list[int]]
@@ -273,10 +271,10 @@ class _Run:
         self.queues: dict[tuple[Lane, int], deque[int]] = defaultdict(deque)
         self.done: set[int] = set()
         self.at = t.starts[:-1].tolist()
-        self.posted = [False] * len(self.at)  # whether what the present row posts is posted
+        self.posted = [False] * len(self.at)  # whether the current row has posted its messages
 
     def end(self) -> None:
-        """Come to the end of all rows, or say who waits for whom."""
+        """Run to the end of all rows; raises TimelineError with the ranks that wait."""
         moved = True
         while moved:
             moved = False
@@ -294,11 +292,11 @@ class _Run:
             self.posted[rank] = True
             for message, lane in self.posts.get(row, ()):
                 self.queues[lane, rank].append(message)
-                self._settle(lane)
+                self._complete_messages(lane)
         return all(message in self.done for message in self.needs.get(row, ()))
 
-    def _settle(self, lane: Lane) -> None:
-        """Messages that both ends have come to run, and let those behind them."""
+    def _complete_messages(self, lane: Lane) -> None:
+        """Complete messages that both ends have reached, and those behind them."""
         here, there = (self.queues[lane, rank] for rank in lane[1:])
         while here and there and here[0] == there[0]:
             self.done.add(here.popleft())
@@ -331,13 +329,14 @@ def check(
     cost: Cost = UNIT_COST,
     versions: int | None = None,
 ) -> None:
-    """Raise TimelineError unless every operation is there once, in a possible order, and it ends.
+    """Raise TimelineError unless every operation occurs once, in a possible order, and the order
+    ends.
 
     Each microbatch goes through one replica; each (stage, microbatch, slice) has one F and one B or
     one I and one W, all rows of a stage on one rank, F first and I before W, slices forward in
-    order and backward in reverse; what is evicted or offloaded comes back before its backward. A
-    timeline without backwards is an evaluation. Weights are read in versions that a STEP has made.
-    Transfers, if any, are matched in the order in which they were sent.
+    order and backward in reverse; evicted or offloaded activations come back before their backward.
+    A timeline without backwards is an evaluation. Weights are read in versions that a STEP has
+    made.  Transfers, if any, are matched in the order in which they were sent.
 
     complete    False allows (stage, microbatch) pairs to be missing
     rendezvous  a send does not return before its receive is posted, as with NCCL
@@ -347,24 +346,24 @@ def check(
     t = timeline
     if any(int(c.min(initial=0)) < 0 for c in (t.stage, t.replica, t.microbatch, t.slice)):
         raise TimelineError("stages, replicas, microbatches and slices are counted from 0")
-    _one_home(t)
+    _check_ranks(t)
     table = Places(t)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
-    _complete(table, forward, backward, weight, complete)
-    _in_order(table, forward, backward, weight)
+    _check_complete(table, forward, backward, weight, complete)
+    _check_inputs(table, forward, backward, weight)
     check_versions(t)
-    _kept(t, versions)
+    _check_kept(t, versions)
     check_shards(t)
     made, used = dependencies(t)
     apart = t.rank[made] != t.rank[used]
-    mail = messages(t, made[apart], used[apart])
-    _ends(t, made, used, apart, mail, rendezvous)
+    matched = messages(t, made[apart], used[apart])
+    _check_ends(t, made, used, apart, matched, rendezvous)
     if memory is not None:
-        _fits(t, memory, cost)
+        _check_memory(t, memory, cost)
 
 
-def _one_home(t: Timeline) -> None:
-    """All rows of a stage of a replica are on one rank."""
+def _check_ranks(t: Timeline) -> None:
+    """Check that all rows of a stage of a replica are on one rank."""
     own = np.flatnonzero((t.homes[t.replica, t.stage] != t.rank) & ~np.isin(t.kind, AWAY))
     own = own[t.kind[own] != Kind.BARRIER]
     if len(own):
@@ -376,8 +375,10 @@ def _one_home(t: Timeline) -> None:
         )
 
 
-def _complete(table: Places, forward: Rows, backward: Rows, weight: Rows, complete: bool) -> None:
-    """Every operation is there once, each microbatch on one replica."""
+def _check_complete(
+    table: Places, forward: Rows, backward: Rows, weight: Rows, complete: bool
+) -> None:
+    """Check that every operation occurs once, each microbatch on one replica."""
     through: Any = (forward >= 0).any(axis=(1, 3)) | (backward >= 0).any(axis=(1, 3))
     if (through.sum(axis=0) > 1).any():
         several = int(np.argmax(through.sum(axis=0) > 1))
@@ -399,33 +400,35 @@ def _complete(table: Places, forward: Rows, backward: Rows, weight: Rows, comple
         raise TimelineError(f"{which} has an input gradient without a weight gradient, or reverse")
 
 
-def _in_order(table: Places, forward: Rows, backward: Rows, weight: Rows) -> None:
+def _check_inputs(table: Places, forward: Rows, backward: Rows, weight: Rows) -> None:
     """Check that a rank's own inputs come before the rows that need them."""
-    _stand(table, forward, backward, "F before B")
-    _stand(table, backward, weight, "I before W")
-    _stand(table, forward[..., :-1], forward[..., 1:], "slices forward in order")
-    _stand(table, backward[..., 1:], backward[..., :-1], "slices backward in reverse order")
+    _check_before(table, forward, backward, "F before B")
+    _check_before(table, backward, weight, "I before W")
+    _check_before(table, forward[..., :-1], forward[..., 1:], "slices forward in order")
+    _check_before(table, backward[..., 1:], backward[..., :-1], "slices backward in reverse order")
     there = set(np.flatnonzero(np.bincount(table.t.kind, minlength=len(Kind))).tolist())
     rows = {kind: table.rows_of(kind) for kinds in ASIDE for kind in kinds if kind in there}
     for first, then in (kinds for kinds in ASIDE if len(kinds) == 2):
         if first in rows or then in rows:
             gone, back = (rows.get(k, np.full(table.shape, -1)) for k in (first, then))
-            _together(table, gone, back, first, then)
+            _check_returns(table, gone, back, first, then)
     for kind, mine in rows.items():
         for name, other in (("forward", forward), ("backward", backward)):
             alone = (mine >= 0) & (other < 0)
             if alone.any():
                 row = describe(table.t, int(mine[alone].ravel()[0]))
                 raise TimelineError(f"{row} belongs to a {name} that is not there")
-        _stand(table, forward, mine, f"F before {kind.name}")
-        _stand(table, mine, backward, f"{kind.name} before B")
+        _check_before(table, forward, mine, f"F before {kind.name}")
+        _check_before(table, mine, backward, f"{kind.name} before B")
     if Kind.RECOMPUTE in rows:
         for kind in (Kind.LOAD, Kind.RELOAD):
             if kind in rows:
-                _stand(table, rows[kind], rows[Kind.RECOMPUTE], f"{kind.name} before RECOMPUTE")
+                _check_before(
+                    table, rows[kind], rows[Kind.RECOMPUTE], f"{kind.name} before RECOMPUTE"
+                )
 
 
-def _stand(table: Places, first: Rows, then: Rows, what: str) -> None:
+def _check_before(table: Places, first: Rows, then: Rows, what: str) -> None:
     """Check that, where both exist, the first comes before the second."""
     wrong = (first >= 0) & (then >= 0) & (first > then)
     if wrong.any():
@@ -434,8 +437,8 @@ def _stand(table: Places, first: Rows, then: Rows, what: str) -> None:
         raise TimelineError(f"{b} waits for {a}, which stands later: {what}, on the same rank")
 
 
-def _together(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
-    """Check that what leaves returns later from the same partner."""
+def _check_returns(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) -> None:
+    """Check that evicted or offloaded activations return later, from the same partner."""
     t = table.t
     lone = (gone >= 0) != (back >= 0)
     if lone.any():
@@ -443,7 +446,7 @@ def _together(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) ->
         row = max(int(gone.flat[k]), int(back.flat[k]))
         other = then if gone.flat[k] >= 0 else first
         raise TimelineError(f"{describe(t, row)} has no {other.name}")
-    _stand(table, gone, back, f"{first.name} before {then.name}")
+    _check_before(table, gone, back, f"{first.name} before {then.name}")
     if first is not Kind.EVICT:
         return
     evict, load = gone[gone >= 0], back[gone >= 0]
@@ -455,15 +458,15 @@ def _together(table: Places, gone: Rows, back: Rows, first: Kind, then: Kind) ->
             raise TimelineError(f"{describe(t, row)} names no partner, or another one than EVICT")
 
 
-def _ends(
-    t: Timeline, made: Rows, used: Rows, apart: Rows, mail: Messages | None, rendezvous: bool
+def _check_ends(
+    t: Timeline, made: Rows, used: Rows, apart: Rows, matched: Messages | None, rendezvous: bool
 ) -> None:
-    """Every rank comes to its end: no circle of operations that wait for each other."""
+    """Check that every rank reaches its end: no operations wait for each other in a circle."""
     pairs = [(made[~apart], used[~apart])]
-    if mail is None:
+    if matched is None:
         pairs.append((made[apart], used[apart]))
     else:
-        pairs += mail.waits(rendezvous)
+        pairs += matched.waits(rendezvous)
     if (t.kind == Kind.BARRIER).any():
         pairs += barriers(t, np.zeros(len(t), dtype=bool))
     first, then = (np.concatenate(rows) for rows in zip(*pairs))
@@ -475,8 +478,8 @@ def _ends(
         raise TimelineError("the order never ends: " + never_ends(t, waits_for))
 
 
-def _kept(t: Timeline, versions: int | None) -> None:
-    """No stage keeps more versions of its weights than are allowed."""
+def _check_kept(t: Timeline, versions: int | None) -> None:
+    """Check that no stage keeps more versions of its weights than are allowed."""
     copies = weight_copies(t) if versions is not None else np.zeros(1)
     if versions is not None and copies.max(initial=0) > versions:
         stage = int(copies.argmax())
@@ -486,8 +489,8 @@ def _kept(t: Timeline, versions: int | None) -> None:
         )
 
 
-def _fits(t: Timeline, memory: Number, cost: Cost) -> None:
-    """No rank ever holds more than the limit."""
+def _check_memory(t: Timeline, memory: Number, cost: Cost) -> None:
+    """Check that no rank ever holds more than the limit."""
     rows, ticks, tick = held(t, cost)
     unit = 1.0 if tick is None else tick
     most = int(ticks.argmax()) if len(ticks) else 0

@@ -1,4 +1,4 @@
-"""Sharded weights along a timeline: gathered where they are used, their gradients reduced."""
+"""Sharded weights along a timeline: gathers before they are used, reductions of their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedlang.pipeline.timeline.table import (
 # microbatches of a stage one after the other gathers its weights once for all of them.
 
 
-# BEFORE and AFTER a row: UNSHARD stands before the first of a run, REDUCE and RESHARD after it
+# order of rows at one place: UNSHARD before the first row of a run, REDUCE and RESHARD after it
 BEFORE, SELF, REDUCED, AFTER, PLACE = range(5)
 
 
@@ -34,12 +34,12 @@ class Runs:
 
 
 def runs(t: Timeline) -> Runs:
-    """The runs of the stages whose weights are held gathered from the first of a run to its last.
+    """Find the runs of stages whose weights stay gathered from the first row of a run to its last.
 
-    Those are the stages of ranks that run several stages, if every run of the stage has at least
-    two operations. A stage that is alone on its rank is none: all weights of the rank would be
-    gathered through the step, which is what slices of weights are to avoid. With runs of one there
-    is nothing to save. Weight gradients on their own (W) come when the run is over: no such stage.
+    These are stages of ranks with several stages, if every run of the stage has at least two
+    operations. A stage that is alone on its rank is excluded: all weights of the rank would be
+    gathered through the step, which sharded weights should avoid. Runs of one operation save
+    nothing.  Separate weight gradients (W) come after the run: their stages are excluded.
     """
     rows = np.flatnonzero(np.isin(t.kind, (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)))
     stage = t.rank[rows].astype(np.int64) * t.stages + t.stage[rows]
@@ -58,9 +58,9 @@ def runs(t: Timeline) -> Runs:
 
 
 def with_gathers(t: Timeline) -> Timeline:
-    """The same order with UNSHARD before each run of a held stage, RESHARD and REDUCE after it.
+    """Add UNSHARD before each run of such a stage, RESHARD and REDUCE after it.
 
-    Gradients are reduced once a run of backwards. Stages that are not held get no rows.
+    Gradients are reduced once a run of backwards. Other stages get no rows.
     """
     found = runs(t)
     if not len(found.first):
@@ -79,14 +79,15 @@ def with_gathers(t: Timeline) -> Timeline:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # these compute with the weights
+USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # kinds that read the weights
 
 
 def check_shards(t: Timeline) -> None:
-    """A stage that is unsharded by rows is so wherever it computes; its gradients are reduced.
+    """Check that a stage with UNSHARD rows is gathered wherever it computes, and its gradients
+    reduced.
 
     Raises TimelineError for an operation between a RESHARD and the next UNSHARD, and for gradients
-    that come after the last REDUCE of a stage that has any.
+    after the last REDUCE of a stage that has any.
     """
     if not np.isin(t.kind, (Kind.UNSHARD, Kind.REDUCE)).any():
         return

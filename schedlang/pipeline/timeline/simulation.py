@@ -1,4 +1,5 @@
-"""Simulation of a timeline under given costs: rows of a rank run in order, as soon as ready."""
+"""Simulation of a timeline under given costs: a rank runs its rows in order, each once it is
+ready."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from schedlang.pipeline.timeline.table import (
 
 Ticks = NDArray[Any]  # float64, int64, or objects where whole numbers are too large for int64
 
-MANY_RANKS = 32  # from here on a round over all ranks is quicker than a step per row
-WINDOW, POOR = 256, 12  # rounds watched, and rows per round below which steps are quicker
+MANY_RANKS = 32  # from this many ranks rounds over all ranks are quicker than one row at a time
+WINDOW, POOR = 256, 12  # rounds measured, and rows per round below which single rows are quicker
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The rows that must have ended before each row, and how long after they end it may start.
+    """The rows that must have ended before each row, and how long after their end it may start.
 
     Those of row r are `made[first[r]:first[r + 1]]`, with `lag` likewise.
     """
@@ -54,9 +55,10 @@ class Needs:
 
 
 class Clock:
-    """The state of a run: where each rank stands, when it is free, what has ended.
+    """State of a simulation: the current row of each rank, when it is free, which rows have ended.
 
-    `copies` marks rows that run on a rank's copy stream, one after the other, beside its others.
+    `copies` marks rows that run on a rank's copy stream, one after the other, overlapped with
+    others.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Clock:
         self.end = np.full_like(duration, -1)
 
     def run(self) -> dict[int, int]:
-        """Run to the end, or until nothing moves; return, by stuck row, the row that it waits
+        """Run to the end, or until no rank advances; return each stuck row with the row it waits
         for."""
         exact = self.duration.dtype == object
         if len(self.at) < MANY_RANKS or exact or not self._rounds():
@@ -80,7 +82,8 @@ class Clock:
         return {int(self.at[r]): int(self.needs.made[self.cursor[r]]) for r in stuck}
 
     def _rounds(self) -> bool:
-        """Every rank whose next row can run runs it; False where too few can for this to pay."""
+        """Run one row of every rank that can, in rounds; False where rounds have too few rows to
+        pay."""
         active = np.flatnonzero(self.at < self.stop)
         ran, rounds = 0, 0
         while active.size:
@@ -97,25 +100,25 @@ class Clock:
         return True
 
     def _round(self, active: Rows) -> Rows:
-        """One row of every rank that can run one; those ranks."""
+        """Run one row of every rank that can run one; return those ranks."""
         rows = self.at[active]
         last, cursor = self.needs.first[rows + 1], self.cursor[active]
         ready = self.ready[active]
-        open_ = np.flatnonzero(cursor < last)
-        while open_.size:
-            k = cursor[open_]
+        pending = np.flatnonzero(cursor < last)
+        while pending.size:
+            k = cursor[pending]
             ended = self.end[self.needs.made[k]]
             there = ended >= 0
-            open_, k, ended = open_[there], k[there], ended[there]
-            ready[open_] = np.maximum(ready[open_], ended + self.needs.lag[k])
-            cursor[open_] = k + 1
-            open_ = open_[k + 1 < last[open_]]
+            pending, k, ended = pending[there], k[there], ended[there]
+            ready[pending] = np.maximum(ready[pending], ended + self.needs.lag[k])
+            cursor[pending] = k + 1
+            pending = pending[k + 1 < last[pending]]
         self.cursor[active], self.ready[active] = cursor, ready
         go = cursor == last
         ranks, rows, ready = active[go], rows[go], ready[go]
         start = np.maximum(self.free[ranks], ready)
         if self.copies is not None:
-            self._beside(ranks, rows, start)
+            self._run_on_streams(ranks, rows, start)
         else:
             self.free[ranks] = start + self.duration[rows]
         self.start[rows] = start
@@ -125,8 +128,9 @@ class Clock:
         moved: Rows = ranks
         return moved
 
-    def _beside(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
-        """Take the time of rows on the stream of each; copies wait for the copies before them."""
+    def _run_on_streams(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
+        """Add the duration of rows on the stream of each; copies wait for the copies before
+        them."""
         assert self.copies is not None
         copy = self.copies[rows]
         start[copy] = np.maximum(start[copy], self.copied[ranks[copy]])
@@ -135,7 +139,8 @@ class Clock:
         self.free[ranks[~copy]] = end[~copy]
 
     def _steps(self) -> None:
-        """Event simulation, near-linear: a row is visited once, and once more when it must wait."""
+        """Simulate by events, near-linear: a row is visited once, and once more when it must
+        wait."""
         first, made, lag = (x.tolist() for x in vars(self.needs).values())
         cost, stop, at = self.duration.tolist(), self.stop.tolist(), self.at.tolist()
         start, end = self.start.tolist(), self.end.tolist()
@@ -189,14 +194,14 @@ class Durations:
 
 
 def durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows) -> Durations:
-    """The costs of the rows, and of the transfers (made, used) between ranks.
+    """Return the costs of rows, and of the transfers (made, used) between ranks.
 
-    `transfer` is what a transfer takes where `cost` is not a `Cost`, which says it itself.
+    `transfer` is the time of a transfer where `cost` is not a `Cost`, which has its own.
     """
     row_at: Any
     lag_at: Any = (0,)
     if isinstance(cost, Cost):
-        rows, lags = _of(t, cost), _lags(t, cost)
+        rows, lags = _row_costs(t, cost), _lags(t, cost)
         row_at = (t.kind, *_index(rows.shape[1:], t.stage, t.slice))
         lag_at = _index(lags.shape, t.stage[made], t.stage[used], t.slice[made])
     elif isinstance(cost, Mapping):
@@ -216,7 +221,7 @@ def durations(t: Timeline, cost: Costs, transfer: Number, made: Rows, used: Rows
 
 
 def weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
-    """Relative weights with a mean of one, exact where they are given exactly."""
+    """Normalise relative weights to a mean of one, exact where they are given exactly."""
     if len(given) != count:
         raise ValueError(f"{len(given)} weights of {what}, and there are {count}")
     total = sum(number(x) for x in given)
@@ -226,8 +231,9 @@ def weights(given: Sequence[Number], count: int, what: str) -> NDArray[Any]:
 _ONE = np.array([Fraction(1)], dtype=object)
 
 
-def _of(t: Timeline, cost: Cost) -> NDArray[Any]:
-    """[kind, stage, slice] in units of cost; stage and slice of size one where all are alike."""
+def _row_costs(t: Timeline, cost: Cost) -> NDArray[Any]:
+    """Return costs [kind, stage, slice] in units of cost; stage and slice of size one where all are
+    equal."""
     again = cost.f if cost.recompute is None else cost.recompute
     sliced = {
         Kind.F: cost.f,
@@ -261,7 +267,7 @@ def _column(costs: Mapping[Kind, Number]) -> NDArray[Any]:
 
 
 def _lags(t: Timeline, cost: Cost) -> NDArray[Any]:
-    """[from stage, to stage, slice], of size one where all are alike."""
+    """Return lags [from stage, to stage, slice], of size one where all are equal."""
     part = weights(cost.slices, t.slices, "slices") if cost.slices is not None else _ONE
     table = np.full((1, 1, 1), number(cost.comm), dtype=object)
     if cost.between is not None:
@@ -272,12 +278,12 @@ def _lags(t: Timeline, cost: Cost) -> NDArray[Any]:
 
 
 def _index(shape: tuple[int, ...], *columns: Any) -> tuple[Any, ...]:
-    """Columns as an index, where a dim of size one has one place for all."""
+    """Return columns as an index; a dim of size one has index 0 for all."""
     return tuple(c if size > 1 else 0 for size, c in zip(shape, columns))
 
 
 def number(value: Number) -> Number:
-    """A number that keeps its exactness: Python's own, and whole ones as fractions."""
+    """Convert to an exact number: Python's own types, integers as fractions."""
     if isinstance(value, np.generic):
         value = value.item()
     return Fraction(value) if isinstance(value, int) else value
@@ -291,7 +297,10 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None]:
-    """A table as floats, or as whole numbers of ticks and what a tick is; `count` are added up."""
+    """Return a table as floats, or as whole numbers of ticks and the length of a tick.
+
+    `count` is how many entries may be added up without overflow.
+    """
     if table.dtype != object or any(isinstance(x, float) for x in table.ravel()):
         return table.astype(np.float64), None
     scale = math.lcm(*{x.denominator for x in table.ravel()})
@@ -305,7 +314,7 @@ def exact_ticks(table: NDArray[Any], count: int) -> tuple[Ticks, Fraction | None
 
 Floats = NDArray[np.float64]
 
-# these run on a rank's copy stream, beside its computing, one after the other
+# kinds on a rank's copy stream, overlapped with its computing, one after the other
 COPIES = (
     Kind.OFFLOAD,
     Kind.RELOAD,
@@ -319,7 +328,7 @@ COPIES = (
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """Start and end of every compute operation, and what follows from them.
+    """Start and end of every compute operation, and derived figures.
 
     Spans, bubbles and sums are exact fractions where all costs are, else floats. `begins` and
     `ends` count in ticks of `tick` units of cost (None: in units of cost, as floats).
@@ -355,7 +364,7 @@ class Timing:
 
     @cached_property
     def busy(self) -> NDArray[Any]:
-        """Time at work, per rank; copies beside the work do not count."""
+        """Time at work, per rank; copies that overlap with work do not count."""
         t = self.timeline
         took = self.ends - self.begins
         took[np.isin(t.kind, COPIES)] = 0
@@ -377,12 +386,12 @@ class Timing:
 
     @property
     def messages(self) -> int:
-        """Transfers between ranks, activations that are parked on another one included."""
+        """Number of transfers between ranks, evicted activations included."""
         return int(self.sent.sum())
 
     @property
     def sending(self) -> NDArray[Any]:
-        """Time in which messages of each rank are on their way, added up."""
+        """Time in which messages of each rank are in flight, added up."""
         return self._numbers(self.sending_ticks)
 
     @cached_property
@@ -413,8 +422,8 @@ class Timing:
 def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
     """Time every compute operation: each rank in its order, as early as its inputs arrive.
 
-    `cost`: a `Cost`, whose chunks and slices take their parts of it; or time per kind, the same
-    for every stage, or one time per compute row, both with `transfer` between ranks. Raises
+    `cost`: a `Cost`, of which chunks and slices have their shares; or time per kind, the same for
+    every stage, or one time per compute row, both with `transfer` between ranks. Raises
     TimelineError, naming what each rank waits for, if the order never ends.
     """
     t = timeline.compute()
@@ -425,7 +434,7 @@ def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Ti
     copies = np.isin(t.kind, COPIES)
     apart = t.rank[made] != t.rank[used]
     sent, sending = _sent(t, made[apart], took.lags[apart])
-    live = apart | (made > used) | copies[made]  # else the rank has done it anyway
+    live = apart | (made > used) | copies[made]  # other inputs are earlier rows of the rank
     pairs = made[live], used[live], took.lags[live]
     clock = Clock(
         t.starts, took.rows, _needs(t, copies, took.rows, *pairs), copies if copies.any() else None
@@ -438,7 +447,7 @@ def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Ti
 def _needs(
     t: Timeline, copies: NDArray[np.bool_], took: Ticks, made: Rows, used: Rows, lags: Ticks
 ) -> Needs:
-    """The needs of every row, those of barriers too."""
+    """Return the dependencies of every row, including those of barriers."""
     if not (t.kind == Kind.BARRIER).any():
         return Needs.of(len(t), made, used, lags)
     (before, waits), (first, others) = barriers(t, copies)
@@ -447,12 +456,12 @@ def _needs(
         len(t),
         np.concatenate([made, before, first]),
         np.concatenate([used, waits, others]),
-        np.concatenate([lags, none, -took[first]]),  # all start as the first one does
+        np.concatenate([lags, none, -took[first]]),  # all start with the first one
     )
 
 
 def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
-    """Messages that each rank sends, and their time."""
+    """Return the number of messages that each rank sends, and their time."""
     sending = np.zeros(t.ranks, dtype=lags.dtype)
     np.add.at(sending, t.rank[made], lags)
     away = t.rank[t.kind == Kind.EVICT]
@@ -461,7 +470,7 @@ def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
 
 
 def never_ends(t: Timeline, waits: dict[int, int]) -> str:
-    """A circle of rows that wait for each other, in words; the ranks stand at the keys."""
+    """Describe a circle of rows that wait for each other; keys of `waits` are the stuck rows."""
     at = {int(t.rank[row]): row for row in waits}
     rank, seen = next(iter(at)), list[int]()
     while rank in at and rank not in seen:

@@ -1,4 +1,5 @@
-"""The one timeline of a pipeline: per rank a list of operations as columns, and what each needs."""
+"""The timeline of a pipeline as a table: operations of each rank as columns, and their
+dependencies."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ Edge = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """The kind of an operation; B is the whole backward, I and W are its two halves.
+    """The kind of an operation; B is the full backward, I and W are its two halves.
 
-    EVICT sends the activations of a microbatch to another rank, where HOLD takes them in; GIVE
-    sends them back and LOAD takes them home. STEP makes a version of a stage's weights.
+    EVICT sends the activations of a microbatch to another rank, where HOLD receives them; GIVE
+    sends them back and LOAD receives them. STEP makes a version of a stage's weights.
     """
 
     F = 0
@@ -46,21 +47,21 @@ class Kind(IntEnum):
 
 
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
-AWAY = (Kind.HOLD, Kind.GIVE)  # done for a stage of another rank
-# one unit is the forward of one stage; a whole backward costs two (Narayanan et al. 2021, §2.2)
+AWAY = (Kind.HOLD, Kind.GIVE)  # operations for a stage of another rank
+# one unit is the forward of one stage; a full backward costs two (Narayanan et al. 2021, §2.2)
 UNIT: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
 
 
 class TimelineError(ValueError):
-    """A timeline that cannot be run; the message names the operation."""
+    """A timeline that cannot run; the message names the operation."""
 
 
 class Op(NamedTuple):
     """One operation.
 
-    `peer` is the stage at the other end of a transfer; of EVICT, HOLD, GIVE and LOAD the other
-    rank; else -1. `version` counts the updates of the stage's weights within the step: that which
-    F, B, I and W read, and that which STEP makes (0: the weights as the step began).
+    `peer` is the stage at the other end of a transfer; for EVICT, HOLD, GIVE and LOAD the other
+    rank; else -1. `version` counts the updates of the stage's weights within the step: the version
+    that F, B, I and W read, or that STEP makes (0: the weights at the beginning of the step).
     """
 
     kind: Kind
@@ -77,7 +78,7 @@ class Op(NamedTuple):
 
 
 def chain(stages: int) -> tuple[Edge, ...]:
-    """The transfers of a plain pipeline: every stage sends to the next."""
+    """Return the transfers of a plain pipeline: every stage sends to the next."""
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
@@ -102,7 +103,7 @@ class Timeline:
     def __post_init__(self) -> None:
         for name in COLUMNS:
             column = getattr(self, name)
-            # a read-only column of its own is a value already: large timelines are not copied
+            # a read-only column that owns its data is immutable: large timelines are not copied
             own = column.flags.owndata and not column.flags.writeable
             if not own or column.dtype != np.int32:
                 column = np.array(column, dtype=np.int32)
@@ -145,7 +146,7 @@ class Timeline:
 
     @cached_property
     def slices(self) -> int:
-        """The number of slices of the sequence that each microbatch is cut into."""
+        """The number of slices of the sequence into which each microbatch is split."""
         return int(self.slice.max()) + 1 if len(self) else 0
 
     @cached_property
@@ -168,35 +169,35 @@ class Timeline:
         return first
 
     def rows(self, rank: int) -> tuple[Op, ...]:
-        """The operations of one rank, in order."""
+        """Return the operations of one rank, in order."""
         part = slice(int(self.starts[rank]), int(self.starts[rank + 1]))
         lists = [getattr(self, name)[part].tolist() for name in COLUMNS[1:]]
         return tuple(Op(Kind(k), s, m, r, c, v, p) for k, s, r, m, c, v, p in zip(*lists))
 
     def pick(self, rows: NDArray[Any]) -> Timeline:
-        """The timeline of some rows only (an index array or a mask)."""
+        """Return the timeline of some rows only (an index array or a mask)."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
         for column in columns.values():
             column.setflags(write=False)
         return replace(self, **columns)
 
     def compute(self) -> Timeline:
-        """Return the timeline without what `with_transfers` adds: sends, receives, the partner's
-        EVICT."""
+        """Return the timeline without the rows that `with_transfers` adds: sends, receives, HOLD,
+        GIVE."""
         added = np.isin(self.kind, (*TRANSFERS, *AWAY))
         return self.pick(~added) if added.any() else self
 
     def with_edges(self, edges: Iterable[Edge]) -> Timeline:
-        """The same operations over another transfer graph."""
+        """Return the same operations over another transfer graph."""
         return replace(self, edges=tuple(sorted(set(edges))))
 
     def with_copies(self, turn: Rows, *copies: tuple[Rows, Rows, Mapping[str, Any]]) -> Timeline:
-        """The same with changed copies of some rows, all in the order of their turns.
+        """Add changed copies of some rows; all rows are sorted by their turns.
 
         turn    of each row; turns rise from rank to rank
         copies  rows that are copied, the turns of the copies, and the columns that differ
 
-        Of equal turns the rows come first, then the copies as they are given.
+        Of equal turns the original rows come first, then the copies in the given order.
         """
         source = np.concatenate([np.arange(len(self)), *(rows for rows, _, _ in copies)])
         order = np.argsort(np.concatenate([turn, *(at for _, at, _ in copies)]), kind="stable")
@@ -215,7 +216,8 @@ class Timeline:
         return replace(self, **found)
 
     def text(self, width: int | None = None) -> str:
-        """One line per rank, `F0 F1 B0`; with several stages on a rank `2F0` names the stage.
+        """Format one line per rank, `F0 F1 B0`; with several stages on a rank `2F0` names the
+        stage.
 
         `width` (characters) shortens long lines in the middle.
         """
@@ -224,7 +226,7 @@ class Timeline:
         for rank in range(self.ranks):
             low, high = int(self.starts[rank]), int(self.starts[rank + 1])
             ends = [(low, high)]
-            if width is not None and high - low > 2 * width:  # a word has two characters at least
+            if width is not None and high - low > 2 * width:  # a word has at least two characters
                 ends = [(low, low + width), (high - width, high)]
             words = [word for end in ends for word in self._words(*end, several)]
             lines.append(f"rank {rank}: {_shorten(words, width)}")
@@ -257,7 +259,8 @@ def _shorten(words: list[str], width: int | None) -> str:
 
 
 def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) -> Timeline:
-    """A timeline from one list of operations per rank; `edges` default to a chain of stages."""
+    """Build a timeline from one list of operations per rank; `edges` default to a chain of
+    stages."""
     flat = [(rank, *op) for rank, ops in enumerate(rows) for op in ops]
     table = np.array(flat, dtype=np.int32).reshape(len(flat), 8)
     rank, kind, stage, microbatch, replica, slice_, version, peer = table.T
@@ -276,25 +279,25 @@ def timeline(rows: Sequence[Sequence[Op]], edges: Iterable[Edge] | None = None) 
     )
 
 
-# the order of a plan that names none: a forward, then its backward
+# the order of a plan without a pipeline row: a forward, then its backward
 ONE = timeline([[Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)]])
 
 
 def halved(timeline: Timeline) -> Timeline:
-    """The same order with I and W in place of every B; what is sent back follows the I."""
+    """Replace every B by I and W; gradients are sent after the I."""
     whole = timeline.kind == Kind.B
     first = replace(timeline, kind=np.where(whole, Kind.I, timeline.kind))
     rows = np.flatnonzero(whole)
     return first.with_copies(2 * np.arange(len(timeline)), (rows, 2 * rows + 1, {"kind": Kind.W}))
 
 
-# -- what each operation needs: the rows that must have ended before it ----------------------------
+# -- dependencies: the rows that must have ended before each operation -----------------------------
 
 
 GROUPS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
 BACKWARD = GROUPS[1]
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
-# what must come between a forward and its backward, in this order, where it is there at all
+# kinds that must come between a forward and its backward, in this order, where they exist
 ASIDE = ((Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD), (Kind.RECOMPUTE,))
 
 
@@ -308,7 +311,7 @@ class Places:
         self.shape = tuple(int(c.max(initial=0)) + 1 for c in self.where)
 
     def rows_of(self, *kinds: Kind) -> Rows:
-        """Row numbers of these kinds, -1 where there is none; two in one place are refused."""
+        """Return row numbers of these kinds, -1 where there is none; refuses two at one place."""
         rows = np.flatnonzero(np.isin(self.t.kind, kinds))
         found = np.full(self.shape, -1, dtype=np.int64)
         place = tuple(column[rows] for column in self.where)
@@ -320,7 +323,7 @@ class Places:
         return found
 
     def name(self, flat: Any) -> str:
-        """A place of the table in words."""
+        """Describe a place of the table."""
         replica, stage, microbatch, part = np.unravel_index(int(flat), self.shape)
         text = f"stage {stage}, microbatch {microbatch}"
         text += f", slice {part}" if self.shape[3] > 1 else ""
@@ -328,10 +331,10 @@ class Places:
 
 
 def dependencies(timeline: Timeline) -> tuple[Rows, Rows]:
-    """Pairs of compute rows (made, used): the second needs what the first made.
+    """Return pairs of compute rows (made, used): the second needs the result of the first.
 
-    Between ranks they are the transfers. Slices of one stage and microbatch go forward in order,
-    because they carry keys and values, and backward in reverse.
+    Pairs on different ranks are the transfers. Slices of one stage and microbatch go forward in
+    order, because they pass on keys and values, and backward in reverse.
     """
     table = Places(timeline)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
@@ -364,8 +367,7 @@ def _both(before: Rows, after: Rows) -> tuple[Rows, Rows]:
 
 
 def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> tuple[Rows, Rows]:
-    """Return the users, and for each the latest maker of its stage that stands before it on its
-    rank."""
+    """Return the users, and for each the latest maker of its stage before it on its rank."""
     key = t.rank.astype(np.int64) * max(1, t.stages) + t.stage
     made, used = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
     latest = latest_before(key, made, used)
@@ -373,8 +375,7 @@ def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> t
 
 
 def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
-    """Return, for each user (row), the latest maker of the same key that stands before it, or
-    -1."""
+    """Return, for each user (row), the latest maker of the same key before it, or -1."""
     if not len(makers):
         return np.full(len(users), -1, dtype=np.int64)
     width = len(key) + 1
@@ -386,11 +387,12 @@ def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
 
 
 def barriers(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, Rows]]:
-    """The waits of barriers: pairs (before, barrier of the first rank), and (that one, others).
+    """Return the waits of barriers: pairs (before, barrier of the first rank), and (that one,
+    others).
 
     Barrier k of the first rank waits for the rows before barrier k of every rank; those of the
-    other ranks start as the first one's does. `copies` marks rows on a stream of their own. Raises
-    TimelineError where ranks have different numbers of them.
+    other ranks start together with it. `copies` marks rows on a stream of their own. Raises
+    TimelineError where ranks have different numbers of barriers.
     """
     rows = np.flatnonzero(t.kind == Kind.BARRIER)
     count = np.bincount(t.rank[rows], minlength=t.ranks)
@@ -415,7 +417,7 @@ def barriers(t: Timeline, copies: Any) -> tuple[tuple[Rows, Rows], tuple[Rows, R
 
 
 def describe(timeline: Timeline, row: int) -> str:
-    """An operation in words, for messages."""
+    """Describe an operation, for messages."""
     op = timeline.pick(np.array([row]))
     kind = Kind(int(op.kind[0])).name
     text = f"{kind} of stage {op.stage[0]}, microbatch {op.microbatch[0]}"

@@ -1,4 +1,4 @@
-"""Versions of weights in a timeline: which update a microbatch goes into, and what must be kept."""
+"""Versions of weights in a timeline: the update of each microbatch, and the versions to keep."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_versions(timeline: Timeline) -> None:
 
     Updates of a stage are numbered from 1 in the order of its rows, each sums at least one
     microbatch, none is left over, and each microbatch goes into the same update on every stage. A
-    backward reads what its forward read, which is kept for it, unless the whole stage keeps
-    nothing: then all its rows read the newest weights. A step of synchronous gradients (no STEP
-    rows) has version 0 everywhere.
+    backward reads the version that its forward read, which is kept for it, unless the whole stage
+    keeps nothing: then all its rows read the newest weights. A step of synchronous gradients (no
+    STEP rows) has version 0 everywhere.
     """
     if not timeline.stale:
         return
@@ -50,7 +50,8 @@ def check_versions(timeline: Timeline) -> None:
 
 
 def weight_copies(timeline: Timeline) -> NDArray[np.int64]:
-    """The most versions of its weights that each stage holds at a time; 1 where none is kept."""
+    """Return the most versions of its weights that each stage holds at a time; 1 where none is
+    kept."""
     most = np.ones(timeline.stages, dtype=np.int64)
     for stage in _stages(timeline):
         most[stage.index] = stage.copies()
@@ -113,7 +114,7 @@ class _Stage:
         steps = np.flatnonzero(self.kind == Kind.STEP)
         rows = len(self.kind)
         born = np.concatenate([[0], steps])
-        dies = np.concatenate([steps, [rows]])  # the newest one is held in any case
+        dies = np.concatenate([steps, [rows]])  # the newest version is always held
         reads = self.kind != Kind.STEP
         np.maximum.at(dies, self.version[reads], np.flatnonzero(reads))
         held = np.zeros(rows + 2, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""Costs of keeping activations: work and bytes of operators, the error of few bits."""
+"""Costs of saved activations, for choices of a plan: work and bytes of the results of operators,
+and the error of the gradient when a tensor is saved in few bits."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from schedlang.runtime.forward import wrap
 from schedlang.runtime.offload import saved_tensors
 from schedlang.runtime.tracing.record import Burden, key_of, operations
 
-# ---- The operators of each unit that could be kept: what they work, and what their results take.
+# ---- The operators of each unit whose results could be saved: their work, the bytes of results.
 
 
 @dataclass
-class _Ran:
-    """One operator: its name, if it could be kept, its work, and what it made."""
+class _RanOperator:
+    """One operator: its key, if its result could be saved, its work, and its results."""
 
     key: Key | None
     work: float
@@ -34,32 +35,32 @@ class _Ran:
 
 @dataclass
 class _Call:
-    """One call of a unit: what ran so far, and how much of it a second run would run again."""
+    """One call of a unit: operators so far, and how many of them a second run would repeat."""
 
     turns: Turns = field(default_factory=Turns)
-    ran: list[_Ran] = field(default_factory=list)
+    ran: list[_RanOperator] = field(default_factory=list)
     repeated: int = 0
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
 
 
 class Menu(Burden):
-    """Counts as Burden does, and also operator by operator.
+    """Counts as Burden does, and also by operator.
 
-    An operator without a formula for its operations counts one for each element that it makes. A
-    second run ends with the last tensor that autograd saved: what follows is not run again.
+    An operator without a formula for its operations counts one for each element of its results. A
+    second run ends with the last tensor that autograd saved: later operators are not repeated.
     """
 
     def __init__(self, units: int) -> None:
         super().__init__(units)
-        self.fixed = [0.0] * units  # the work of what runs again in any case
-        self.forward = [0.0] * units  # of all that runs once
-        self.small = [0] * units  # of the bytes saved what no store moves
+        self.fixed = [0.0] * units  # the work of operators that are always repeated
+        self.forward = [0.0] * units  # of all operators of a forward
+        self.small = [0] * units  # saved bytes in tensors too small to be offloaded
         self._found: list[dict[Key, Operator]] = [{} for _ in range(units)]
         self._calls: dict[int, _Call] = {}
 
     def operators(self, unit: int) -> tuple[Operator, ...]:
-        """The results of a unit that could be kept, in the order of its calls."""
+        """Return the operators of a unit whose results could be saved, in the order of calls."""
         return tuple(self._found[unit].values())
 
     @contextmanager
@@ -76,7 +77,9 @@ class Menu(Burden):
             else:
                 self._add(unit, ran, storages, call.saved)
 
-    def _add(self, unit: int, ran: _Ran, storages: dict[int, Tensor], saved: set[int]) -> None:
+    def _add(
+        self, unit: int, ran: _RanOperator, storages: dict[int, Tensor], saved: set[int]
+    ) -> None:
         assert ran.key is not None
         seen: set[int] = set()
         sizes = {key: self._size(one, seen) for key, one in storages.items()}
@@ -87,7 +90,7 @@ class Menu(Burden):
         )
 
     def keeps(self, unit: int, tensor: Tensor, size: int) -> None:
-        """Note what is saved, and that a second run comes at least to here."""
+        """Count a saved tensor; a second run runs at least up to here."""
         super().keeps(unit, tensor, size)
         if size < saved_tensors.SMALLEST:
             self.small[unit] += size
@@ -96,7 +99,7 @@ class Menu(Burden):
         call.repeated = len(call.ran)
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note one operator of a unit."""
+        """Count one operator of a unit."""
         super().ran(unit, func, args, kwargs, output)
         made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = fresh(func)
@@ -106,21 +109,21 @@ class Menu(Burden):
         for argument, one in zip(func._schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 call.written |= {key_of(t) for t in tree_leaves(one) if isinstance(t, Tensor)}
-        call.ran.append(_Ran(call.turns.of(func, args, kwargs), work, made if new else []))
+        call.ran.append(_RanOperator(call.turns.of(func, args, kwargs), work, made if new else []))
 
 
 # ---- How much the gradient of a loss changes when one saved tensor is kept in few bits.
-# The sensitivity that bits are given by (Liu et al., GACT, 2022; Chen et al., ActNN, 2021): with
-# one tensor rounded and all others as they are, the squared distance of the gradient of all
+# The sensitivity by which bits are assigned (Liu et al., GACT, 2022; Chen et al., ActNN, 2021):
+# with one tensor quantized and all others exact, the squared distance of the gradient of all
 # parameters from the exact one, which falls with the square of the number of levels.
 
 
-PROBED = 4  # bits in which a tensor is kept while the others are not
+PROBED = 4  # bits of the one tensor that is quantized
 DRAWS = 2
 
 
 class Place(NamedTuple):
-    """A saved tensor of every call of a coded module: its number among the floats of a call."""
+    """A saved tensor of every call of a quantized module: its number among the floats of a call."""
 
     module: str
     number: int
@@ -128,70 +131,71 @@ class Place(NamedTuple):
 
 @dataclass
 class Seen:
-    """Facts of a place: the innermost module that saves there, elements in a pass, and the
-    squared change of the gradient; None where there are no values."""
+    """Facts of a place: the innermost module that saves there, elements in a pass, and the squared
+    change of the gradient; None without values."""
 
     site: str
     elements: int = 0
     change: float | None = None
 
 
-Run = Callable[[], Tensor | None]  # a forward of the model; where its backward begins
+Run = Callable[[], Tensor | None]  # a forward of the model; the root of its backward
 
 
 @dataclass(eq=False)
 class _Probe(Code):
-    """A coded module that keeps in few bits what is asked for: one place, or all of them."""
+    """A policy that quantizes one place, or all of them."""
 
-    watched: _Watched = field(default_factory=lambda: _Watched())
+    state: _ProbeState = field(default_factory=lambda: _ProbeState())
 
     def at(self, number: int) -> Coding | None:
-        """Return the coding of a tensor: None (as it is), unless its place is the one that is asked
-        for."""
-        asked = self.watched.only
-        return self.coding if asked in (None, Place(self.fqn, number)) else None
+        """Return the coding of a tensor; None (unquantized) unless its place is being probed."""
+        probed = self.state.only
+        return self.coding if probed in (None, Place(self.fqn, number)) else None
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
-        """Note, in the first pass, which keeps all, where a tensor is saved, and its elements."""
-        if self.watched.only is None:
+        """Record, in the first pass, the module and elements of a place; that pass quantizes
+        all."""
+        if self.state.only is None:
             place = Place(self.fqn, number)
-            seen = self.watched.places.setdefault(place, Seen(scope.site()))
+            seen = self.state.places.setdefault(place, Seen(scope.site()))
             seen.elements += tensor.numel()
 
 
 @dataclass
-class _Watched:
-    """All probes of a model: the one place that is rounded, and what the first pass has seen."""
+class _ProbeState:
+    """State of all probes of a model: the one quantized place, and facts from the first pass."""
 
     only: Place | None = None
     places: dict[Place, Seen] = field(default_factory=dict)
 
 
 def places_of(model: nn.Module, blocks: Mapping[str, int], run: Run) -> dict[Place, Seen]:
-    """The tensors that coded modules of a model would round, in order; `blocks`: by module.
+    """Return the tensors that quantized modules of a model would save, in order; `blocks`: by
+    module.
 
-    On the meta device that is all; with values each place is then rounded by itself, in `DRAWS`
-    passes of the model, forward and backward, and the changes of the gradient are averaged.
+    With values, each place is also quantized alone, in `DRAWS` passes forward and backward, and the
+    changes of the gradient are averaged. On the meta device there are no changes.
     """
-    watched = _Watched()
+    state = _ProbeState()
     for fqn, block in blocks.items():
         module = model.get_submodule(fqn)
-        wrap(module, "code", _Probe(module, fqn, Coding(PROBED, block), watched=watched))
+        wrap(module, "code", _Probe(module, fqn, Coding(PROBED, block), state=state))
     scope.named_sites(model)
     _forward(run, 0)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if watched.places and not on_meta:
-        watched.only = Place("", -1)
+    if state.places and not on_meta:
+        state.only = Place("", -1)
         exact = _gradient(model, run, 0)
-        for place, seen in watched.places.items():
-            watched.only = place
+        for place, seen in state.places.items():
+            state.only = place
             changes = [_distance(_gradient(model, run, draw), exact) for draw in range(DRAWS)]
             seen.change = sum(changes) / DRAWS
-    return watched.places
+    return state.places
 
 
 def _gradient(model: nn.Module, run: Run, draw: int) -> list[Tensor]:
-    """The gradients of all parameters; what the model draws is the same in every pass."""
+    """Return the gradients of all parameters; random draws are equal in every pass."""
     model.zero_grad(set_to_none=True)
     root = _forward(run, draw)
     if root is not None:

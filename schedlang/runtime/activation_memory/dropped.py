@@ -1,4 +1,4 @@
-"""Tensors that autograd saves in a forward: dropped, and made again by a second run in backward."""
+"""Saved tensors of a forward that are dropped, and made again by a second run in backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from schedlang.runtime.storage.saved import Kept, as_it_is, outside, slot, unpac
 Facts = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class _Note:
-    """A note in the place of a saved tensor; the first that is asked for brings all."""
+class _Placeholder:
+    """The placeholder of a saved tensor; the first one that is unpacked restores all."""
 
     __slots__ = ("__weakref__", "dropped", "value")
 
@@ -25,7 +25,7 @@ class _Note:
     value: Tensor | None
 
     def tensor(self) -> Tensor:
-        """Give it once: another backward runs the forward again."""
+        """Return the tensor once: another backward runs the forward again."""
         if self.value is None:
             self.dropped.again()
         value, self.value = self.value, None
@@ -34,39 +34,38 @@ class _Note:
 
 
 class Dropped(ABC):
-    """The tensors that autograd saves in one forward: notes in their places.
+    """The tensors that autograd saves in one forward, replaced by placeholders.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by hooks on saved tensors,
-    as the non-reentrant torch.utils.checkpoint does it, with less work for each.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), by saved-tensor hooks, as
+    in the non-reentrant torch.utils.checkpoint, with less work for each tensor.
     """
 
     def __init__(self) -> None:
-        self.notes: list[weakref.ref[_Note]] = []
-        self.facts: list[Facts] = []  # of each
+        self.notes: list[weakref.ref[_Placeholder]] = []
+        self.facts: list[Facts] = []  # of each saved tensor
 
     @abstractmethod
     def rerun(self) -> None:
-        """Run the forward once more."""
+        """Run the forward again."""
 
     @abstractmethod
     def names(self) -> str:
-        """The modules that run, for a message."""
+        """Return the names of the modules that run, for a message."""
 
     def dropping(self) -> saved_tensors_hooks:
-        """Drop what autograd saves inside."""
-        return saved_tensors_hooks(self.pack, _Note.tensor)
+        """Drop, within a block, all tensors that autograd saves."""
+        return saved_tensors_hooks(self.pack, _Placeholder.tensor)
 
-    def pack(self, tensor: Tensor) -> _Note:
-        """Drop one tensor."""
-        note = _Note()
+    def pack(self, tensor: Tensor) -> _Placeholder:
+        """Drop one tensor, and return its placeholder."""
+        note = _Placeholder()
         note.dropped, note.value = self, None
         self.notes.append(weakref.ref(note))
         self.facts.append((tensor.shape, tensor.dtype, tensor.device))
         return note
 
     def again(self) -> None:
-        """Run the forward again, as far as it takes, and give the notes that are left their
-        tensors."""
+        """Run the forward again up to its last saved tensor; fill the placeholders still in use."""
         count, last = 0, len(self.notes)
 
         def fill(tensor: Tensor) -> Tensor:
@@ -78,18 +77,18 @@ class Dropped(ABC):
                 now = value.shape, value.dtype, value.device
                 if now != facts:
                     self._fail(
-                        f"saved {_said(now)} the second time where it saved {_said(facts)} the"
+                        f"saved {_text(now)} the second time where it saved {_text(facts)} the"
                         " first"
                     )
                 note.value = value
             if count == last:
-                raise _Enough
+                raise _AllRestored
             return value
 
         try:
             with torch.enable_grad(), slot(fill):
                 self.rerun()
-        except _Enough:
+        except _AllRestored:
             return
         self._fail(f"saved {count} tensors the second time, {last} the first")
 
@@ -97,24 +96,24 @@ class Dropped(ABC):
         raise RuntimeError(f"recomputation of {self.names()} took another way: it {what}")
 
 
-def _said(facts: Facts) -> str:
+def _text(facts: Facts) -> str:
     shape, dtype, device = facts
     return f"{dtype}{list(shape)} on {device}"
 
 
-class _Enough(BaseException):
-    """All that was saved is back; not an Exception, so that no model catches it."""
+class _AllRestored(BaseException):
+    """Raised when the last tensor is restored; not an Exception, so that no model catches it."""
 
 
 def hold(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Keep tensors as autograd keeps what it saves; the result gives them back, again and again.
+    """Save tensors as autograd does; the returned function gives them back, any number of times.
 
-    They come back without history.  One that was written into since is an error, as it is there.
+    They come back detached. A tensor that was written into since raises an error, as in autograd.
     """
     keep = outside()
     if keep is as_it_is:
-        kept: list[Any] = [Kept(tensor) for tensor in tensors]
+        saved: list[Any] = [Kept(tensor) for tensor in tensors]
     else:
         with torch.no_grad():
-            kept = [keep(tensor.detach()) for tensor in tensors]
-    return lambda: [unpack(one) for one in kept]
+            saved = [keep(tensor.detach()) for tensor in tensors]
+    return lambda: [unpack(one) for one in saved]

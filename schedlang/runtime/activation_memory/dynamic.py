@@ -1,4 +1,4 @@
-"""Dynamic tensor rematerialisation: drop saved tensors above a budget, and make them again."""
+"""Dynamic tensor rematerialisation: saved tensors above a budget are dropped, and made again."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ from schedlang.runtime.inside import Inside
 from schedlang.runtime.storage.saved import Policy, alias, as_it_is, slot
 from schedlang.runtime.tracing.record import key_of, operations
 
-# ---- What can be dropped and made again: storages with the operators that make them, within a
-# budget.
-# Kirisame et al., Dynamic tensor rematerialization (2021). Whenever more bytes are kept than the
-# budget, what is dropped is what is cheapest to make again for its size and for how long nobody
-# used it: least work / (bytes * staleness), where work is its own and that of all dropped around
-# it that would have to run with it. Time is counted in work, so that every run drops the same.
+# ---- Storages with the operators that make them: dropped and made again, within a budget.
+# Kirisame et al., Dynamic tensor rematerialization (2021). When the held bytes exceed the budget,
+# the block of least score is dropped: work / (bytes * staleness), where work is that of its
+# operator and of all dropped neighbours that would have to run with it. Time is counted in work, so
+# that every run drops the same blocks.
 
 
 class Pool:
-    """The bytes that some modules keep for their backwards, at most `budget` where that can be.
+    """The bytes that some modules save for their backwards: at most `budget`, where possible.
 
-    kept, peak  bytes now, and at most so far
-    again       the work of everything that was made a second time
-    dropped     how many storages were
+    held_bytes, peak  bytes now, and their maximum so far
+    repeated_work     the work of all operators that ran again
+    dropped           the number of storages that were dropped
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.kept = self.peak = self.dropped = 0
-        self.again = self.clock = 0.0
+        self.held_bytes = self.peak = self.dropped = 0
+        self.repeated_work = self.clock = 0.0
         self._held: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._next = 0
-        self._path: list[Block] = []  # what is being made
+        self._path: list[Block] = []  # blocks that are being made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
-        """Copies of modules that share a budget share one of their own."""
+        """Return a new pool: copies of modules that share a budget share one of their own."""
         return Pool(self.budget)
 
     def hold(self, block: Block, tensor: Tensor) -> None:
-        """Keep the values of a block; others are dropped until all fit."""
+        """Store the values of a block; drop others until all fit."""
         assert block.tensor is None
         block.tensor, block.version, block.used = tensor, tensor._version, self.clock
         self._next += 1
@@ -61,23 +60,24 @@ class Pool:
         self._held[block.number] = block
         self._changed(block, block.size)
         self.fit()
-        self.peak = max(self.peak, self.kept)
+        self.peak = max(self.peak, self.held_bytes)
 
     def fit(self, room: int = 0) -> None:
-        """Drop what is worth least until all fits with so much room, or nothing can be dropped."""
-        if self.kept + room > self.budget:
+        """Drop the blocks of least score until all fit with `room` more bytes, or none can be
+        dropped."""
+        if self.held_bytes + room > self.budget:
             busy: set[int] = set()
             for block in self._path:
                 busy |= {id(block), *map(id, block.parents)}
             loose = (one for one in self._held.values() if not one.pinned)
             free = {id(one): one for one in loose if id(one) not in busy}
-            while self.kept + room > self.budget and free:
-                worst = min(free.values(), key=self._worth)
+            while self.held_bytes + room > self.budget and free:
+                worst = min(free.values(), key=self._score)
                 del free[id(worst)]
                 self._drop(worst)
 
     def bring(self, block: Block) -> Tensor:
-        """The values of a block, made again if they were dropped, with whatever they need."""
+        """Return the values of a block; if dropped, make them again, with all that they need."""
         if block.tensor is None:
             before, self._path = self._path, [*self._path, block]
             while block.tensor is None:
@@ -91,7 +91,7 @@ class Pool:
             self._path = before
         found = block.tensor
         if found._version != block.version:
-            raise _written_into("a tensor that its backward needs")
+            raise _mutation_refusal("a tensor that its backward needs")
         block.used = self.clock
         return found
 
@@ -104,7 +104,7 @@ class Pool:
         self.fit(sum(one.size for one in outputs if one is not None and one.tensor is None))
         made = node.run()
         self.clock += node.work
-        self.again += node.work
+        self.repeated_work += node.work
         for output, one in zip(outputs, made, strict=True):
             if output is not None and output.tensor is None:
                 assert one is not None and one.untyped_storage().nbytes() == output.size
@@ -117,23 +117,29 @@ class Pool:
         self._changed(block, -block.size)
 
     def _changed(self, block: Block, size: int) -> None:
-        self.kept += size
+        self.held_bytes += size
         block.changes[0] += 1
 
-    def _worth(self, block: Block) -> float:
-        if block.known[0] != block.changes[0]:  # something around it came or went
-            block.known = (block.changes[0], sum(node.work for node in _around(block)))
+    def _score(self, block: Block) -> float:
+        if block.known[0] != block.changes[0]:  # a block of the same call came or went
+            block.known = (block.changes[0], sum(node.work for node in _dropped_around(block)))
         return block.known[1] / (max(1, block.size) * (self.clock - block.used + 1.0))
 
 
 class Block:
-    """One storage: its values while they are kept, and what makes them again; if nothing does (what
-    came from outside, or was written into), they stay."""
+    """One storage: its values while they are held, and the operator that makes them again.
+
+    Without such an operator (an input of the call, or written into), the values stay.
+    """
 
     def __init__(
         self, pool: Pool, like: Tensor, changes: list[int], node: Node | None = None
     ) -> None:
-        self.pool, self.changes, self.node = pool, changes, node  # changes: one for a whole call
+        self.pool, self.changes, self.node = (
+            pool,
+            changes,
+            node,
+        )  # changes: one counter for a full call
         self.size = like.untyped_storage().nbytes()
         self.dtype = like.dtype
         self.base = (tuple(like.shape), like.stride(), like.storage_offset())
@@ -144,12 +150,12 @@ class Block:
         self.users: weakref.WeakSet[Node] = weakref.WeakSet()
 
     def ref(self, tensor: Tensor) -> Ref:
-        """A tensor of this storage."""
+        """Return a reference to a tensor of this storage."""
         return Ref(self, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     @property
     def parents(self) -> Sequence[Block]:
-        """The blocks that it is made of."""
+        """The blocks from which this block is made."""
         return self.node.parents if self.node is not None else ()
 
     def __del__(self) -> None:
@@ -159,7 +165,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor by its storage and its place in it."""
+    """A tensor by its block and its view of that storage."""
 
     block: Block
     shape: tuple[int, ...]
@@ -167,7 +173,7 @@ class Ref:
     offset: int
 
     def of(self, base: Tensor) -> Tensor:
-        """This tensor, in the storage of another one."""
+        """Return this view of the storage of `base`."""
         if (base.size(), base.stride(), base.storage_offset()) == (
             self.shape,
             self.stride,
@@ -177,51 +183,58 @@ class Ref:
         return base.as_strided(self.shape, self.stride, self.offset)
 
     def tensor(self) -> Tensor:
-        """This tensor, made again if it was dropped."""
+        """Return this tensor, made again if it was dropped."""
         with torch.no_grad():
             return self.of(self.block.pool.bring(self.block))
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A tensor that the call was given: a parameter, or what has no rule here."""
+    """An argument that the pool does not manage: a parameter, or a tensor in another dtype."""
 
     tensor: Tensor
-    version: int | None  # None: a parameter, which others write into and fill again
+    version: int | None  # None: a parameter, which may be freed and filled again
 
     def get(self) -> Tensor:
-        """The tensor, unless it was written into."""
+        """Return the tensor; refuse if it was written into."""
         if self.version is not None and self.tensor._version != self.version:
-            raise _written_into("what it makes again for its backward")
+            raise _mutation_refusal("what it makes again for its backward")
         return self.tensor
 
 
 class Node:
-    """One operator that ran, with what it takes to run it again."""
+    """One operator that ran, with its arguments, to run it again."""
 
     def __init__(
         self,
         operator: Any,
-        given: Any,
+        arguments: Any,
         work: float,
-        drawn: Replayed | None,
+        rng_state: Replayed | None,
         filled: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        self.operator, self.given, self.work, self.drawn = operator, given, work, drawn
-        self.filled = filled  # parameters that were freed since come back
-        leaves = tree_leaves(given)
+        self.operator, self.arguments, self.work, self.rng_state = (
+            operator,
+            arguments,
+            work,
+            rng_state,
+        )
+        self.refill = filled  # gathers parameters that were freed since
+        leaves = tree_leaves(arguments)
         self.parents = tuple({id(r.block): r.block for r in leaves if isinstance(r, Ref)}.values())
         self._outside = tuple(one for one in leaves if isinstance(one, Outside))
-        self.into: Block | None = None  # it writes into this one: a second run into a copy
+        self.into: Block | None = (
+            None  # the operator writes into this block: a second run into a copy
+        )
         self.outputs: list[Callable[[], Block | None]] = []
         for parent in self.parents:
             parent.users.add(self)
 
     def run(self) -> list[Tensor | None]:
-        """Run again; the outputs, as they were."""
-        self.filled([one.tensor for one in self._outside])
+        """Run the operator again; return its outputs."""
+        self.refill([one.tensor for one in self._outside])
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
-            copied = None if self.into is None else _copy(self.into)
+            copied = None if self.into is None else _copy_values(self.into)
 
             def value(one: Ref | Outside) -> Tensor:
                 if isinstance(one, Outside):
@@ -229,15 +242,15 @@ class Node:
                 own = copied if one.block is self.into else None
                 return one.of(one.block.pool.bring(one.block) if own is None else own)
 
-            args, kwargs = tree_map_only((Ref, Outside), value, self.given)
-            with self.drawn or nullcontext():
+            args, kwargs = tree_map_only((Ref, Outside), value, self.arguments)
+            with self.rng_state or nullcontext():
                 made = self.operator(*args, **kwargs)
         if copied is not None:
             return [copied]
         return [one if isinstance(one, Tensor) else None for one in tree_leaves(made)]
 
 
-def _written_into(what: str) -> Refusal:
+def _mutation_refusal(what: str) -> Refusal:
     return Refusal.of(
         "S846",
         "a module with a memory budget reads a tensor that was changed in place",
@@ -246,8 +259,8 @@ def _written_into(what: str) -> Refusal:
     )
 
 
-def _copy(block: Block) -> Tensor:
-    """The values of a block, to be written into."""
+def _copy_values(block: Block) -> Tensor:
+    """Return a copy of the values of a block, to be written into."""
     shape, stride, offset = block.base
     assert not offset, "a storage is known by the tensor that it was made as"
     return torch.empty_strided(
@@ -255,10 +268,10 @@ def _copy(block: Block) -> Tensor:
     ).copy_(block.pool.bring(block))
 
 
-def _around(block: Block) -> Iterator[Node]:
-    """The operators that would run with it: its own, and those of all dropped before and behind."""
+def _dropped_around(block: Block) -> Iterator[Node]:
+    """Yield the operators that would run again with a block: its own, and of dropped neighbours."""
     seen: set[int] = set()
-    for step in (_before, _behind):
+    for step in (_inputs_of, _outputs_of):
         waiting = [block]
         while waiting:
             one = waiting.pop()
@@ -268,32 +281,31 @@ def _around(block: Block) -> Iterator[Node]:
             waiting += [o for o in step(one) if o.tensor is None and id(o.node) not in seen]
 
 
-def _before(block: Block) -> Iterator[Block]:
+def _inputs_of(block: Block) -> Iterator[Block]:
     yield from block.parents
 
 
-def _behind(block: Block) -> Iterator[Block]:
+def _outputs_of(block: Block) -> Iterator[Block]:
     for node in list(block.users):
         yield from (one for ref in node.outputs if (one := ref()) is not None)
 
 
-# ---- Modules that drop what they save whenever a budget is passed, and make it again operator by
-# operator.
+# ---- Modules that drop saved tensors above a budget, and make them again operator by operator.
 #
-# Every operator in a forward is noted with what it was given. What autograd saves is kept in the
-# pool of the row (above), which drops and makes again. Collectives never run twice, because
-# ranks would not agree when; what is written into is brought back, with all that was made of it,
-# before it is, and then stays.
+# Every operator in a forward is recorded with its arguments. Tensors that autograd saves are held
+# in the pool of the row (above), which drops them and makes them again. Collectives never run
+# twice, because ranks would not agree when. Before a tensor is written into, all blocks made from
+# it are made again, and then stay.
 
 
 _SENDS = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def dynamic(modules: Sequence[nn.Module], budget: int) -> Pool:
-    """Let modules keep at most `budget` bytes together for their backwards, what enters them
-    included; gradients stay the same bit by bit.
+    """Let modules save at most `budget` bytes together for their backwards, inputs included.
 
-    Where an operator alone needs more, more is kept: the pool's `peak` says so.
+    Gradients are equal bit for bit. If one operator alone needs more, more is held; the `peak` of
+    the returned pool shows that.
     """
     pool = Pool(budget)
     for module in modules:
@@ -302,22 +314,22 @@ def dynamic(modules: Sequence[nn.Module], budget: int) -> Pool:
 
 
 def pools(model: nn.Module) -> list[Pool]:
-    """The pools of a model whose modules `dynamic` was given."""
+    """Return the pools of a model, of modules to which `dynamic` was applied."""
     found = [layer_of(module, "checkpoint") for module in model.modules()]
     return list({id(one.pool): one.pool for one in found if isinstance(one, Dynamic)}.values())
 
 
 class Dynamic(Policy):
-    """The policy of a pool of so many bytes, which drops what is worth least and makes it again."""
+    """The policy that holds saved tensors in a pool, which drops some and makes them again."""
 
     def __init__(self, module: nn.Module, pool: Pool) -> None:
         self.module, self.pool = module, pool
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `inner`, and note its operators."""
+        """Run `inner`, and record its operators."""
         inside = Inside(self.module)
         before = versions(inside.now())
-        noted = _Noted(self.module, self.pool)
+        noted = _OperatorRecorder(self.module, self.pool)
         with slot(noted.pack), noted:
             output = inner(*args, **kwargs)
         noted.known.clear()
@@ -325,8 +337,8 @@ class Dynamic(Policy):
         return output
 
 
-class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators of one call."""
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators of one call."""
 
     def __init__(self, module: nn.Module, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -334,40 +346,40 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._weights = {key_of(one) for one in (*module.parameters(), *module.buffers())}
         units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-        self._filled = lambda tensors: _unshard(units, tensors)
+        self._refill = lambda tensors: _unshard(units, tensors)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        written = list(_written(func, args, kwargs))
+        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        written = list(_written_tensors(func, args, kwargs))
         if written:
-            return self._write(func, args, kwargs, given, written)
-        if not _repeatable(func) or not all(map(_plain, given)):
+            return self._write(func, args, kwargs, arguments, written)
+        if not _is_repeatable(func) or not all(map(_is_plain, arguments)):
             return func(*args, **kwargs)
-        node = self._node(func, args, kwargs, given)
-        old = {key_of(one) for one in given}
+        node = self._node(func, args, kwargs, arguments)
+        old = {key_of(one) for one in arguments}
         output = func(*args, **kwargs)
         made = [one if isinstance(one, Tensor) else None for one in tree_leaves(output)]
         node.work = operations(func, args, kwargs, output)
         self.pool.clock += node.work
         for one in made:
-            if one is not None and _plain(one) and key_of(one) not in old:
-                node.outputs.append(weakref.ref(self._know(one, node)))
+            if one is not None and _is_plain(one) and key_of(one) not in old:
+                node.outputs.append(weakref.ref(self._register(one, node)))
             else:
-                node.outputs.append(_nothing)
+                node.outputs.append(_no_block)
         return output
 
-    def _node(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Node:
-        drawn = None
+    def _node(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Tensor]) -> Node:
+        rng_state = None
         if draws(func, args, kwargs):
             own = [one for one in tree_leaves(kwargs) if isinstance(one, torch.Generator)]
-            drawn = Replayed(own or default_generators(one.device for one in given))
+            rng_state = Replayed(own or default_generators(one.device for one in arguments))
         refs = tree_map_only(Tensor, self._ref, (args, kwargs))
-        return Node(func, refs, 0.0, drawn, self._filled)
+        return Node(func, refs, 0.0, rng_state, self._refill)
 
-    def _know(self, tensor: Tensor, node: Node | None = None) -> Block:
+    def _register(self, tensor: Tensor, node: Node | None = None) -> Block:
         block = Block(self.pool, tensor, self.changes, node)
         storage = tensor.untyped_storage()
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -380,35 +392,40 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return found[1]
 
-    def _weight(self, tensor: Tensor) -> bool:
+    def _is_weight(self, tensor: Tensor) -> bool:
         base = tensor._base if tensor._is_view() else tensor
         return isinstance(base, nn.Parameter) or key_of(tensor) in self._weights
 
     def _ref(self, tensor: Tensor) -> Ref | Outside:
-        """A tensor that an operator is given, as it is found again."""
-        if self._weight(tensor):
+        """Return a reference to an argument of an operator, by which it is found again."""
+        if self._is_weight(tensor):
             return Outside(alias(tensor), None)
-        block = self._block(tensor) or self._entered(tensor)
+        block = self._block(tensor) or self._hold_input(tensor)
         if tensor.dtype != block.dtype:
             block.pinned = True
             return Outside(alias(tensor), tensor._version)
         return block.ref(tensor)
 
-    def _entered(self, tensor: Tensor) -> Block:
-        """Keep a tensor that this call did not make as it is."""
-        block = self._know(tensor)
+    def _hold_input(self, tensor: Tensor) -> Block:
+        """Hold a tensor that this call did not make, without an operator to make it again."""
+        block = self._register(tensor)
         self.pool.hold(block, alias(tensor))
         return block
 
     def _write(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        arguments: Sequence[Tensor],
+        written: Sequence[Tensor],
     ) -> Any:
-        """Run an operator that writes: a tensor becomes another block, made of what it was."""
-        block = self._block(written[0]) if _plain(written[0]) else None
+        """Run an operator that writes: the tensor becomes a new block, made from the old one."""
+        block = self._block(written[0]) if _is_plain(written[0]) else None
         if (
             len(written) > 1
-            or _sends(func)
-            or not all(map(_plain, given))
+            or _is_collective(func)
+            or not all(map(_is_plain, arguments))
             or block is None
             or block.node is None
             or block.tensor is not None
@@ -418,18 +435,18 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in written:
                 self._before_write(tensor)
             return func(*args, **kwargs)
-        node = self._node(func, args, kwargs, given)
+        node = self._node(func, args, kwargs, arguments)
         node.into = block
         output = func(*args, **kwargs)
         node.work = float(written[0].numel())
-        new = self._know(written[0], node)
+        new = self._register(written[0], node)
         new.base = block.base
         node.outputs.append(weakref.ref(new))
         return output
 
     def _before_write(self, tensor: Tensor) -> None:
-        """Pin all that was made of a tensor: once that is another one, it cannot be made again."""
-        if not _plain(tensor) or self._weight(tensor):
+        """Pin all blocks made from a tensor: after the write they cannot be made again."""
+        if not _is_plain(tensor) or self._is_weight(tensor):
             return
         block = self._block(tensor)
         if block is None:
@@ -445,10 +462,10 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what autograd saves -----------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a tensor in the pool; weights, and what is no plain tensor, as they are."""
-        if not _plain(tensor) or self._weight(tensor):
+        """Hold a saved tensor in the pool; leave weights and special tensors to autograd."""
+        if not _is_plain(tensor) or self._is_weight(tensor):
             return as_it_is(tensor)
-        block = self._block(tensor) or self._entered(tensor)
+        block = self._block(tensor) or self._hold_input(tensor)
         if tensor.dtype != block.dtype:
             block.pinned = True
             return as_it_is(tensor)
@@ -457,12 +474,12 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block.ref(tensor)
 
 
-def _nothing() -> None:
-    """Return None: the reference to what no operator made, or what was made without a storage."""
+def _no_block() -> None:
+    """Return None: the reference of an output that has no storage of its own."""
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Return whether shape, strides and storage say all that there is to know of it."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether shape, strides and storage describe a tensor completely."""
     dense = type(tensor) in _KINDS and tensor.layout is torch.strided
     return dense and not tensor.is_conj() and not tensor.is_neg()
 
@@ -470,27 +487,27 @@ def _plain(tensor: Tensor) -> bool:
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def _repeatable(operator: Any) -> bool:
-    """Return whether a second run gives the same, and changes nothing."""
-    return not _sends(operator) and fresh(operator)
+def _is_repeatable(operator: Any) -> bool:
+    """Return whether a second run of an operator returns the same, and changes nothing."""
+    return not _is_collective(operator) and fresh(operator)
 
 
-def _sends(operator: Any) -> bool:
+def _is_collective(operator: Any) -> bool:
     return operator._schema.name.partition("::")[0] in _SENDS
 
 
-def _written(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator writes into; a collective does not say which."""
+def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes into; for a collective, all its arguments."""
     schema = operator._schema
-    sends = _sends(operator)
-    given = dict(zip((one.name for one in schema.arguments), args)) | kwargs
+    sends = _is_collective(operator)
+    arguments = dict(zip((one.name for one in schema.arguments), args)) | kwargs
     for one in schema.arguments:
         if sends or one.alias_info is not None and one.alias_info.is_write:
-            yield from (t for t in tree_leaves(given.get(one.name)) if isinstance(t, Tensor))
+            yield from (t for t in tree_leaves(arguments.get(one.name)) if isinstance(t, Tensor))
 
 
 def _unshard(units: Sequence[FSDPModule], tensors: Sequence[Tensor]) -> None:
-    """Gather parameters that were freed after their forward; after backward they are, as ever."""
+    """Gather parameters that were freed after their forward; the backward frees them, as usual."""
     if any(one.numel() and not one.untyped_storage().nbytes() for one in tensors):
         for unit in units:
             unit.unshard()

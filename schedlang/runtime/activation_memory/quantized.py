@@ -1,4 +1,8 @@
-"""A module's saved activations as small whole numbers between forward and backward."""
+"""Quantized activations: the saved tensors of a module as integers of 8, 4 or 2 bits.
+
+`code` wraps a module; `rounded` quantizes a tensor; `noting` records values near a rounding tie,
+for a comparison with other orders of the same sums.
+"""
 
 from __future__ import annotations
 
@@ -37,36 +41,35 @@ from schedlang.runtime.storage.saved import (
 )
 from schedlang.runtime.storage.tiers import reference_to
 
-# ---- Numbers that roundings tip: those of activations in fewer bits that lie where two are as
-# near.
-# A float32 that is off by its last digit may be rounded to the other whole number.  Both are
-# right; which one a program took must be known to whoever compares it with another order of the
-# same sums.
+# ---- Values near a rounding tie, in quantized activations.
+# A float32 that is off by its last digit may be rounded to the other integer. Both are right; a
+# comparison with another order of the same sums must know which one a program took.
 
 
-_SHARE = 2.0**-14  # of a block's range: far above what orders of float32 sums differ by
+_SHARE = 2.0**-14  # of a block's range: far above the differences of orders of float32 sums
 
-Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places; before they were rounded, and after
+Found = Mapping[int, tuple[Tensor, Tensor]]  # stream -> places, values before rounding
 
 
 @dataclass
 class Tipped:
-    """The numbers near a tie, by stream of draws: their places, and the values rounded down."""
+    """The values near a tie, by stream of draws: their places, and the values before rounding."""
 
     found: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def note(self, stream: int, first: int, moved: Tensor, levels: int) -> None:
-        """`moved`: what is rounded down to numbers up to `levels`, of elements from `first` on."""
+        """Record ties in `moved`, values to be rounded down to 0..`levels`, of elements from
+        `first`."""
         flat = moved.detach().reshape(-1)
-        near = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
-        places, values = (near + first).cpu(), flat[near].double().cpu()
+        ties = ((flat - flat.round()).abs() <= margin(levels)).nonzero()[:, 0]
+        places, values = (ties + first).cpu(), flat[ties].double().cpu()
         if stream in self.found:
             known = self.found[stream]
             places, values = torch.cat([known[0], places]), torch.cat([known[1], values])
         self.found[stream] = places, values
 
     def everyone(self) -> Found:
-        """The notes of all ranks; those that share a stream draw alike for parts of their own."""
+        """Return the ties of all ranks; ranks with one stream draw alike for their own parts."""
         if world.size() == 1:
             return self.found
         out: dict[int, tuple[Tensor, Tensor]] = {}
@@ -78,51 +81,49 @@ class Tipped:
 
 
 def margin(levels: int) -> float:
-    """Return the distance from the next number, in steps, within which a value may be tipped."""
+    """Return the distance from the next integer, in steps, within which rounding may differ."""
     return levels * _SHARE
 
 
-_noting: ContextVar[Tipped | None] = ContextVar("tipped", default=None)
+_near_ties: ContextVar[Tipped | None] = ContextVar("tipped", default=None)
 
 
 @contextmanager
 def noting() -> Iterator[Tipped]:
-    """Note what is drawn in float32 in this thread."""
+    """Record near ties in float32 in this thread, within a block."""
     tipped = Tipped()
-    token = _noting.set(tipped)
+    token = _near_ties.set(tipped)
     try:
         yield tipped
     finally:
-        _noting.reset(token)
+        _near_ties.reset(token)
 
 
 def drawn(stream: int, first: int, moved: Tensor, levels: int) -> None:
-    """Numbers are about to be rounded down; noted if somebody asked for it."""
-    tipped = _noting.get()
+    """Record near ties of values that are about to be rounded down, if `noting` is active."""
+    tipped = _near_ties.get()
     if tipped is not None and moved.dtype == torch.float32 and not moved.is_meta:
         tipped.note(stream, first, moved, levels)
 
 
-# ---- Tensors as whole numbers of 8, 4 or 2 bits: a least value and a step for each block of
-# elements.
+# ---- Tensors as integers of 8, 4 or 2 bits: a least value and a step for each block of elements.
 # Stochastically rounded, so that the mean over draws is the tensor itself (Chen et al., ActNN,
-# 2021; Pan et al., Mesa, 2021; Liu et al., GACT, 2022).  The draws are a hash of a stream and of
+# 2021; Pan et al., Mesa, 2021; Liu et al., GACT, 2022). The draws are a hash of a stream and of
 # the place of an element, so that the same call rounds alike wherever, and however often, it runs.
-# Where nobody has looked at the values, those that have no size (masked scores) keep a number for
-# themselves: they come back as they were, and the others of their block as fine as one number less
-# lets them.
+# If the host has not looked at the values, values without a finite size (masked scores) get an
+# integer of their own: they come back unchanged, and the others of their block use one level less.
 
 
-AT_ONCE = 2**20  # elements that are worked on at a time: what that needs is not saved
+AT_ONCE = 2**20  # elements that are quantized at a time, which bounds temporary memory
 _DRAWN = 53  # bits of a draw
-_PACKED = {2: 4, 4: 2}  # bits -> numbers in a byte
+_PACKED = {2: 4, 4: 2}  # bits -> integers in a byte
 
 
 @dataclass(frozen=True)
 class Coding:
-    """The coding of tensors in numbers of `bits` bits, in blocks of `block` elements.
+    """The quantization of tensors: integers of `bits` bits, in blocks of `block` elements.
 
-    Above 8 bits a number has 64 to itself: then next to nothing is lost, and nothing is saved.
+    Above 8 bits each integer takes 64 bits: almost nothing is lost, and no memory is saved.
     """
 
     bits: int
@@ -130,16 +131,16 @@ class Coding:
 
     @property
     def levels(self) -> int:
-        """The largest number."""
+        """The largest integer."""
         return int(2**self.bits - 1)
 
     @property
     def last(self) -> int:
-        """The number that stands for what has no size, in a block that has such."""
+        """The integer for values without a finite size, in a block that has such values."""
         return self.levels if self.bits <= 8 else -1
 
     def kept(self, count: int, item: int) -> int:
-        """The bytes that `count` elements of `item` bytes are kept in."""
+        """Return the bytes in which `count` elements of `item` bytes are stored."""
         blocks = -(-count // self.block)
         each = 8 if self.bits > 8 else self.bits / 8
         return round(blocks * self.block * each) + 2 * blocks * max(item, 4)
@@ -147,7 +148,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor in whole numbers: `least + step * number`, with a `least` and `step` per block."""
+    """A quantized tensor: `least + step * integer`, with `least` and `step` per block."""
 
     coding: Coding
     codes: Tensor
@@ -156,15 +157,15 @@ class Rounded:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    far: Tensor | None = None  # for the largest number of blocks whose step is below zero
+    far: Tensor | None = None  # for `last` in blocks whose step is below zero
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """Bytes of the quantized tensor."""
         return sum(t.untyped_storage().nbytes() for t in (self.codes, self.least, self.step))
 
     def tensor(self) -> Tensor:
-        """The tensor that is meant; equal at each call."""
+        """Return the dequantized tensor; equal at each call."""
         made = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.codes.device
         )
@@ -172,23 +173,24 @@ class Rounded:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             flat = made.view(-1) if plain else made.new_empty(made.numel())
             for blocks, some in _pieces(self.coding, flat):
-                codes, step = _unpacked(self.codes[blocks], self.coding), self.step[blocks, None]
+                codes, step = _unpack_bits(self.codes[blocks], self.coding), self.step[blocks, None]
                 numbers = codes.to(self.least.dtype).mul_(step.abs()).add_(self.least[blocks, None])
                 if self.far is not None:
-                    away = (codes == self.coding.last) & step.signbit()
-                    numbers = torch.where(away, self.far, numbers)
+                    is_extreme = (codes == self.coding.last) & step.signbit()
+                    numbers = torch.where(is_extreme, self.far, numbers)
                 flat[some] = numbers.view(-1)[: some.stop - some.start]
             return made if plain else made.copy_(flat.view(self.shape))
 
 
 def rounded(tensor: Tensor, coding: Coding, stream: int, unseen: bool = False) -> Rounded:
-    """A tensor of floats in whole numbers, drawn from `stream` (a signed 64-bit number).
+    """Quantize a tensor of floats, with draws from `stream` (a signed 64-bit number).
 
-    `unseen`: it may hold what has no size, of one value (of several, the farthest stands for all).
+    `unseen`: the tensor may hold values without a finite size; they come back as one value (of
+    several, the farthest).
     """
     work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     blocks = -(-tensor.numel() // coding.block)
-    stride = torch.empty_like(tensor, device="meta").stride()  # as dense as it can be
+    stride = torch.empty_like(tensor, device="meta").stride()  # dense
     new = tensor.detach().new_empty
     with torch._C.DisableTorchFunction(), torch.no_grad():
         width = coding.block // _PACKED.get(coding.bits, 1)
@@ -196,57 +198,61 @@ def rounded(tensor: Tensor, coding: Coding, stream: int, unseen: bool = False) -
         least, step = new(blocks, dtype=work), new(blocks, dtype=work)
         flat = tensor.detach().reshape(-1)
         ends = Ends(flat, work) if unseen else None
-        _fill(flat, coding, stream, (codes, least, step), ends)
+        _quantize_pieces(flat, coding, stream, (codes, least, step), ends)
         far = None if ends is None else ends.one()
     return Rounded(coding, codes, least, step, tensor.dtype, tensor.shape, stride, far)
 
 
-def _fill(
+def _quantize_pieces(
     flat: Tensor,
     coding: Coding,
     stream: int,
     into: tuple[Tensor, Tensor, Tensor],
     ends: Ends | None,
 ) -> None:
-    """Write the numbers of some elements, piece by piece."""
+    """Write the integers of all elements, piece by piece."""
     codes, least, step = into
     for blocks, some in _pieces(coding, flat):
         rows = _rows(flat[some], coding.block).to(least.dtype)
-        away = None if ends is None else ends.note(rows)
-        if away is None:
+        is_extreme = None if ends is None else ends.note(rows)
+        if is_extreme is None:
             low, levels = rows.amin(1), coding.levels
             size = (rows.amax(1) - low) / levels
             least[blocks], step[blocks] = low, size
         else:
-            low, high = _within(rows, away)
-            apart = away.any(1)
-            size = (high - low) / (coding.levels - apart.to(low.dtype))
-            least[blocks], step[blocks] = low, torch.where(apart, -size, size)
+            low, high = _finite_range(rows, is_extreme)
+            has_extreme = is_extreme.any(1)
+            size = (high - low) / (coding.levels - has_extreme.to(low.dtype))
+            least[blocks], step[blocks] = low, torch.where(has_extreme, -size, size)
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
-        moved = exact + _draws(exact, some.start, stream)
+        moved = exact + _random_numbers(exact, some.start, stream)
         drawn(stream, some.start, moved, coding.levels)
         numbers = moved.floor_().clamp_(0, coding.levels)
-        if away is not None:
-            most = (coding.levels - away.any(1).to(low.dtype))[:, None]
-            numbers = torch.where(away, coding.last, torch.minimum(numbers, most))
-        codes[blocks] = _packed(numbers, coding)
+        if is_extreme is not None:
+            most = (coding.levels - is_extreme.any(1).to(low.dtype))[:, None]
+            numbers = torch.where(is_extreme, coding.last, torch.minimum(numbers, most))
+        codes[blocks] = _pack_bits(numbers, coding)
 
 
-def _within(rows: Tensor, away: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest of each row, without what is away; of nothing else, zeros."""
-    low, high = rows.masked_fill(away, torch.inf).amin(1), rows.masked_fill(away, -torch.inf)
-    none = away.all(1)
+def _finite_range(rows: Tensor, is_extreme: Tensor) -> tuple[Tensor, Tensor]:
+    """Return least and largest of each row, without `is_extreme` elements; zeros if all are."""
+    low, high = (
+        rows.masked_fill(is_extreme, torch.inf).amin(1),
+        rows.masked_fill(is_extreme, -torch.inf),
+    )
+    none = is_extreme.all(1)
     return low.masked_fill(none, 0.0), high.amax(1).masked_fill(none, 0.0)
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the size from which on a value stands for none; float16 has real ones near its end."""
+    """Return the size from which a value has no finite size; float16 has real values near its
+    end."""
     most = torch.finfo(dtype).max
     return most * 0.9 if dtype == torch.float16 else most / 4
 
 
 class Ends:
-    """The farthest of what has no size in a tensor; the host knows neither it nor whether."""
+    """The farthest value without a finite size in a tensor, kept on the device."""
 
     def __init__(self, flat: Tensor, work: torch.dtype) -> None:
         self.bound = bound(flat.dtype)
@@ -254,20 +260,21 @@ class Ends:
         self.most = flat.new_full((), -torch.inf, dtype=work)
 
     def note(self, rows: Tensor) -> Tensor:
-        """Mark and note elements without a size: infinite, near the end of the dtype, or NaN."""
-        away = ~(rows.abs() < self.bound)
-        self.least = torch.minimum(self.least, rows.masked_fill(~away, torch.inf).amin())
-        self.most = torch.maximum(self.most, rows.masked_fill(~away, -torch.inf).amax())
-        return away
+        """Return a mask of elements without a finite size: infinite, near the dtype's end, or
+        NaN."""
+        is_extreme = ~(rows.abs() < self.bound)
+        self.least = torch.minimum(self.least, rows.masked_fill(~is_extreme, torch.inf).amin())
+        self.most = torch.maximum(self.most, rows.masked_fill(~is_extreme, -torch.inf).amax())
+        return is_extreme
 
     def one(self) -> Tensor:
-        """The value for all of them; no number where there are some on both sides."""
+        """Return the value that replaces all of them; NaN if there are some on both sides."""
         above = torch.where(self.least > 0, self.most, torch.nan)
         return torch.where(self.most < 0, self.least, above)
 
 
 def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Runs of blocks, and their elements; without values the first stands for all."""
+    """Yield runs of blocks and their elements; on the meta device only the first."""
     often, count = max(1, AT_ONCE // coding.block), flat.numel()
     for first in range(0, -(-count // coding.block), often)[: 1 if flat.is_meta else None]:
         last = first + often
@@ -278,23 +285,23 @@ def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(flat: Tensor, block: int) -> Tensor:
-    """A row for each block; the last is filled up with its own last element."""
+    """Return one row for each block; the last is padded with its own last element."""
     missing = -flat.numel() % block
     if missing:
         flat = torch.cat([flat, flat[-1:].expand(missing)])
     return flat.view(-1, block)
 
 
-def _draws(like: Tensor, first: int, stream: int) -> Tensor:
-    """Numbers in [0, 1) for elements from place `first` on, with as many digits as fit."""
+def _random_numbers(like: Tensor, first: int, stream: int) -> Tensor:
+    """Return numbers in [0, 1) for elements from `first` on, with as many digits as fit."""
     places = torch.arange(1, like.numel() + 1, device=like.device).add_(first)
     digits = 1 - round(math.log2(torch.finfo(like.dtype).eps))
     bits = mixed(places, places.new_full((), stream)) >> (_DRAWN - digits)
     return bits.to(like.dtype).div_(2**digits).view_as(like)
 
 
-def _packed(numbers: Tensor, coding: Coding) -> Tensor:
-    """Numbers as bytes, several in one where they are small; the first in its lowest bits."""
+def _pack_bits(numbers: Tensor, coding: Coding) -> Tensor:
+    """Return integers as bytes, several in one byte if small; the first in the lowest bits."""
     if coding.bits > 8:
         return numbers.to(torch.int64)
     whole = numbers.to(torch.uint8)
@@ -305,8 +312,8 @@ def _packed(numbers: Tensor, coding: Coding) -> Tensor:
     return out
 
 
-def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
-    """Back to one number for each element."""
+def _unpack_bits(codes: Tensor, coding: Coding) -> Tensor:
+    """Return one integer for each element."""
     each = _PACKED.get(coding.bits, 1)
     if each == 1:
         return codes
@@ -314,33 +321,32 @@ def _unpacked(codes: Tensor, coding: Coding) -> Tensor:
     return torch.stack(some, -1).flatten(1)
 
 
-# ---- Keep a module's saved activations as small whole numbers between forward and backward.
-# Saved-tensor hooks around the forward of one module instance, as `offload` puts them.  What is
-# kept as it is: parameters and buffers, in another dtype too, what the module is given without a
-# gradient (masks, tables of positions), whatever is no float, and what is too small to gain
-# anything.  Draws follow from step, samples, module, call and the place among the other floats
-# that the call saves, so that a tensor is rounded alike in every layout that cuts the batch in the
-# same parts.  Ranks that split a tensor draw alike for their parts of it: so copies of what they
-# do not split stay alike. Inside of an offloaded module the whole numbers move.  Results that a
-# recomputation keeps beside what autograd saves come here by `policies.code`.  Experts that ranks
-# share out compute rows of other ranks, in an order that no single process has: what they save is
-# kept as it is.
+# ---- Quantized saved activations of a module between forward and backward.
+# Saved-tensor hooks around the forward of one module instance, as in `offload`. Not quantized are:
+# parameters and buffers, also cast to another dtype; inputs of the module without a gradient
+# (masks, tables of positions); tensors that are no floats; tensors too small to gain anything.
+# Draws depend on step, samples, module, call and the number of the tensor among the floats that the
+# call saves, so that a tensor is rounded alike in every layout that splits the batch into the same
+# parts. Ranks that split a tensor draw alike for their parts: so replicated tensors stay equal.
+# Inside an offloaded module the integers move. Results that a recomputation saves, beside those of
+# autograd, come here by `policies.code`. Experts that are sharded over ranks compute tokens of
+# other ranks, in an order that no single process has: their saved tensors are not quantized.
 #
-# On an accelerator the host looks at values once: what the first call has shown of a saved tensor,
-# by its turn in the call, holds for all later ones, and if such a tensor then has masked scores in
-# it all the same, its numbers say them (`rounded`).
+# On an accelerator the host looks at values once: the facts that the first call has shown of a
+# saved tensor, by its number in the call, hold for all later calls, and if such a tensor later has
+# masked scores, its integers represent them (`rounded`).
 
 
 @dataclass
 class Tally:
-    """Counts of the coded modules of one program so far: bytes before and after, tensors."""
+    """Counts of the quantized modules of one program: bytes before and after, tensors."""
 
     before: int = 0
     after: int = 0
     tensors: int = 0
 
     def note(self, tensor: Tensor, made: Rounded) -> None:
-        """One more."""
+        """Count one tensor."""
         self.tensors += 1
         self.before += tensor.numel() * tensor.element_size()
         self.after += made.nbytes
@@ -353,9 +359,9 @@ def code(
     tally: Tally | None = None,
     bits: Mapping[int, int] | None = None,
 ) -> None:
-    """Keep what `module`, called `fqn`, saves for backward in whole numbers, in place.
+    """Quantize the tensors that `module`, named `fqn`, saves for backward, in place.
 
-    `bits` of single tensors, by their number among the floats that a call saves, from 1 on.
+    `bits` are those of single tensors, by their number, from 1, among the floats that a call saves.
     """
     know_coded(module)
     wrap(module, "code", Code(module, fqn, coding, tally or Tally(), bits or {}))
@@ -363,20 +369,22 @@ def code(
 
 @dataclass(eq=False)
 class Code(Policy):
-    """The policy that keeps tensors as whole numbers of few bits."""
+    """The policy that saves tensors as integers of few bits."""
 
     module: nn.Module
     fqn: str
     coding: Coding
     tally: Tally = field(default_factory=Tally)
     bits: Mapping[int, int] = field(default_factory=dict)
-    loose: int = 0  # calls outside of any scope
-    looked: dict[tuple[object, ...], bool] = field(default_factory=dict)  # at values of a device
+    loose: int = 0  # calls outside any scope
+    looked: dict[tuple[object, ...], bool] = field(
+        default_factory=dict
+    )  # answers about values on a device
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `inner`; its whole numbers, and what is kept as it is, go to the offload around."""
-        given, move = given_whole((args, kwargs)), policies.offload or as_it_is
-        call = _Call(self, _words(self), given, move, Addresses(self.module))
+        """Run `inner`; integers and unquantized tensors go to the offload around it."""
+        excluded, move = given_whole((args, kwargs)), policies.offload or as_it_is
+        call = _Call(self, _call_identity(self), excluded, move, Addresses(self.module))
         try:
             with within(code=call.pack), slot(call.pack):
                 return inner(*args, **kwargs)
@@ -384,29 +392,30 @@ class Code(Policy):
             call.known.clear()
 
     def at(self, number: int) -> Coding | None:
-        """Return the coding of a tensor by its number in a call; None: it is kept as it is."""
+        """Return the coding of a tensor by its number in a call; None: the tensor is not
+        quantized."""
         return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
 
     def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
-        """A tensor is kept in whole numbers."""
+        """Count a quantized tensor."""
         self.tally.note(tensor, made)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a cast of one of the module's own."""
+        """Return whether a tensor is a cast of a parameter or buffer of the module."""
         return any(is_copy(tensor, one) for one in own(self.module))
 
-    def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
-        """Look at a tensor's values; on an accelerator, give what was found there before."""
+    def sees(self, predicate: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+        """Ask about the values of a tensor; on an accelerator, answer as at the first call."""
         if not on_accelerator(tensor):
-            return asked(tensor)
-        key = asked.__name__, tensor.dtype, *turn
+            return predicate(tensor)
+        key = predicate.__name__, tensor.dtype, *turn
         if key not in self.looked:
-            self.looked[key] = asked(tensor)
+            self.looked[key] = predicate(tensor)
         return self.looked[key]
 
 
-def _words(layer: Code) -> tuple[object, ...]:
-    """The words that tell one call of a module from all others of a training."""
+def _call_identity(layer: Code) -> tuple[object, ...]:
+    """Return values that identify one call of a module in a training."""
     here = scope.current()
     if here is None:
         layer.loose += 1
@@ -416,44 +425,46 @@ def _words(layer: Code) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor in whole numbers that have left the device."""
+    """A quantized tensor whose integers were moved off the device."""
 
     rest: Rounded
     codes: Any
 
     def tensor(self) -> Tensor:
-        """The values that are meant, back on the device."""
+        """Return the dequantized values on the device."""
         return replace(self.rest, codes=unpack(self.codes)).tensor()
 
 
 @dataclass
 class _Call:
-    """One call of a coded module: what it has saved so far."""
+    """One call of a quantized module: the tensors that it has saved so far."""
 
     layer: Code
     words: tuple[object, ...]
-    given: frozenset[int]
+    excluded: frozenset[int]
     move: Pack
     own: Addresses
-    asked: int = 0  # tensors that may be coded, so far; `saved`: those that have numbers
+    candidates: int = 0  # candidates so far; `saved`: those that have numbers
     saved: int = 0
-    rows: set[tuple[int, ...]] = field(default_factory=set)  # of what was saved, less the last dim
+    rows: set[tuple[int, ...]] = field(
+        default_factory=set
+    )  # shapes of saved tensors without the last dim
     known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keep a tensor for autograd; one that is saved twice is kept once."""
-        if policies.uncoded or not is_candidate(tensor, self.given):
+        """Save a tensor for autograd; one that is saved twice is stored once."""
+        if policies.uncoded or not is_candidate(tensor, self.excluded):
             return self.move(tensor)
         if place(tensor) in self.own:
             return self.move(tensor)
-        self.asked += 1
-        layer, turn = self.layer, (self.asked, tensor.dim())
+        self.candidates += 1
+        layer, turn = self.layer, (self.candidates, tensor.dim())
         if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
             return self.move(tensor)
-        reference = reference_to(tensor)  # keeps the place, not the memory
+        reference = reference_to(tensor)  # reserves the address, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *elements(tensor))
         if key not in self.known and layer.sees(extreme, tensor, *turn):
-            return self.move(tensor)  # uncounted: of masks of scores not every layout keeps one
+            return self.move(tensor)  # uncounted: not every layout saves a mask of scores
         self.saved += 1
         if key not in self.known:
             coding = self.layer.at(self.saved)
@@ -464,45 +475,49 @@ class _Call:
             self.known[key] = reference, self.coded(tensor, coding)
         made = self.known[key][1]
         if isinstance(made, Rounded):
-            return _shaped(made, tensor.shape)
-        return replace(made, rest=_shaped(made.rest, tensor.shape))
+            return _reshaped(made, tensor.shape)
+        return replace(made, rest=_reshaped(made.rest, tensor.shape))
 
     def coded(self, tensor: Tensor, coding: Coding) -> Rounded | Moved:
-        """A tensor in whole numbers, which move where tensors do."""
+        """Quantize a tensor; its integers move if the module is offloaded."""
         unseen = on_accelerator(tensor)
         made = rounded(tensor, coding, stream(*self.words, self.saved), unseen)
         self.layer.note(self.saved, tensor, made)
         codes = self.move(made.codes)
-        return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
+        return made if codes is made.codes else Moved(replace(made, codes=_NO_CODES), codes)
 
     def stays(self, tensor: Tensor, coding: Coding) -> bool:
-        """Return whether a tensor that could be coded is kept as it is."""
+        """Return whether a tensor that could be quantized is saved unquantized."""
         if tensor.numel() < coding.block or tensor.shape[-1] == 1:
             return True
         if tensor.is_neg() or tensor.is_inference():
             return True
-        if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:  # sums of rows, as attention's
+        if (
+            tensor.dim() > 2 and tuple(tensor.shape) in self.rows
+        ):  # per-row statistics, as of attention
             return True
         takes = coding.kept(tensor.numel(), tensor.element_size())
-        return takes >= tensor.untyped_storage().nbytes()  # if it is expanded
+        return takes >= tensor.untyped_storage().nbytes()  # expanded tensors take less
 
 
-_NONE = torch.empty(0, dtype=torch.uint8)
+_NO_CODES = torch.empty(0, dtype=torch.uint8)
 
 
-def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
-    """The same elements in another shape."""
+def _reshaped(made: Rounded, shape: torch.Size) -> Rounded:
+    """Return the same elements in another shape."""
     if made.shape == shape:
         return made
     return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
 def extreme(tensor: Tensor) -> bool:
-    """Return whether a tensor holds values without a size, as masked scores; coding would lose
-    others."""
+    """Return whether a tensor holds values without a finite size, as masked scores.
+
+    Quantization would lose other values of their blocks.
+    """
     if tensor.is_meta:
         return False
     with torch._C.DisableTorchFunction():
         low, high = torch.aminmax(tensor.detach())
         most = torch.finfo(tensor.dtype).max / 4
-        return not bool((low > -most) & (high < most))  # one wait for both
+        return not bool((low > -most) & (high < most))  # one synchronisation for both

@@ -1,7 +1,12 @@
-"""Modules that run again in backward: whether they compute the same; which results they keep."""
+"""Checks of modules that run again in backward, on one process and on the meta device.
+
+`Repeats` checks that a second run calls torch with the same arguments; `Results` plays, for a
+comparison, the results that a program saves for the second run.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,22 +34,23 @@ if TYPE_CHECKING:
 
 # ---- Whether modules compute the same when they run again: which call of torch differs, and
 # where.
-# Recomputation replays the generators of torch. What a module draws from Python or numpy, or keeps
-# from call to call, it cannot replay. Such a module calls torch with other numbers in its next
-# run, which shows on the meta device: the calls of two runs are compared, with all that is no
-# tensor.
+# Recomputation replays the generators of torch. It cannot replay draws from Python or numpy, or
+# state that a module keeps from call to call. Such a module calls torch with other numbers in its
+# next run, which shows on the meta device: the calls of two runs are compared, with all arguments
+# that are no tensors.
 
 
 SHOWN = 40  # characters of a value in a message
 _OURS = ("torch", "schedlang")
-_NAMES = {"lift_fresh": "from_numpy"}  # what makes a tensor of data calls nothing else
+_NAMES = {"lift_fresh": "from_numpy"}  # the only call that makes a tensor of data
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first call of torch that two runs of a module make in two ways.
+    """The first call of torch in which two runs of a module differ.
 
-    `first` and `second` are what it was given, or "" where a run does not make the call.
+    `first` and `second` are its arguments, or "" where a run does not make the call.  If `drawn` is
+    set, there is no such call: the module has drawn random numbers from this generator.
     """
 
     module: str
@@ -52,19 +58,19 @@ class Difference:
     place: str
     first: str
     second: str
+    drawn: str = ""
 
 
 class Repeats:
-    """Runs modules once more than they are called, twice, and compares; one of each kind."""
+    """Runs each kind of module twice more than it is called, and compares the calls of torch."""
 
     def __init__(self, model: nn.Module, kinds: Mapping[str, object]) -> None:
         self.model, self.names, self.kinds = model, tuple(kinds), kinds
         self.seen: set[object] = set()
         self.found: list[Difference] = []
-        self.quiet = False
 
     def run(self, forward: Any) -> list[Difference]:
-        """The differences during `forward()`, which calls the model."""
+        """Return the differences during `forward()`, which calls the model."""
         switch = Switch(self.model, self.names)
         try:
             with switch.using(self._call):
@@ -77,7 +83,9 @@ class Repeats:
         name = self.names[unit]
         kind = self.kinds[name]
         if kind in self.seen:
-            return original(*args, **kwargs)
+            output, drawn = self._called(name, original, args, kwargs)
+            self.found += drawn
+            return output
         self.seen.add(kind)
         if torch._C._are_functorch_transforms_active():
             raise Refusal.of(
@@ -90,27 +98,62 @@ class Repeats:
         template = take((args, kwargs), tensors)
         module = self.model.get_submodule(name)
         draws = Replayed([torch.default_generator, *own_generators(modules_in(module))])
-        output = original(*args, **kwargs)  # what a module makes at its first call is there now
+        # state made at the first call exists after it
+        output, drawn = self._called(name, original, args, kwargs)
         before = Before(modules_in(module))
         with draws:
             first = _calls(original, put(template, tensors))
         before.settle(name)
         with draws, before.again():
             second = _calls(original, put(template, tensors))
-        self.found += list(_differ(name, first, second))[:1]
+        self.found += list(_differences(name, first, second))[:1] or drawn
         return output
+
+    def _called(
+        self, name: str, original: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Difference]]:
+        """A call; that it draws is seen by generators that have moved, not by what they gave.
+
+        A layer of a low rate may well draw alike twice, and one of rate 0 tells nothing of others.
+        """
+        module = self.model.get_submodule(name)
+        before = _others(module)
+        output = original(*args, **kwargs)
+        after = _others(module)
+        moved = [where for where, state in after.items() if before.get(where, state) != state]
+        return output, [Difference(name, "", "", "", "", where) for where in moved[:1]]
+
+
+def _others(module: nn.Module) -> dict[str, object]:
+    """Return the states of generators that no recomputation replays, by what they are."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        found["`numpy.random`"] = (keys.tobytes(), *rest)
+    for _, one in modules_in(module):
+        for name, value in vars(one).items():
+            if isinstance(value, random.Random):
+                found[f"its own generator `{name}`"] = value.getstate()
+            elif type(value).__module__.startswith("numpy.random") and hasattr(
+                value, "bit_generator"
+            ):
+                found[f"its own generator `{name}`"] = str(value.bit_generator.state)
+    return found
 
 
 @dataclass(frozen=True)
-class _Made:
-    """A call of torch: its function, the line it stands in, and what it was given but tensors."""
+class _TorchCall:
+    """A call of torch: its function, the line of the model, its arguments except tensor values."""
 
     function: str
     place: str
     given: str
 
 
-def _differ(module: str, first: Sequence[_Made], second: Sequence[_Made]) -> Iterator[Difference]:
+def _differences(
+    module: str, first: Sequence[_TorchCall], second: Sequence[_TorchCall]
+) -> Iterator[Difference]:
     for one, other in zip_longest(first, second):
         if (
             one is None
@@ -118,43 +161,43 @@ def _differ(module: str, first: Sequence[_Made], second: Sequence[_Made]) -> Ite
             or (one.function, one.given) != (other.function, other.given)
         ):
             known = one or other
-            alike = one is not None and other is not None and one.function == other.function
+            same_function = one is not None and other is not None and one.function == other.function
             yield Difference(
                 module,
                 known.function,
                 known.place,
                 one.given if one is not None else "",
-                other.given if other is not None and alike else "",
+                other.given if other is not None and same_function else "",
             )
 
 
-def _calls(original: Any, given: Any) -> list[_Made]:
+def _calls(original: Any, given: Any) -> list[_TorchCall]:
     args, kwargs = given
-    heard = _Listening()
-    with heard:
+    recorder = _CallRecorder()
+    with recorder:
         original(*args, **kwargs)
-    return heard.made
+    return recorder.calls
 
 
-class _Listening(TorchFunctionMode):
-    """Takes note of every call of torch."""
+class _CallRecorder(TorchFunctionMode):
+    """Records every call of torch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[_Made] = []
+        self.calls: list[_TorchCall] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        said = ", ".join(filter(None, map(_said, tree_leaves((args, kwargs)))))
+        text = ", ".join(filter(None, map(_describe, tree_leaves((args, kwargs)))))
         name = name_of(func).removesuffix(".default")
-        self.made.append(_Made(_NAMES.get(name, name), _line(), said))
+        self.calls.append(_TorchCall(_NAMES.get(name, name), _line(), text))
         return func(*args, **kwargs)
 
 
-def _said(value: Any) -> str:
-    """A value as text; of tensors, all that is known without data."""
+def _describe(value: Any) -> str:
+    """Return a value as text; for tensors, all that is known without data."""
     if isinstance(value, Tensor):
         known = f"{list(value.shape)}"
         if type(value) is Tensor and on_host(value) and not value.requires_grad:
@@ -168,32 +211,33 @@ def _said(value: Any) -> str:
 
 
 def _line() -> str:
-    """The line of the model from which torch was called."""
+    """Return the line of the model from which torch was called."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-# ---- Tensors as the saved-tensor hooks around give them back: what runs again begins with those.
+# ---- Tensors as the outer saved-tensor hooks give them back: a second run begins with those.
 
 
 def through(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors as the innermost hooks give them back, detached; each asks for its gradient."""
+    """Return the tensors after the innermost saved-tensor hooks, detached; requires_grad is
+    kept."""
     both = zip(tensors, hold(tensors)())
     return [new.detach().requires_grad_(old.requires_grad) for old, new in both]
 
 
-# ---- Results of operators that are kept for a second run, as one process that is compared has
-# them.
-# Programs do it in `selective.py`: here the first run is over before anything is put away.
+# ---- Results of operators that are saved for a second run, in the process of a comparison.
+# Programs use `selective.py`: here the first run ends before anything is saved.
 
 
 @dataclass
 class _Result:
-    """The result of one operator: where it ran, its tensors with their versions, and their values.
+    """The result of one operator: its place, its tensors with their versions, and copies of these.
 
-    `whole`: it is kept as it is; where it was written into since, it is made again (`stale`).
+    `whole`: the result is saved unquantized; if it was written into since (`stale`), the second run
+    computes it again.
     """
 
     place: Callable[[], Any]
@@ -204,11 +248,11 @@ class _Result:
     stale: bool = False
 
     def keep(self) -> None:
-        """Let the hooks around keep it, as what the operator's module saves."""
-        kept = iter(self.copies)
+        """Pass the result through the saved-tensor hooks around the operator's module."""
+        saved = iter(self.copies)
         for k, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                version, copy = next(kept)
+                version, copy = next(saved)
                 now = leaf if leaf._version == version else copy
                 self.stale |= self.whole and now is copy
                 with self.place():
@@ -216,13 +260,13 @@ class _Result:
                 self.leaves[k] = value.detach()
 
     def given(self) -> Any:
-        """Return the result with its tensors cloned, for a caller that may write into it."""
+        """Return the result with cloned tensors, for a caller that may write into them."""
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
 
 class Results:
-    """The results that are kept of one call of a module; in some `parts` of it as they are."""
+    """The results that are saved of one call of a module; unquantized in some `parts` of it."""
 
     def __init__(self, again: Again, parts: Collection[str] = ()) -> None:
         self.some, self.parts = again.results, parts
@@ -230,43 +274,43 @@ class Results:
         self.found: dict[Hashable, _Result] = {}
 
     def names(self, key: Hashable | None) -> bool:
-        """Return whether the result of the call of this name is kept."""
+        """Return whether the result of the call with this key is saved."""
         return key is not None and (self.chosen is None or key in self.chosen)
 
     def noting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The first run."""
+        """Run the first run."""
         if not self.some:
             return inner(*args, **kwargs)
-        with Numbered(self.numbers, self._note):
+        with Numbered(self.numbers, self._store):
             return inner(*args, **kwargs)
 
     def keep(self) -> None:
-        """Keep the results in their order."""
+        """Save the results in their order."""
         for result in self.found.values():
             result.keep()
 
     def given(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The second run, in which they take the place of what their operators would give."""
+        """Run the second run, with saved results in place of the operators."""
         if not self.some:
             return inner(*args, **kwargs)
-        with Numbered(self.numbers, self._give):
+        with Numbered(self.numbers, self._replace):
             return inner(*args, **kwargs)
 
-    def _note(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _store(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
         key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
         if self.names(key):
             leaves, spec = tree_flatten(out)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
-            whole = any(_inside(site(), part) for part in self.parts)
+            whole = any(_is_inside(site(), part) for part in self.parts)
             self.found[key] = _Result(capture(), leaves, spec, whole, copies)
         return out
 
-    def _give(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
-        kept = self.found.get(run.turns.of(func, args, kwargs))
-        return func(*args, **kwargs) if kept is None or kept.stale else kept.given()
+    def _replace(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        saved = self.found.get(run.turns.of(func, args, kwargs))
+        return func(*args, **kwargs) if saved is None or saved.stale else saved.given()
 
 
-def _inside(fqn: str, part: str) -> bool:
+def _is_inside(fqn: str, part: str) -> bool:
     return fqn == part or fqn.startswith(f"{part}.")

@@ -1,4 +1,7 @@
-"""Results kept for a recomputation: of classes of operators, of single ones, of collectives."""
+"""Selective checkpointing: results of operators that a recomputation reuses instead of computing.
+
+The results are those of classes of operators, of single operators, or of collectives.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from schedlang.remat.operators import Key
 from schedlang.runtime.storage.saved import Kept, Pack, alias, policies, unpack
 from schedlang.runtime.tracing.meta import storage
 
-# ---- Collectives, whose results are kept so that no rank communicates twice.
-# torch's selective checkpointing keeps what an operator returns.  The collectives of
-# torch.distributed write into a tensor of the caller's instead; skipped, they would leave it as it
-# was, and the gradients would be wrong without a word.  Here the recomputation copies the kept
-# result into that tensor.  What was written into since (`h += x` on a sum over ranks) is sent
-# again, by all ranks alike: they run the same model.
+# ---- Collectives, whose results are saved so that no rank communicates twice.
+# torch's selective checkpointing saves the return value of an operator. The collectives of
+# torch.distributed write into a tensor of the caller instead; skipped, they would leave that tensor
+# unchanged, and the gradients would be silently wrong. Here the recomputation copies the saved
+# result into that tensor. If the result was written into since (`h += x` on a sum over ranks), the
+# collective runs again, on all ranks, because they run the same model.
 
 
 _NAMES = (
@@ -43,8 +46,8 @@ def _is_collective(func: Any) -> bool:
     return namespace == "c10d" and name in _NAMES
 
 
-def _written(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors that a collective writes: its first argument, however it is nested."""
+def _written_tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors that a collective writes: its first argument, however nested."""
 
     def flat(value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
@@ -54,33 +57,32 @@ def _written(args: tuple[Any, ...]) -> list[Tensor]:
     return flat(args[0])
 
 
-# ---- Operators of a module whose results are kept when it is recomputed.
-# Of a plan an operator is known by its name and by which of its calls in the module it is. Counted
-# are calls that autograd records and that give something new: what is made without a gradient may
-# be made in one run and not in the other (what a module makes once, parameters that are gathered),
-# and would shift the count. Of a class of operators each call is known by what it is given
-# besides: the kernels of packages run where nothing is recorded. Both runs are held against each
-# other all the same: where they call different operators there is an error, never another call's
-# result. A result that was written into since (a cell that adds to its product in place) is made
-# again.
+# ---- Operators of a module whose results are saved when it is recomputed.
+# A plan names an operator by its name and the number of its call in the module. Only calls that
+# autograd records and that return new tensors count: calls without a gradient may occur in one run
+# only (a constant that a module makes once, a gather of parameters), and would shift the numbers.
+# In a class of operators, a call is also named by the shapes of its arguments: the kernels of
+# packages run where autograd records nothing. Both runs are compared in any case: if they call
+# different operators, an error is raised, and no call gets the result of another. A result that was
+# written into since (a cell that adds to its product in place) is computed again.
 
 
 ATTENTION = "attention"  # whichever kernel computes it
 
 
 class Turns:
-    """Numbers the calls of operators whose results could be kept."""
+    """Numbers the calls of operators whose results could be saved, by operator."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.order: list[str] = []
 
     def of(self, operator: Any, args: Any, kwargs: Any) -> Key | None:
-        """The name of this call; None for one that is not counted."""
+        """Return the key of this call; None for a call that is not counted."""
         if not fresh(operator) or not torch.is_grad_enabled() or draws(operator, args, kwargs):
             return None
-        given = tree_leaves((args, kwargs))
-        if not any(isinstance(one, Tensor) and one.requires_grad for one in given):
+        arguments = tree_leaves((args, kwargs))
+        if not any(isinstance(one, Tensor) and one.requires_grad for one in arguments):
             return None
         name = name_of(operator)
         name = ATTENTION if "_scaled_dot_product_" in name else name
@@ -93,12 +95,13 @@ Wanted = Callable[[Any, Any, Any], bool]  # of a call: operator and arguments
 
 
 class Kinds:
-    """Numbers the calls that are wanted, each among those that are given tensors of its shapes.
+    """Numbers the calls that `wanted` accepts, among those with tensors of the same shapes.
 
-    Counted is what is made of something with a gradient, recorded or not: a package's kernel runs
-    inside of a function of its own. What is made of constants may be there already in a second run.
-    `recorded`: only what autograd records. Calls inside of an autograd function (the products of
-    ring attention, say) are steps of a layout's own, which no single process makes.
+    A call counts if an argument requires a gradient, even if autograd does not record it: the
+    kernel of a package runs inside an autograd function. Results of constants may exist before a
+    second run. `recorded`: only calls that autograd records count. Calls inside an autograd
+    function (the products of ring attention, say) belong to a layout, and a single process does not
+    make them.
     """
 
     def __init__(self, wanted: Wanted, recorded: bool = False) -> None:
@@ -107,34 +110,34 @@ class Kinds:
         self.order: list[str] = []
 
     def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
-        """The name of this call; None for one that is not wanted."""
+        """Return the key of this call; None for a call that is not wanted."""
         if not self.wanted(operator, args, kwargs):
             return None
         if self.recorded and not torch.is_grad_enabled():
             return None
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if not any(one.requires_grad for one in given):
+        arguments = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not any(one.requires_grad for one in arguments):
             return None
         name = name_of(operator)
-        kind = (name, *((one.shape, one.dtype) for one in given))
+        kind = (name, *((one.shape, one.dtype) for one in arguments))
         self.counts[kind] += 1
         self.order.append(name)
         return kind, self.counts[kind] - 1
 
 
 class Numbers(Protocol):
-    """Gives calls names that are the same in both runs, and notes what was called."""
+    """Gives calls keys that are equal in both runs, and records the order of the calls."""
 
     order: list[str]
 
     def of(self, operator: Any, args: Any, kwargs: Any) -> Hashable | None:
-        """The name of this call; None for one whose result is not kept."""
+        """Return the key of this call; None for a call whose result is not saved."""
 
 
 class Numbered(TorchDispatchMode):
-    """Names the calls of operators in one run, and lets `gives` say what each of them gives.
+    """Numbers the calls of operators in one run, and lets `gives` return their results.
 
-    It sees operators of a higher order (flex_attention), and leaves alone what is compiled.
+    The mode sees higher-order operators (flex_attention), and leaves compiled code alone.
     """
 
     supports_higher_order_operators = True
@@ -163,12 +166,12 @@ Gives = Callable[[Numbered, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Chosen:
-    """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
+    """Two dispatch modes over one store: `forward` saves chosen results, `second` returns them.
 
-    Both count; a second backward through a retained graph finds the same again. `chosen` are the
-    names that are kept (None: all that get one). Inside of a coded module results are kept in fewer
-    bits (`keep`, how that keeps a tensor), but for parts of sums. With `collectives` those of
-    torch.distributed are not repeated.
+    Both number the calls; a second backward through a retained graph finds the same results again.
+    `chosen` are the keys that are saved (None: all calls with a key). Inside a module with
+    quantized activations, results are quantized by `keep`, except partial sums. With `collectives`,
+    the collectives of torch.distributed are not repeated.
     """
 
     def __init__(
@@ -181,48 +184,50 @@ class Chosen:
         self.chosen, self.keep, self.collectives = chosen, keep, collectives
         self.order: list[str] = []
         self.store: dict[Hashable, Any] = {}
-        self.kept: dict[int, Kept] = {}  # by their storages
-        self.sent: list[tuple[list[Kept], Any]] = []  # what each collective wrote, and gave
-        self.forward = Numbered(numbers, self._first)
-        self.again = Numbered(numbers, self._second)
+        self.kept: dict[int, Kept] = {}  # by storage
+        self.sent: list[
+            tuple[list[Kept], Any]
+        ] = []  # tensors written by each collective, its result
+        self.forward = Numbered(numbers, self._run_first)
+        self.second = Numbered(numbers, self._run_second)
 
-    def _first(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_first(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
         self.order = run.turns.order
         if self.collectives and _is_collective(func):
             out = func(*args, **kwargs)
-            self.sent.append(([Kept(tensor) for tensor in _written(args)], out))
+            self.sent.append(([Kept(tensor) for tensor in _written_tensors(args)], out))
             return out
         key = run.turns.of(func, args, kwargs)
         out = func(*args, **kwargs)
         if key is not None and (self.chosen is None or key in self.chosen):
             self.store[key] = tree_map_only(Tensor, self.held, out)
-            self.kept |= {storage(one.saved): one for one in _kept(self.store[key])}
+            self.kept |= {storage(one.saved): one for one in _plain_results(self.store[key])}
         elif name_of(func) == _UNSAFE_VIEW and (one := self.kept.get(storage(out))) is not None:
             one.watch(out)
         return out
 
-    def held(self, tensor: Tensor) -> Kept | _Few:
-        """A result, to be found again."""
+    def held(self, tensor: Tensor) -> Kept | _CodedResult:
+        """Save a result."""
         coded = tensor if self.keep is None or policies.summed else self.keep(tensor)
-        return Kept(tensor) if coded is tensor else _Few(coded)
+        return Kept(tensor) if coded is tensor else _CodedResult(coded)
 
-    def _second(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_second(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
         if self.collectives and _is_collective(func):
-            return self._sent_before(run, func, args, kwargs)
+            return self._replay_collective(run, func, args, kwargs)
         key = run.turns.of(func, args, kwargs)
         if key is not None:
             self._check(run.turns.order)
-        kept = self.store.get(key)
-        if kept is None or any(one.stale for one in _kept(kept)):
+        saved = self.store.get(key)
+        if saved is None or any(one.stale for one in _plain_results(saved)):
             return func(*args, **kwargs)
-        return tree_map_only((Kept, _Few), lambda one: alias(unpack(one)), kept)
+        return tree_map_only((Kept, _CodedResult), lambda one: alias(unpack(one)), saved)
 
-    def _sent_before(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
-        kept, out = self.sent[run.sent]
+    def _replay_collective(self, run: Numbered, func: Any, args: Any, kwargs: Any) -> Any:
+        saved, out = self.sent[run.sent]
         run.sent += 1
-        if any(one.stale for one in kept):
+        if any(one.stale for one in saved):
             return func(*args, **kwargs)
-        for target, source in zip(_written(args), kept, strict=True):
+        for target, source in zip(_written_tensors(args), saved, strict=True):
             target.copy_(source.saved)
         return out
 
@@ -235,37 +240,37 @@ class Chosen:
             )
 
 
-def _kept(value: Any) -> list[Kept]:
-    """Return the tensors that are kept as they are."""
+def _plain_results(value: Any) -> list[Kept]:
+    """Return the results that are saved unquantized."""
     return [one for one in tree_leaves(value) if isinstance(one, Kept)]
 
 
-class _Few:
-    """A result in fewer bits, which nobody else has."""
+class _CodedResult:
+    """A quantized result, which nothing else refers to."""
 
     def __init__(self, packed: Any) -> None:
         self.packed = packed
 
     def tensor(self) -> Tensor:
-        """The values that the whole numbers mean."""
+        """Return the dequantized values."""
         return unpack(self.packed)
 
 
-# a view that does not say so, and that counts writes by itself: `matmul` ends with it, so that what
-# is written into its result is not seen at the product below
+# a view without alias information, with a version counter of its own: `matmul` ends with it, so
+# that writes into its result do not show in the counter of the product
 _UNSAFE_VIEW = "aten::_unsafe_view"
 
 
 def name_of(operator: Any) -> str:
-    """The name of an operator, of a higher order too."""
+    """Return the name of an operator, also of a higher-order one."""
     schema = getattr(operator, "_schema", None)
     return str(operator.name() if schema is None else schema.name)
 
 
 def fresh(operator: Any) -> bool:
-    """Return whether it gives something new, and writes into nothing."""
+    """Return whether an operator returns new tensors, and writes into none."""
     schema = getattr(operator, "_schema", None)
-    if schema is None:  # of a higher order
+    if schema is None:  # a higher-order operator
         return True
     if schema.name == _UNSAFE_VIEW:
         return False
@@ -273,25 +278,25 @@ def fresh(operator: Any) -> bool:
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call moves the random state on.
+    """Return whether this call advances the random state.
 
-    Operators of packages may not say that they draw; of these a rate of dropout tells it.
+    Operators of packages may not declare that they draw; for these a rate of dropout decides.
     """
     if not hasattr(operator, "_schema"):
         return False
     seeded = torch.Tag.nondeterministic_seeded in operator.tags
-    rates = _rates(operator, args, kwargs)
+    rates = _dropout_rates(operator, args, kwargs)
     return any(rates) if rates or not seeded else True
 
 
-def _rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
-    """The rates of dropout that a call was given; none where it takes none."""
+def _dropout_rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Return the rates of dropout among the arguments of a call; empty without such arguments."""
     own = operator._schema.name.startswith("aten::")
     found = []
     for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p" or (not own and "drop" in argument.name):
-            given = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
-            found.append(float(given) if isinstance(given, int | float) else 0.0)
+            rate = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
+            found.append(float(rate) if isinstance(rate, int | float) else 0.0)
     return found
 
 
@@ -324,10 +329,10 @@ CLASSES = tuple(_OPERATORS)
 def numbers(
     save: tuple[str, ...], chosen: frozenset[Key], coded: bool
 ) -> tuple[Callable[[], Numbers], Collection[Hashable] | None]:
-    """Return the numbering of calls whose results may be kept, and the names that are (None: all).
+    """Return the numbering of calls whose results may be saved, and the saved keys (None: all).
 
-    Results that are `coded` are rounded by draws that follow from their numbers: only what every
-    layout records may have one.
+    The rounding of `coded` results depends on their numbers, so only calls that every layout
+    records may get one.
     """
     if chosen:
         return Turns, chosen
@@ -335,21 +340,24 @@ def numbers(
 
 
 def operators(save: tuple[str, ...]) -> frozenset[str]:
-    """The names of the operators of some classes."""
+    """Return the names of the operators of some classes."""
     return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
 
 
-def keeps(kept: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the result of a call is kept: of these operators, new, and the same again."""
-    wanted = name_of(operator) in kept or ("attention" in kept and attends(operator))
+def keeps(saved: frozenset[str], operator: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the result of a call is saved: of these operators, functional,
+    deterministic."""
+    wanted = name_of(operator) in saved or ("attention" in saved and attends(operator))
     return wanted and fresh(operator) and not draws(operator, args, kwargs)
 
 
 def attends(operator: Any) -> bool:
-    """Return whether an operator that is not torch's own says by its name that it is an attention's
-    forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
+    """Return whether an operator of a package is the forward of an attention, by its name.
+
+    Such as `flash_attn::_flash_attn_forward`; operators that write into an argument do not count.
+    """
     space, _, _ = name_of(operator).partition("::")
-    said = name_of(operator).lower()
-    back = any(word in said for word in ("backward", "bwd", "grad"))
-    named = "attn" in said or "attention" in said
+    text = name_of(operator).lower()
+    back = any(word in text for word in ("backward", "bwd", "grad"))
+    named = "attn" in text or "attention" in text
     return space not in ("aten", "prims") and named and not back and fresh(operator)

@@ -1,1 +1,1 @@
-"""Checkpoints: parts of tensors and of what optimizers know, under any layout."""
+"""Checkpoints: sharded tensors and optimizer state, saved and loaded under any layout."""

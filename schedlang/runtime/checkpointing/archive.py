@@ -1,4 +1,7 @@
-"""Save a program's state under any layout, and load it under any other."""
+"""Save the state of a program under any layout, and load it under any other.
+
+`save` and `load` are called by `Program.save` and `Program.load`, on all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,9 @@ from schedlang.runtime.storage.offloaded_gradients import local
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
-# ---- The small things of a checkpoint: what they must be for a program to take them over.
-# Whoever has written a folder decides what is in it.  So all of it is looked at before anything of
-# the program is changed: each entry is there, of its kind and in its bounds.
+# ---- Checks of the contents of a checkpoint (all but the tensors).
+# A folder may hold anything, whoever wrote it. So all contents are checked before the program is
+# changed: each entry must exist, with the right type and in its bounds.
 
 
 VERSION = 1
@@ -64,46 +67,46 @@ Is = Callable[[Any], bool]
 
 
 def checked(found: Any) -> dict[str, Any]:
-    """The contents, as `archive.save` writes them.  Raises Unreadable."""
+    """Return the contents of a checkpoint, as `save` writes them. Raises Unreadable."""
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise Unreadable(f"its version is not {VERSION}")
-    _entries(
+    _check_entries(
         found,
         "",
-        step=_count,
+        step=_is_count,
         optimizer=_is_dict,
-        parameters=_named(_shape),
-        buffers=_named(_shape),
-        dtypes=_named(_dtype),
-        ties=_list(_list(_text)),
+        parameters=_table_of(_is_shape),
+        buffers=_table_of(_is_shape),
+        dtypes=_table_of(_is_dtype),
+        ties=_list_of(_list_of(_is_text)),
     )
     missing = (found["parameters"].keys() | found["buffers"].keys()) - found["dtypes"].keys()
     if missing:
         raise Unreadable(f"the dtype of `{min(missing)}` is missing")
-    _optimizer(found["optimizer"])
+    _check_optimizer_entries(found["optimizer"])
     if (sums := found.get("sums")) is not None:
-        _entries(
+        _check_entries(
             sums,
             "sums.",
-            step=_count,
-            places=lambda n: _count(n) and 0 < n <= 1 << 20,
-            errors=_named(_dtype),
-            starts=_named(_start),
+            step=_is_count,
+            places=lambda n: _is_count(n) and 0 < n <= 1 << 20,
+            errors=_table_of(_is_dtype),
+            starts=_table_of(_is_start),
         )
     if (scale := found.get("loss scale")) is not None:
-        _entries(scale, "loss scale.", scale=_scale, good=_count)
+        _check_entries(scale, "loss scale.", scale=_is_scale, good=_is_count)
     return found
 
 
-def _optimizer(optim: dict[str, Any]) -> None:
-    _entries(
+def _check_optimizer_entries(optim: dict[str, Any]) -> None:
+    _check_entries(
         optim,
         "optimizer.",
-        kind=lambda kind: kind is None or _text(kind),
-        groups=_list(_named(_plain)),
-        of=_named(_count),
-        parts=_named(_named(_dtype)),
-        values=_named(_named(_plain)),
+        kind=lambda kind: kind is None or _is_text(kind),
+        groups=_list_of(_table_of(_is_plain)),
+        of=_table_of(_is_count),
+        parts=_table_of(_table_of(_is_dtype)),
+        values=_table_of(_table_of(_is_plain)),
     )
     if extra := optim.keys() - {"kind", "groups", "of", "parts", "values"}:
         raise Unreadable(f"`optimizer` has an unknown entry: `{min(map(str, extra))}`")
@@ -119,8 +122,8 @@ def _optimizer(optim: dict[str, Any]) -> None:
             raise Unreadable(f"`{min(twice)}` of `{name}` is in the optimizer's state twice")
 
 
-def _entries(found: Any, at: str, **wanted: Is) -> None:
-    """Each of these entries is there, and of its kind."""
+def _check_entries(found: Any, at: str, **wanted: Is) -> None:
+    """Check that each of these entries exists and has the right type."""
     if not isinstance(found, dict):
         raise Unreadable(f"`{at.rstrip('.')}` is not a table")
     for key, right in wanted.items():
@@ -137,68 +140,63 @@ def _is_dict(found: Any) -> bool:
     return isinstance(found, Mapping)
 
 
-def _text(found: Any) -> bool:
+def _is_text(found: Any) -> bool:
     return isinstance(found, str)
 
 
-def _count(found: Any) -> bool:
+def _is_count(found: Any) -> bool:
     return type(found) is int and 0 <= found < _MOST
 
 
-def _dtype(found: Any) -> bool:
+def _is_dtype(found: Any) -> bool:
     return isinstance(found, str) and found in DTYPES
 
 
-def _shape(found: Any) -> bool:
-    return isinstance(found, list | tuple) and all(map(_count, found))
+def _is_shape(found: Any) -> bool:
+    return isinstance(found, list | tuple) and all(map(_is_count, found))
 
 
-def _start(found: Any) -> bool:
-    """The size and the dtype of what an iteration starts from."""
-    return (
-        isinstance(found, list | tuple)
-        and len(found) == 2
-        and _shape(found[0])
-        and len(found[0]) == 2
-        and _dtype(found[1])
-    )
+def _is_start(found: Any) -> bool:
+    """Return whether a value is the size and dtype of a start of a power iteration."""
+    pair = isinstance(found, list | tuple) and len(found) == 2
+    return pair and _is_shape(found[0]) and len(found[0]) == 2 and _is_dtype(found[1])
 
 
-def _scale(found: Any) -> bool:
+def _is_scale(found: Any) -> bool:
     return isinstance(found, float | int) and math.isfinite(found) and found > 0
 
 
-def _plain(found: Any) -> bool:
-    """Return whether a value is one that `moments` writes: numbers, texts, lists of such, and
-    tensors."""
+def _is_plain(found: Any) -> bool:
+    """Return whether a value is one that `moments` writes: numbers, texts, tensors, lists of
+    these."""
     if isinstance(found, dict):
         tensor, moved = found.get("tensor"), found.get("moved")
         return len(found) == 2 and type(tensor) is Tensor and isinstance(moved, bool)
     if isinstance(found, list | tuple):
-        return all(map(_plain, found))
+        return all(map(_is_plain, found))
     return found is None or isinstance(found, bool | int | float | str)
 
 
-def _named(right: Is) -> Is:
+def _table_of(right: Is) -> Is:
     def of_each(found: Any) -> bool:
-        return isinstance(found, dict) and all(_text(k) and right(v) for k, v in found.items())
+        return isinstance(found, dict) and all(_is_text(k) and right(v) for k, v in found.items())
 
     return of_each
 
 
-def _list(right: Is) -> Is:
+def _list_of(right: Is) -> Is:
     return lambda found: isinstance(found, list | tuple) and all(map(right, found))
 
 
-# ---- Save a program's state under any layout, and load it under any other.
+# ---- Saving and loading.
 
 
-CONTENTS = ("schedlang",)  # where the small things lie
-BESIDE = ("beside",)  # and by rank what a caller wants kept with them
-_Model = dict[str, Tensor]  # this rank's parts
+CONTENTS = ("schedlang",)  # path of the contents that are no tensors
+BESIDE = ("beside",)  # path of data of a caller, by rank
+_Model = dict[str, Tensor]  # parts of this rank
 _Moments = dict[tuple[str, str], Tensor]
 _Found = tuple[dict[str, Any], Moments, _Model, _Moments, list[Boxed]]
-PATIENCE = 20.0  # seconds of a load while another job saves and takes old checkpoints away
+PATIENCE = 20.0  # seconds to retry a load while another job saves and removes checkpoints
 
 FAILURES = (OSError, Unreadable)
 
@@ -214,19 +212,19 @@ def save(
 ) -> None:
     """Save parameters, buffers, optimizer and step count as a new checkpoint; all ranks together.
 
-    `path` is a folder of checkpoints, rank 0's: each lies in a folder of its own, `step-00000012`,
-    and `latest` names the last when all of it is on the disk.  Then of the older ones `keep - 1`
-    stay (None: all).  Each rank writes the parts that it speaks for, as boxes of whole tensors by
-    original name, in the format of torch.distributed.checkpoint, and what it wants kept `beside`
-    them, plain data.  Raises Refusal S631, S632, S637 or S638 on all ranks, leaving every older
-    checkpoint as it was.
+    `path` is a folder of checkpoints, that of rank 0: each has a folder of its own,
+    `step-00000012`, and `latest` names the last one when it is completely on the disk. Then `keep -
+    1` older ones stay (None: all). Each rank writes the parts for which it is primary, as boxes of
+    full tensors by original name, in the format of torch.distributed.checkpoint, and plain data
+    given as `beside`. Raises Refusal S631, S632, S637 or S638 on all ranks; then every older
+    checkpoint is unchanged.
     """
     begun(program, path, keep, beside).write()
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A checkpoint all of whose values are known, and none is written: what `write` needs."""
+    """A checkpoint whose values are known and not written yet; `write` writes them."""
 
     target: Path
     id: str
@@ -238,7 +236,7 @@ class Begun:
     values: dict[tuple[str, ...], Any]
 
     def write(self) -> None:
-        """Fill the folder, all ranks together.  Raises Refusal S631, S632 or S638 on all ranks."""
+        """Fill the folder, all ranks together. Raises Refusal S631, S632 or S638 on all ranks."""
         diagnose = partial(_unwritten, self.target, f"rank {self.rank}: " if self.world > 1 else "")
 
         def fill(folder: Path) -> None:
@@ -261,16 +259,16 @@ def begun(
     keep: int | None,
     beside: Mapping[str, Any] | None,
 ) -> Begun:
-    """Gather what is to be saved; all ranks together.  Tensors are the program's own, as they lie.
+    """Collect the values to save, with the program's own tensors; all ranks together.
 
     Raises Refusal S631 or S637 on all ranks.
     """
     a = program.assembly
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise _keeps(keep)
-    kept = together(
-        lambda: _kept(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
+        raise _bad_keep(keep)
+    beside_data = together(
+        lambda: _check_beside(beside), lambda error: Diagnostic("S637", str(error)), (ValueError,)
     )
     target, id_ = comm.broadcast_object(0, (steps.resolved(path), secrets.token_hex(8)))
     moments = describe_moments(program)
@@ -288,15 +286,15 @@ def begun(
         "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
-    if kept is not None:
-        values[*BESIDE, str(rank)] = kept
-    tensors = _boxed(program, model_parts(program), moment_parts(program))
+    if beside_data is not None:
+        values[*BESIDE, str(rank)] = beside_data
+    tensors = _box_tensors(program, model_parts(program), moment_parts(program))
     tensors += boxed_residue(program)
     return Begun(target, id_, program.step, rank, world, keep, tensors, values)
 
 
-def _kept(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what is kept beside, as it is read again.  Raises ValueError for what cannot be."""
+def _check_beside(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the data given as `beside`, as it will be read. Raises ValueError if it cannot be."""
     if beside is None:
         return None
     found: dict[str, Any] = {}
@@ -307,7 +305,7 @@ def _kept(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 torch.save(value, data)
                 data.seek(0)
                 found[name] = torch.load(data, "cpu", weights_only=True)
-        except Exception as error:  # whatever pickle and the loader of plain data say
+        except Exception as error:  # any error of pickle or of the loader of plain data
             raise ValueError(
                 f"`{name}`, which is to be kept beside a checkpoint, is not made of tensors, "
                 "numbers, text, and tables and lists of these"
@@ -316,9 +314,9 @@ def _kept(beside: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None:
-    """Read what a rank has kept beside the last checkpoint of a folder, or beside one of these.
+    """Read the data that a rank has saved beside the last checkpoint of a folder, or a given one.
 
-    None: it kept nothing; each rank reads for itself.  Raises Refusal S633.
+    Return None if there are none; each rank reads for itself. Raises Refusal S633.
     """
     folder = target = steps.resolved(path)
     try:
@@ -336,32 +334,32 @@ def beside(path: str | os.PathLike[str], rank: int = 0) -> dict[str, Any] | None
 
 
 def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) -> None:
-    """Take over what `save` wrote, under whatever layout; all ranks together.
+    """Load a checkpoint of `save`, under any layout; all ranks together.
 
-    A program that is `fresh` has no values to lose: they are read straight into its parts.
-
-    `path` is a folder of checkpoints, of which the last is taken, or one of these.  A program
-    without an optimizer takes over the rest.  Nothing that is read is run.  Raises Refusal S633
-    (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
-    before anything is changed.
+    `path` is a folder of checkpoints, of which the last is loaded, or one of these. A `fresh`
+    program has no values to lose: the new ones are read directly into its parts. A program without
+    optimizer loads the rest. Nothing that is read is executed. Raises Refusal S633 (unreadable,
+    damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks, before anything
+    is changed.
     """
     folder = comm.broadcast_object(0, steps.resolved(path))
     end = time.monotonic() + PATIENCE
     while True:
         target, id_ = comm.broadcast_object(
-            0, together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES)
+            0,
+            together(lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES),
         )
         try:
             found = _read(program, folder, target, id_, fresh)
             break
-        except Refusal as refusal:  # another job may have saved, and taken this one away
+        except Refusal as refusal:  # another job may have saved, and removed this one
             missed = refusal.diagnostic.code == "S633"
-            again = missed and _moved(folder, target) and time.monotonic() < end
+            again = missed and _has_new_checkpoint(folder, target) and time.monotonic() < end
             if not comm.broadcast_object(0, again):
                 raise
     contents, optim, model, moments, sums = found
     if not fresh:
-        _take_over(program, model)
+        _copy_values(program, model)
     load_moments(program, optim, moments)
     restore_residue(program, contents.get("sums"), sums)
     if program.loss_scale is not None:
@@ -371,18 +369,18 @@ def load(program: Program, path: str | os.PathLike[str], fresh: bool = False) ->
 
 
 def taken(program: Program) -> None:
-    """Put new values where they lie between steps; what was gathered of the old ones goes."""
+    """Move new values to their tiers; free parameters that were gathered from the old ones."""
     reshard(program.assembly.sliced)
     if program.offloaded is not None:
         program.offloaded.settle(program.optimizer)
 
 
 def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
-    """Return on the first rank what is to be loaded; on others the folder."""
+    """Return on the first rank the checkpoint to load; on others the folder."""
     return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
 
 
-def _moved(folder: Path, target: Path) -> bool:
+def _has_new_checkpoint(folder: Path, target: Path) -> bool:
     """Return whether another checkpoint than `target` is the last one now."""
     try:
         return steps.to_load(folder)[0] != target
@@ -393,35 +391,32 @@ def _moved(folder: Path, target: Path) -> bool:
 def _read(
     program: Program, folder: Path, target: Path, id_: str | None, fresh: bool = False
 ) -> _Found:
-    """A checkpoint's parts for this rank, whole and looked at; none is in the program yet.
+    """Read and check this rank's parts of a checkpoint; those of the model in place if `fresh`."""
 
-    Where that is `fresh`, those of the model are.
-    """
-
-    def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
+    def reading(step: Callable[[], Any]) -> Any:  # a crafted folder may raise anything
         return together(step, partial(_unread, folder, target), (Exception,))
 
-    before, index, contents = reading(lambda: _contents(target, id_))
+    before, index, contents = reading(lambda: _read_contents(target, id_))
     first = comm.broadcast_object(0, index.mark)
-    reading(lambda: _unmoved(target, before, index.mark == first))
+    reading(lambda: _check_unchanged(target, before, index.mark == first))
     optim = Moments(**contents["optimizer"])
-    _check(program, contents, optim)
-    model, moments, sums = reading(lambda: _blank(program, contents, optim, fresh))
+    _check_fit(program, contents, optim)
+    model, moments, sums = reading(lambda: _allocate(program, contents, optim, fresh))
     mesh = program.assembly.ranks.mesh
-    lies = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
-    keyed = {f"model.{name}": sharding for name, sharding in lies.items()}
-    for name in filter(lies.__contains__, optim.parts):  # in one order on all ranks
-        keyed |= {f"optim.state.{name}.{key}": lies[name] for key in optim.parts[name]}
-    tensors = [*_boxed(program, model, moments), *sums]
+    shardings = {name: one.sharding(mesh) for name, one in program.assembly.holdings.items()}
+    keyed = {f"model.{name}": sharding for name, sharding in shardings.items()}
+    for name in filter(shardings.__contains__, optim.parts):  # same order on all ranks
+        keyed |= {f"optim.state.{name}.{key}": shardings[name] for key in optim.parts[name]}
+    tensors = [*_box_tensors(program, model, moments), *sums]
     read_together(target, index, tensors, keyed, partial(_unread, folder, target))
-    reading(lambda: _unmoved(target, before))
+    reading(lambda: _check_unchanged(target, before))
     return contents, optim, model, moments, sums
 
 
-def _blank(
+def _allocate(
     program: Program, contents: Mapping[str, Any], optim: Moments, fresh: bool
 ) -> tuple[_Model, _Moments, list[Boxed]]:
-    """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
+    """Return tensors for the parts of this rank: model, optimizer state, compressed reductions."""
     model = model_parts(program)
     if not fresh:
         model = {name: zeros(part.shape, part.dtype) for name, part in model.items()}
@@ -433,18 +428,18 @@ def _blank(
     return model, moments, empty_residue(program, contents.get("sums"))
 
 
-def _unmoved(target: Path, before: tuple[int, ...], same: bool = True) -> None:
+def _check_unchanged(target: Path, before: tuple[int, ...], same: bool = True) -> None:
     if not same:
         raise Unreadable("the ranks have read different checkpoints")
     if state_of(target) != before:
         raise Unreadable("it was changed while it was read")
 
 
-# -- what there is to save -------------------------------------------------------------------------
+# -- tensors to save -------------------------------------------------------------------------------
 
 
 def model_parts(program: Program) -> dict[str, Tensor]:
-    """This rank's parts of parameters, and all buffers, as they lie: written in place."""
+    """Return this rank's parts of parameters, and all buffers, to be written in place."""
     parts = {name: local(parameter) for name, parameter in program.assembly.parameters.items()}
     return parts | {
         name: buffer.detach() for name, buffer in program.assembly.saved_buffers.items()
@@ -452,19 +447,19 @@ def model_parts(program: Program) -> dict[str, Tensor]:
 
 
 def dtypes(program: Program) -> dict[str, str]:
-    """The dtypes of all parameters, of this rank's and of others', and of buffers."""
+    """Return the dtypes of all parameters, also those of other ranks, and of buffers."""
     tensors = {**dict(program.assembly.module.named_parameters()), **program.assembly.saved_buffers}
     return {name: DTYPE_NAMES[t.dtype] for name, t in tensors.items()}
 
 
-def _boxed(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
-    """These parts as boxes of whole tensors, each written by one of the ranks that hold it."""
+def _box_tensors(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
+    """Return these parts as boxes of full tensors, each written by one of its ranks."""
     a = program.assembly
     mesh, rank = a.ranks.mesh, a.ranks.rank
 
     def boxed(path: tuple[str, ...], holding: Holding, part: Tensor) -> Boxed:
-        lies, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
-        return Boxed(path, part, holding.layout.shape, lies, primary)
+        held_part, primary = holding.part(mesh, rank), holding.primary(mesh, rank)
+        return Boxed(path, part, holding.layout.shape, held_part, primary)
 
     where = {n: a.holdings.get(n) or a.buffer_holding(n, part.shape) for n, part in model.items()}
     found = [boxed(("model", name), where[name], part) for name, part in model.items()]
@@ -473,17 +468,18 @@ def _boxed(program: Program, model: _Model, moments: _Moments) -> list[Boxed]:
     ]
 
 
-# -- what is read ----------------------------------------------------------------------------------
+# -- checks
+# -----------------------------------------------------------------------------------------
 
 
-def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
-    """The index and the small things of a checkpoint, and how the index looks on the disk."""
+def _read_contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
+    """Return the index and contents of a checkpoint, and the state of the index file."""
     index = steps.checked_index(target, id_)
     return state_of(target), index, checked(read_value(target, index, CONTENTS))
 
 
-def _check(program: Program, contents: Mapping[str, Any], optim: Moments) -> None:
-    """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
+def _check_fit(program: Program, contents: Mapping[str, Any], optim: Moments) -> None:
+    """Raise the same Refusal on all ranks if the checkpoint does not fit the program."""
     a = program.assembly
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     here |= {name: list(buffer.shape) for name, buffer in program.assembly.saved_buffers.items()}
@@ -495,16 +491,16 @@ def _check(program: Program, contents: Mapping[str, Any], optim: Moments) -> Non
         if ours != theirs:
             raise Refusal.of(
                 "S635",
-                f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
+                f"`{name}` was saved as {_describe_kind(theirs)}, but is {_describe_kind(ours)}",
                 helps=("load it into a program of the same model and dtype",),
             )
     check_moments(program, optim)
 
 
 def check_moments(program: Program | None, optim: Moments) -> bool:
-    """Refuse what another optimizer knows (S636); does any rank have an optimizer that takes it?
+    """Refuse the state of another optimizer (S636); return whether any rank can load it.
 
-    None: this rank has no part of the program.
+    `program` is None on a rank that has no part of it.
     """
     optimizer = None if program is None else program.optimizer
     kind = type(optimizer).__qualname__ if optimizer is not None else None
@@ -540,7 +536,7 @@ def _same_names(
         raise Refusal.of(code, title, notes=tuple(notes), helps=(help_,))
 
 
-def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
+def _copy_values(program: Program, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad(), all_opened(program.assembly.parameters.values()):
         for name, part in model_parts(program).items():
             part.copy_(values[name])
@@ -549,7 +545,7 @@ def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _kind(found: tuple[str, list[int]]) -> str:
+def _describe_kind(found: tuple[str, list[int]]) -> str:
     return f"{found[0]}{found[1]}"
 
 
@@ -562,7 +558,7 @@ def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
     )
 
 
-def _keeps(keep: Any) -> Refusal:
+def _bad_keep(keep: Any) -> Refusal:
     return Refusal.of(
         "S631",
         f"`keep` must be None, or 1 or more, not {keep!r}",

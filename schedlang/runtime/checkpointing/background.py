@@ -1,8 +1,8 @@
 """A save in the background: a copy of the state in host memory, written while training goes on.
 
-A thread of each rank writes, and speaks with those of other ranks in a process group of their own
-(CheckFreq: Mohan et al. 2021).  Until it is told otherwise by all of it on the disk, the folder
-names the checkpoint before, as a save that is waited for leaves it.
+A thread of each rank writes, and communicates with those of other ranks in a process group of its
+own (CheckFreq: Mohan et al. 2021). Until all of it is on the disk, the folder names the previous
+checkpoint, as with a save in the foreground.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from schedlang.runtime.launch.heart import inside
 if TYPE_CHECKING:
     from schedlang.runtime.checkpointing.archive import Begun
 
-PURPOSE = "saves"  # of the process group in which threads that write speak
+PURPOSE = "saves"  # of the process group of the writing threads
 
 
 @dataclass(eq=False)
 class Background:
-    """The save in flight of a program, and the host memory that its copies lie in.
+    """The save in flight of a program, and the host memory for its copies.
 
-    copies   by place among what is saved: made by the first save, filled again by later ones
-    failure  what ended the last one, alike on all ranks; told once, by `end`
+    copies   by index of the tensor: allocated by the first save, reused by later ones
+    failure  the error that ended the last save, equal on all ranks; raised once, by `end`
     """
 
     thread: threading.Thread | None = None
@@ -41,10 +41,10 @@ class Background:
     copies: dict[int, Tensor] = field(default_factory=dict)
 
     def begin(self, begun: Begun, world: comm.World) -> None:
-        """Copy what is to be saved, and start to write it; all ranks together, none in flight."""
+        """Copy the values, and start to write them; all ranks together, with no save in flight."""
         with comm.apart(world, PURPOSE):
-            _ = world.control  # all ranks make it, here where they are together
-        ready = self._copied(begun.tensors)
+            _ = world.control  # created here, where all ranks are together
+        ready = self._copy_tensors(begun.tensors)
         held = replace(begun, tensors=ready[0], values=copy.deepcopy(begun.values))
         self.thread = threading.Thread(
             target=self._write, args=(held, ready[1], world), name="schedlang: saves", daemon=True
@@ -53,9 +53,9 @@ class Background:
         atexit.register(self._at_exit)
 
     def end(self) -> None:
-        """Wait for the save in flight.  Raises what has ended it."""
+        """Wait for the save in flight. Raises the error that has ended it."""
         if self.thread is not None:
-            with inside():  # it waits for other ranks
+            with inside():  # a wait for other ranks
                 self.thread.join()
             self.thread = None
             atexit.unregister(self._at_exit)
@@ -66,37 +66,37 @@ class Background:
     def _write(self, begun: Begun, copied: list[torch.Event], world: comm.World) -> None:
         try:
             with comm.apart(world, PURPOSE):
-                for event in copied:  # the device has copied all by then
+                for event in copied:  # then the device has copied all
                     devices.settled(event)
                 begun.write()
-        except BaseException as error:  # told by who asks next, in the main thread
+        except BaseException as error:  # raised by the next `end`, in the main thread
             self.failure = error
 
     def _at_exit(self) -> None:
-        """Wait at the end of a process, but not of one that an error ends: others may be gone."""
+        """Wait at the end of a process, except after an error: other ranks may be gone."""
         if self.thread is not None and getattr(sys, "last_value", None) is None:
             with inside():
                 self.thread.join()
 
-    def _copied(self, tensors: list[Boxed]) -> tuple[list[Boxed], list[torch.Event]]:
-        """The parts that this rank writes, in host memory of their own, and when they are there.
+    def _copy_tensors(self, tensors: list[Boxed]) -> tuple[list[Boxed], list[torch.Event]]:
+        """Return copies of the parts that this rank writes, in host memory, and events behind them.
 
-        An accelerator copies in the order of its stream, before anything that comes after: the host
-        does not wait, and the next step changes nothing that is still to be copied.
+        An accelerator copies in the order of its stream, before any later work: the host does not
+        wait, and the next step changes nothing that is still to be copied.
         """
         found, streams = [], {}
         with plain_torch(), torch.no_grad():
             for place, one in enumerate(tensors):
                 if not one.primary:
                     continue
-                lies = one.local.detach()
+                source = one.local.detach()
                 into = self.copies.get(place)
-                if into is None or (into.shape, into.dtype) != (lies.shape, lies.dtype):
-                    into = devices.host_empty(lies.shape, lies.dtype, beside=lies.device)
+                if into is None or (into.shape, into.dtype) != (source.shape, source.dtype):
+                    into = devices.host_empty(source.shape, source.dtype, beside=source.device)
                     self.copies[place] = into
-                into.copy_(lies, non_blocking=True)
-                if devices.on_accelerator(lies):
-                    streams[lies.device] = devices.current_stream(lies.device)
+                into.copy_(source, non_blocking=True)
+                if devices.on_accelerator(source):
+                    streams[source.device] = devices.current_stream(source.device)
                 found.append(replace(one, local=into))
         events = [devices.record(stream) for stream in streams.values()]
         return found, [event for event in events if event is not None]

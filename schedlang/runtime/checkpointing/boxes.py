@@ -1,4 +1,7 @@
-"""Whole tensors in a folder as boxes, each written by one rank and read back in any other boxes."""
+"""Full tensors in a folder as boxes, each written by one rank and read back in any other boxes.
+
+`write` and `indexed` write a folder; `read` and `read_together` read parts of it.
+"""
 
 from __future__ import annotations
 
@@ -63,26 +66,26 @@ from schedlang.runtime.redistribution.sharding import (
 )
 from schedlang.runtime.storage.folder import sync, together
 
-# The files are those of torch.distributed.checkpoint (DCP), so that its tools read them: in each,
-# one box after the other as `torch.save` writes it, and an index of all.  Written and read by
-# ourselves: every box has a checksum, every file the id of its save, and nothing that is read is
-# run.
+# The files have the format of torch.distributed.checkpoint (DCP), so that its tools can read them:
+# in each file one box after the other as `torch.save` writes it, and an index of all. They are
+# written and read by our own code: every box has a checksum, every file the id of its save, and
+# nothing that is read is executed.
 
 
 Path_ = tuple[str, ...]
 HEAD = 64  # bytes before the first box of a file: the id of the save
-SMALL, HELD = 1 << 19, 1 << 20  # bytes below which pieces are gathered, and so many together
+SMALL, HELD = 1 << 19, 1 << 20  # bytes: pieces up to SMALL are buffered, up to HELD together
 _DCP_VERSION = "1.0.0"
 
 
 @dataclass(frozen=True)
 class Boxed:
-    """A whole tensor by its part on this rank.
+    """A full tensor by its part on this rank.
 
     path     its place in the nested dict that DCP's own tools make of a folder
-    local    the part, plain; read into in place
-    shape    of the whole; `part`: where the elements of `local` lie in it
-    primary  does this rank write it?
+    local    the part, a plain tensor; reads write into it
+    shape    of the full tensor; `part`: where the elements of `local` are in it
+    primary  whether this rank writes the part
     """
 
     path: Path_
@@ -93,25 +96,25 @@ class Boxed:
 
     @property
     def key(self) -> str:
-        """The name in the folder: the parts of the path, joined by dots."""
+        """The name in the folder: the path, joined by dots."""
         return ".".join(self.path)
 
 
 def held_whole(path: Path_, tensor: Tensor, *, primary: bool = True) -> Boxed:
-    """A tensor that every rank holds as it is."""
+    """Return a tensor that every rank holds in full."""
     shape = tuple(tensor.shape)
     return Boxed(path, tensor, shape, whole(shape), primary)
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """No function modes: one that widens float32 would misread stored bytes."""
+    """Disable function modes: one that upcasts float32 would misread stored bytes."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
+    """Return zeros on the CPU, whatever function mode is active; so padding is always zero."""
     with plain_torch():
         return torch.zeros(tuple(shape), dtype=dtype)
 
@@ -120,8 +123,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 @dataclass
-class _Written:
-    """A rank's file: the entries of its boxes and values, and their paths."""
+class _WrittenFile:
+    """The file of a rank: the entries of its boxes and values, and their paths."""
 
     tensors: dict[str, Entry]
     values: dict[str, Place]
@@ -131,13 +134,14 @@ class _Written:
 
 def write(
     folder: Path, id_: str, rank: int, tensors: Sequence[Boxed], values: Mapping[Path_, Any]
-) -> _Written:
-    """Write what this rank speaks for into its file; `indexed` completes the folder.
+) -> _WrittenFile:
+    """Write the boxes and values of this rank into its file; `indexed` completes the folder.
 
-    values  anything that `torch.load(weights_only=True)` reads; one rank gives each
+    values  anything that `torch.load(weights_only=True)` reads; each is written by one rank
+
     Raises OSError.
     """
-    name, done = f"__{rank}_0.distcp", _Written({}, {}, {})
+    name, done = f"__{rank}_0.distcp", _WrittenFile({}, {}, {})
     fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
     with (
         plain_torch(),
@@ -152,7 +156,7 @@ def write(
         for tensor in (tensor for tensor in tensors if tensor.primary):
             rows = []
             for box in overlaps(tensor.part, whole(tensor.shape)):
-                part = _packed(box.view(tensor.local, box.here))
+                part = _on_host(box.view(tensor.local, box.here))
                 rows.append(row_of(Stored(box.there, box.size, writer.item(name, part)), 0))
             if rows:
                 key, kind = tensor.key, DTYPE_NAMES[tensor.local.dtype]
@@ -164,8 +168,8 @@ def write(
     return done
 
 
-def indexed(folder: Path, id_: str, everyone: Sequence[_Written]) -> None:
-    """Write what says where everything is: our own index, and that of DCP.  Raises OSError."""
+def indexed(folder: Path, id_: str, everyone: Sequence[_WrittenFile]) -> None:
+    """Write the two indexes of the folder: our own, and that of DCP. Raises OSError."""
     kinds: dict[str, Entry] = {}
     rows: dict[str, list[Array]] = {}
     values: dict[str, Place] = {}
@@ -184,7 +188,7 @@ def indexed(folder: Path, id_: str, everyone: Sequence[_Written]) -> None:
         for key, entry in kinds.items()
     }
     index = Index(id_, tensors, values, lengths)
-    for name, data in ((DCPS, _for_dcp(index, paths)), (MINE, encoded(index))):
+    for name, data in ((DCPS, _dcp_index(index, paths)), (MINE, encoded(index))):
         with (folder / name).open("xb") as file:
             file.write(data)
             file.flush()
@@ -196,41 +200,42 @@ def _head(id_: str, name: str) -> bytes:
     return f"schedlang {id_} {name}\n".encode().ljust(HEAD, b"\0")
 
 
-def _packed(part: Tensor) -> Tensor:
-    """The part alone on the CPU: `torch.save` writes all of a tensor's memory."""
+def _on_host(part: Tensor) -> Tensor:
+    """Return the part on the CPU, in a storage of its own: `torch.save` writes full storages."""
     part = part.detach().contiguous().cpu()
     alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
     return part if alone else part.clone()
 
 
 class _Writer:
-    """A file, written in pieces, and the checksum of each item in it.
+    """A file that is written in pieces, with a checksum of each item.
 
-    What is small waits for more: `torch.save` writes 38 pieces around each tensor.
+    Small pieces are buffered: `torch.save` writes 38 pieces around each tensor.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.at = file, 0  # the end of all that was given
+        self.file, self.at = file, 0  # the number of bytes so far
         self.held = memoryview(bytearray(HELD))
-        self.used = self.summed = 0  # of what is held
+        self.used = self.summed = 0  # of the buffer: bytes used, bytes in the checksum
         self.sum = Checksum()
         self.failure: OSError | None = None
 
     def item(self, name: str, value: Any) -> Place:
-        """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
+        """Write one box or value by `torch.save`; our checksum replaces that of torch."""
         at, self.sum, self.summed = self.at, Checksum(), self.used
         try:
             torch.save(value, self)  # type: ignore[arg-type]
         except Exception:
             if self.failure is None:
                 raise
-        if self.failure is not None:  # torch tells of it in other words, or not at all
+        if self.failure is not None:  # torch reports it differently, or not at all
             raise self.failure
         self._add()
         return Place(name, at, self.at - at, self.sum.value)
 
     def write(self, data: Any) -> int:
-        """All of it; of what is large a part at a time that its checksum has brought into cache."""
+        """Write all of the data; large data in pieces that the checksum has just read into
+        cache."""
         view = memoryview(data).cast("B")
         self.at += len(view)
         if len(view) > SMALL or self.used + len(view) > HELD:
@@ -243,21 +248,21 @@ class _Writer:
         while low < len(view):
             part = view[low : low + self.sum.piece]
             self.sum.add(part)
-            self._out(part)
+            self._write_out(part)
             low += len(part)
         return len(view)
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the buffer."""
         self._add()
-        self._out(self.held[: self.used])
+        self._write_out(self.held[: self.used])
         self.used = self.summed = 0
 
     def _add(self) -> None:
         self.sum.add(self.held[self.summed : self.used])
         self.summed = self.used
 
-    def _out(self, view: memoryview) -> None:
+    def _write_out(self, view: memoryview) -> None:
         try:
             while len(view):
                 view = view[self.file.write(view) :]
@@ -266,10 +271,10 @@ class _Writer:
             raise
 
 
-def _for_dcp(index: Index, paths: Mapping[str, Path_]) -> bytes:
-    """The index by which torch's own tools read the folder."""
+def _dcp_index(index: Index, paths: Mapping[str, Path_]) -> bytes:
+    """Return the index by which torch's own tools read the folder."""
     held: dict[str, Any] = {key: BytesStorageMetadata() for key in index.values}
-    where = {MetadataIndex(key): _info(place) for key, place in index.values.items()}
+    where = {MetadataIndex(key): _storage_info(place) for key, place in index.values.items()}
     for key, entry in index.tensors.items():
         chunks = [
             ChunkStorageMetadata(torch.Size(box.whole), torch.Size(box.size)) for box in entry.boxes
@@ -277,20 +282,20 @@ def _for_dcp(index: Index, paths: Mapping[str, Path_]) -> bytes:
         properties = TensorProperties(DTYPES[entry.dtype])
         held[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         for box in entry.boxes:
-            where[MetadataIndex(key, torch.Size(box.whole))] = _info(box.place)
+            where[MetadataIndex(key, torch.Size(box.whole))] = _storage_info(box.place)
     meta = StorageMeta(save_id=index.id)
     return pickle.dumps(Metadata(held, dict(paths), where, meta, _DCP_VERSION))
 
 
-def _info(place: Place) -> _StorageInfo:
+def _storage_info(place: Place) -> _StorageInfo:
     return _StorageInfo(place.file, place.at, place.length)
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-Shared = Mapping[str, list[int]]  # boxes that are not read by each rank that wants some of them
-ALIVE = 16 << 20  # bytes that a rank reads for others before it hands them on, or one box
+Shared = Mapping[str, list[int]]  # by key: boxes that one rank reads for all
+ALIVE = 16 << 20  # bytes that a rank reads before it sends them, or one box
 
 
 def read(
@@ -299,12 +304,12 @@ def read(
     tensors: Sequence[Boxed],
     but: Shared = MappingProxyType({}),
 ) -> None:
-    """Read the parts of this rank, by itself.  Raises Unreadable or OSError.
+    """Read the parts of this rank, without other ranks. Raises Unreadable or OSError.
 
-    Every box that is read is whole and as it was written: its checksum, its dtype, its size.
+    Every box that is read is checked in full: its checksum, its dtype, its size.
     """
     wanted: dict[str, list[tuple[Boxed, Entry, Stored]]] = defaultdict(list)
-    known: dict[tuple[Parts, Part], Array] = {}  # layers are alike
+    known: dict[tuple[Parts, Part], Array] = {}  # layers have equal parts
     for tensor in tensors:
         if not (size := count(tensor.part)):
             continue
@@ -324,9 +329,9 @@ def read(
         for box in map(entry.box, np.flatnonzero(common).tolist()):
             wanted[box.place.file].append((tensor, entry, box))
     for name in sorted(wanted):
-        with _opened(folder, index, name) as file:
+        with _open_checked(folder, index, name) as file:
             for tensor, entry, box in sorted(wanted[name], key=lambda one: one[2].place.at):
-                value = _box(file, index, entry, box)
+                value = _read_box(file, index, entry, box)
                 with plain_torch():
                     copied(value, box.part, tensor.local, tensor.part)
 
@@ -335,26 +340,26 @@ def read_together(
     folder: Path,
     index: Index,
     tensors: Sequence[Boxed],
-    lies: Mapping[str, Sharding],
+    shardings: Mapping[str, Sharding],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
-    """Read the parts of all ranks, who share it: of each file as few bytes as they hold.
+    """Read the parts of all ranks, with shared work: each rank reads as few bytes as it holds.
 
-    lies   by key where the parts of a tensor are; others each rank reads by itself
+    lies   by key, the sharding of a tensor; other tensors each rank reads by itself
 
-    A box of which each rank wants all or nothing is read by those; one that is cut between ranks by
-    one of them, who hands the pieces on.  Raises Refusal on all ranks.
+    A box of which each rank needs all or nothing is read by the ranks that need it; a box that is
+    split over ranks is read by one of them, which sends the pieces. Raises Refusal on all ranks.
     """
     keys = [
         (set(found), ranks) for found, ranks in world.ranks_by_object([one.key for one in tensors])
     ]
-    there = {
+    holders = {
         key: one.on([r for found, ranks in keys if key in found for r in ranks])
-        for key, one in lies.items()
+        for key, one in shardings.items()
     }
 
-    def first() -> list[_Turn]:
-        turns, but = _turns(index, there, world.size()), defaultdict[str, list[int]](list)
+    def first() -> list[_Round]:
+        turns, but = _plan_rounds(index, holders, world.size()), defaultdict[str, list[int]](list)
         for turn in turns:
             for (key, _), (_, some) in turn.items():
                 but[key] += some
@@ -364,11 +369,11 @@ def read_together(
     turns = together(first, diagnose, (Exception,))
     local = {tensor.key: tensor.local for tensor in tensors}
     for turn in turns:
-        mine = together(lambda: _mine(folder, index, turn), diagnose, (Exception,))  # noqa: B023
+        mine = together(lambda: _read_for_others(folder, index, turn), diagnose, (Exception,))  # noqa: B023
         item = {name: DTYPES[index.tensors[name[0]].dtype].itemsize for name in turn}
         move(
             {name: TensorLayout(sharding, item[name]) for name, (sharding, _) in turn.items()},
-            {name: TensorLayout(there[name[0]], item[name]) for name in turn},
+            {name: TensorLayout(holders[name[0]], item[name]) for name in turn},
             mine.__getitem__,
             lambda name: local[name[0]],
             ALIVE // 4,
@@ -377,16 +382,17 @@ def read_together(
         )
 
 
-# by tensor, and which of the boxes that the same rank reads: who reads which boxes
-_Turn = dict[tuple[str, int], tuple[Sharding, list[int]]]
+# by tensor and number of the box of each reader: which rank reads which box
+_Round = dict[tuple[str, int], tuple[Sharding, list[int]]]
 
 
-def _turns(index: Index, lies: Mapping[str, Sharding], size: int) -> list[_Turn]:
-    """The boxes that are cut between ranks, and who reads them: alike on all ranks, and level."""
+def _plan_rounds(index: Index, shardings: Mapping[str, Sharding], size: int) -> list[_Round]:
+    """Return which rank reads which boxes that are split over ranks: balanced, equal on all
+    ranks."""
     known: dict[Any, Array] = {}
-    turns: list[_Turn] = []
+    turns: list[_Round] = []
     loads, alive = np.zeros(size, np.int64), np.full(size, ALIVE)
-    for key, sharding in lies.items():
+    for key, sharding in shardings.items():
         entry = index.tensors.get(key)
         if entry is None or entry.shape != sharding.shape:
             continue  # who holds a part refuses it
@@ -415,36 +421,40 @@ def _turns(index: Index, lies: Mapping[str, Sharding], size: int) -> list[_Turn]
     return turns
 
 
-def _mine(folder: Path, index: Index, turn: _Turn) -> dict[tuple[str, int], Tensor]:
-    """Read the boxes that this rank hands on."""
+def _read_for_others(folder: Path, index: Index, turn: _Round) -> dict[tuple[str, int], Tensor]:
+    """Read the boxes that this rank sends to others."""
     found, rank = {}, world.rank()
     for name, (sharding, boxes) in turn.items():
         if sharding.of[rank] != NOWHERE:
             entry = index.tensors[name[0]]
             box = entry.box(boxes[sharding.of[rank]])
-            with _opened(folder, index, box.place.file) as file:
-                found[name] = _box(file, index, entry, box)
+            with _open_checked(folder, index, box.place.file) as file:
+                found[name] = _read_box(file, index, entry, box)
     return found
 
 
-def _box(file: IO[bytes], index: Index, entry: Entry, box: Stored) -> Tensor:
-    value: Tensor = _value(file, index, box.place, f"box {_shown(box)} of `{entry.key}`")
-    _check(value, entry, box)
+def _read_box(file: IO[bytes], index: Index, entry: Entry, box: Stored) -> Tensor:
+    value: Tensor = _load_value(
+        file, index, box.place, f"box {_describe_box(box)} of `{entry.key}`"
+    )
+    _check_value(value, entry, box)
     return value
 
 
 def read_value(folder: Path, index: Index, path: Path_) -> Any:
-    """Read one value, plain data, by itself.  Raises Unreadable or OSError."""
+    """Read one value, plain data. Raises Unreadable or OSError."""
     key = ".".join(path)
     if (place := index.values.get(key)) is None:
         raise Unreadable(f"`{key}` is not in it")
-    with _opened(folder, index, place.file) as file:
-        return _value(file, index, place, f"`{key}`")
+    with _open_checked(folder, index, place.file) as file:
+        return _load_value(file, index, place, f"`{key}`")
 
 
 def check_files(folder: Path, index: Index) -> None:
-    """Check that every file is there, of this save, and long enough; raise Unreadable or
-    OSError."""
+    """Check that every file exists, belongs to this save, and is long enough.
+
+    Raises Unreadable or OSError.
+    """
     ends: dict[str, int] = dict(index.lengths)
     for entry in index.tensors.values():
         files, at, length = entry.rows[:, -4:-1].T
@@ -454,16 +464,16 @@ def check_files(folder: Path, index: Index) -> None:
     for place in index.values.values():
         ends[place.file] = max(ends.get(place.file, 0), place.at + place.length)
     for name, end in ends.items():
-        with _opened(folder, index, name) as file:
+        with _open_checked(folder, index, name) as file:
             if os.fstat(file.fileno()).st_size < end:
                 raise Unreadable(f"`{name}` ends before its last box does")
 
 
 @contextmanager
-def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
-    """A file of the folder, of the same save as the index."""
+def _open_checked(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
+    """Open a file of the folder, and check that it is of the same save as the index."""
     path = folder / name
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise Unreadable(f"the file `{name}` is missing")
     with path.open("rb") as file:
         if index.id is not None and (head := file.read(HEAD)) != _head(index.id, name):
@@ -472,8 +482,8 @@ def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
-    """Read what `torch.save` wrote there, of plain data only."""
+def _load_value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
+    """Load a value that `torch.save` wrote, of plain data only."""
     file.seek(place.at)
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")
@@ -485,7 +495,7 @@ def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
             return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
     except (OSError, Unreadable):
         raise
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise anything
         if no_memory(error):
             raise MemoryError(
                 f"{what} takes {place.length:,} bytes, and as many while it is read"
@@ -494,19 +504,21 @@ def _value(file: IO[bytes], index: Index, place: Place, what: str) -> Any:
         raise Unreadable(f"`{place.file}` is damaged at {what}: {line}") from error
 
 
-def _check(value: Any, entry: Entry, box: Stored) -> None:
-    """Refuse what is not the box that the index tells of."""
+def _check_value(value: Any, entry: Entry, box: Stored) -> None:
+    """Refuse a value that is not the box of the index."""
     plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
     if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
-        raise Unreadable(f"`{box.place.file}` does not hold box {_shown(box)} of `{entry.key}`")
+        raise Unreadable(
+            f"`{box.place.file}` does not hold box {_describe_box(box)} of `{entry.key}`"
+        )
 
 
-def _shown(box: Stored) -> str:
+def _describe_box(box: Stored) -> str:
     return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(box.whole, box.size)) + "]"
 
 
 def no_memory(error: BaseException) -> bool:
-    """Return whether what failed is that there was no memory: Python's, torch's, the system's."""
+    """Return whether an error is a lack of memory: of Python, of torch, or of the system."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     starving = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -514,7 +526,7 @@ def no_memory(error: BaseException) -> bool:
 
 
 def starved(path: Path, error: BaseException) -> Diagnostic:
-    """Tell that there was no memory for what is read (S633)."""
+    """Return the message for a lack of memory in a read (S633)."""
     return Diagnostic(
         "S633",
         f"there is no memory to read `{path}`",
@@ -527,7 +539,7 @@ def starved(path: Path, error: BaseException) -> Diagnostic:
 
 
 def reason(error: BaseException) -> str:
-    """A failure in one line."""
+    """Return a failure in one line."""
     text = str(error).strip().partition("\n")[0]
     named = isinstance(error, OSError | Unreadable | MemoryError)
     return text if named and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,6 +1,6 @@
-"""Parts of tensors on this rank, and the way in which parts become whole tensors again.
+"""Holdings: which rank holds which part of a parameter; and assembly of full tensors from parts.
 
-* Doubling: whole tensors for all ranks, in rounds of blocks of ranks that grow.
+`rounds_of`: an all-gather by recursive doubling, in rounds over growing blocks of ranks.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from schedlang.runtime.redistribution.sharding import (
 
 
 def rounds_of(source: Mapping[Any, TensorLayout], sizes: Sequence[int]) -> tuple[Route, ...]:
-    """Return the rounds by which all ranks of the world get all of some tensors.
+    """Return the rounds by which all ranks of the world get some tensors in full.
 
-    What ranks are given they put at its place in the whole, where their own parts are already: each
-    round sends from there.  What no rank holds does not come.
+    Ranks write received parts at their place in the full tensor, where their own parts are already:
+    each round sends from there. Parts that no rank holds are not sent.
 
-    sizes   of the axes of the ranks' mesh, the slowest first: blocks are runs of ranks along them
+    sizes   of the axes of the mesh, the slowest first: blocks are runs of ranks along them
     """
     known: dict[Any, list[Sharding]] = {}
-    steps = {name: rounds(lying.sharding, sizes, known) for name, lying in source.items()}
+    steps = {name: rounds(layout.sharding, sizes, known) for name, layout in source.items()}
     done = list[Route]()
     for k in range(max(map(len, steps.values()), default=1) - 1):
         some = [name for name, each in steps.items() if each[k] is not each[k + 1]]
@@ -60,10 +60,10 @@ def rounds_of(source: Mapping[Any, TensorLayout], sizes: Sequence[int]) -> tuple
 def rounds(
     sharding: Sharding, sizes: Sequence[int], known: dict[Any, list[Sharding]]
 ) -> list[Sharding]:
-    """Spreads of what ranks hold before the first round and after each, at its place in the whole.
+    """Return the sharding before the first round and after each, in places of the full tensor.
 
-    A round in which what blocks hold are no parts that are disjoint or equal changes nothing; the
-    last gives all of the tensor.
+    A round changes nothing if the parts of its blocks are neither disjoint nor equal; the last
+    round gives the full tensor.
     """
     if sharding.key not in known:
         every = everywhere(sharding.shape, range(len(sharding.of)), len(sharding.of))
@@ -71,9 +71,9 @@ def rounds(
         found, block = list[Sharding](), 1
         for factor in (1, *_factors(sizes)):
             block *= factor
-            one = _of_blocks(sharding, block)
-            apart = one.sizes.sum() == total
-            more = apart and (not found or one.key != found[-1].key)
+            one = _block_sharding(sharding, block)
+            disjoint = one.sizes.sum() == total
+            more = disjoint and (not found or one.key != found[-1].key)
             found.append(one if more else found[-1])
         found[-1] = every if found[-1].key == every.key else found[-1]
         known[sharding.key] = [*found, every]
@@ -81,7 +81,7 @@ def rounds(
 
 
 def _factors(sizes: Sequence[int]) -> Iterator[int]:
-    """The prime factors of all axes, of the quickest first."""
+    """Yield the prime factors of all axes, of the fastest axis first."""
     for size in reversed(sizes):
         factor = 2
         while size > 1:
@@ -91,28 +91,28 @@ def _factors(sizes: Sequence[int]) -> Iterator[int]:
             factor += 1
 
 
-def _of_blocks(sharding: Sharding, block: int) -> Sharding:
-    """Each rank with all that its block of ranks holds, or the least part around that."""
+def _block_sharding(sharding: Sharding, block: int) -> Sharding:
+    """Return the sharding in which each rank has the bounding part of its block of ranks."""
     of = np.full(len(sharding.of), NOWHERE, np.int32)
     known: dict[tuple[int, ...], int] = {}
     for low in range(0, len(of), block):
         held = distinct(sharding.of[low : low + block])
         if some := tuple(held[held != NOWHERE].tolist()):
             of[low : low + block] = known.setdefault(some, len(known))
-    parts = [_around(sharding.parts, list(some)) for some in known]
+    parts = [_bounding_part(sharding.parts, list(some)) for some in known]
     return Sharding(sharding.shape, Parts.of(parts, len(sharding.shape)), of)
 
 
-def _around(parts: Parts, some: list[int]) -> Part:
-    """The least part around some, with each element at its place in the whole."""
+def _bounding_part(parts: Parts, some: list[int]) -> Part:
+    """Return the smallest part that contains some parts, in places of the full tensor."""
     return tuple(
-        _joined(rows[np.isin(rows[:, 0], numbers[some])])
+        _merge_cells(rows[np.isin(rows[:, 0], numbers[some])])
         for numbers, rows in zip(parts.numbers.T, parts.cells)
     )
 
 
-def _joined(rows: Array) -> tuple[tuple[int, int, int], ...]:
-    """Cells of one dim, neighbours as one."""
+def _merge_cells(rows: Array) -> tuple[tuple[int, int, int], ...]:
+    """Return the cells of one dim, with adjacent ones merged."""
     order = np.argsort(rows[:, 2], kind="stable")
     starts = rows[order, 2]
     ends = np.maximum.accumulate(starts + rows[order, 3])
@@ -122,15 +122,15 @@ def _joined(rows: Array) -> tuple[tuple[int, int, int], ...]:
 
 
 K = TypeVar("K")
-AT_A_TIME = 16 << 20  # bytes of a message by which tensors are put together
+AT_A_TIME = 16 << 20  # bytes of a message of an assembly
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The places of the parts of one parameter.
+    """The placement of the parts of one parameter.
 
     layout   its splits by `shard` and `pad`
-    sliced   axes over which dim 0 of what `layout` leaves is cut once more (ZeRO)
+    sliced   axes over which dim 0 of the local shard is split again (ZeRO)
     stages   places along `axis` (the pipeline's) that hold it; None: all
     """
 
@@ -147,12 +147,11 @@ class Holding:
         return mesh.index(rank, self.axis) in self.stages
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
-        """Return the runs of the (padded) whole, dim by dim, that this rank holds, in its own
-        order."""
+        """Return the runs of the (padded) full tensor that a rank holds, by dim, in local order."""
         return _segments(self.layout, self.sliced, mesh, rank)
 
     def primary(self, mesh: Mesh, rank: int) -> bool:
-        """Return whether a rank speaks for its part, among those that hold the same."""
+        """Return whether a rank is the primary holder of its part, among equal ones."""
         if not self.held(mesh, rank):
             return False
         here = mesh.coordinates(rank)
@@ -166,12 +165,13 @@ class Holding:
         return all(place == 0 for axis, place in here.items() if axis not in splitting)
 
     def part(self, mesh: Mesh, rank: int) -> Part:
-        """Return the part that a rank holds; padding is none of it."""
+        """Return the part that a rank holds, without padding."""
         segments = self.segments(mesh, rank)
         return tuple(tuple(cells(runs, n)) for runs, n in zip(segments, self.layout.shape))
 
     def sharding(self, mesh: Mesh, ranks: Sequence[int] = (), world: int = 0) -> Sharding:
-        """Return where parts lie in a job; `ranks`: which of its `world` ranks are the mesh's."""
+        """Return the sharding over a job; `ranks`: those of its `world` ranks that form the
+        mesh."""
         parts, of = _sharding(self.layout, self.sliced, mesh)
         if self.stages is not None and self.axis is not None:
             place = mesh.index_at(_all_coordinates(mesh), self.axis)
@@ -183,13 +183,13 @@ class Holding:
         return Sharding(self.layout.shape, parts, of)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Return the shape of a rank's part."""
         runs = self.segments(mesh, rank)
         return tuple(sum(run.length for run in dim) for dim in runs)
 
 
-# all that the runs hang on are its arguments, values that never change; each step of a proof asks
-# for those of every rank again.  Bounded: a mesh of thousands of ranks has as many parts
+# Cached: the arguments are immutable, and each step of a proof needs the runs of every rank again.
+# Bounded: a mesh of thousands of ranks has as many parts.
 @lru_cache(maxsize=1 << 13)
 def _segments(
     layout: Layout, sliced: tuple[str, ...], mesh: Mesh, rank: int
@@ -206,7 +206,7 @@ def _segments(
 
 @lru_cache(maxsize=1 << 8)
 def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Parts, Array]:
-    """The distinct parts, and which of them each rank of the mesh holds: found dim by dim."""
+    """Return the distinct parts, and which of them each rank of the mesh holds, dim by dim."""
     coordinates = _all_coordinates(mesh)
     cells, of = [], np.zeros((mesh.world, len(layout.shape)), np.int64)
     for dim, size in enumerate(layout.shape):
@@ -225,7 +225,7 @@ def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Part
             some[:, 0] += k * slices
         every = np.concatenate(rows)
         there = distinct(every[:, 0])
-        number = np.full(len(known) * slices, len(there))  # all slices of nothing are one
+        number = np.full(len(known) * slices, len(there))  # all empty slices are one part
         number[there] = np.arange(len(there))
         every[:, 0] = number[every[:, 0]]
         cells.append(every)
@@ -236,9 +236,9 @@ def _sharding(layout: Layout, sliced: tuple[str, ...], mesh: Mesh) -> tuple[Part
 
 
 def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
-    """Cells of a dim that is cut into slices as `torch.chunk` cuts it, as rows of `Parts`.
+    """Return the cells of a dim that is split as by `torch.chunk`, as rows of `Parts`.
 
-    What lies beyond the true size, which is padding, is none of them.
+    Padding beyond the true size is left out.
     """
     spans = [(run.start, run.length) for run in runs]
     starts, lengths = np.array(spans, np.int64).reshape(-1, 2).T
@@ -254,14 +254,14 @@ def _slices(runs: Sequence[Segment], size: int, count: int) -> Array:
 
 
 def _all_coordinates(mesh: Mesh) -> dict[str, Any]:
-    """Return where all ranks lie on each axis, as arrays."""
+    """Return the coordinates of all ranks on each axis, as arrays."""
     sizes = tuple(mesh.sizes.values())
     found = np.unravel_index(np.arange(mesh.world), sizes) if sizes else ()
     return dict(zip(mesh.sizes, found))
 
 
 def window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
-    """Cut out the part of a chain of runs between two local positions."""
+    """Yield the pieces of a chain of runs between two local positions."""
     at = 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.length)
@@ -271,7 +271,8 @@ def window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment
 
 
 def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
-    """The runs of one dim that are within its true size: in the part, in the whole, how long."""
+    """Yield the runs of one dim within its true size: start in the part, in the full dim,
+    length."""
     at = 0
     for run in runs:
         length = max(0, min(run.start + run.length, size) - run.start)
@@ -282,9 +283,9 @@ def cells(runs: tuple[Segment, ...], size: int) -> Iterator[Cell]:
 
 @dataclass(frozen=True)
 class Way:
-    """The way of parts to who wants them; of whole tensors their shapes, too, and who that is.
+    """A plan of transfers of parts; for full tensors also their shapes and receivers.
 
-    routes   one after the other: several where all ranks want whole tensors
+    routes   run one after the other: several if all ranks receive full tensors
     """
 
     routes: tuple[Route, ...]
@@ -292,14 +293,16 @@ class Way:
     wanted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
 
-Having = Sequence[tuple[Mapping[Any, torch.dtype], tuple[int, ...]]]  # which ranks have which parts
+Having = Sequence[
+    tuple[Mapping[Any, torch.dtype], tuple[int, ...]]
+]  # parts with their dtypes, ranks that have them
 To = Callable[[Sharding], Sequence[int]]
-Ways = dict[Any, Way]  # those of programs that hold alike, which never changes
-_SHORT = 1 << 12  # deliveries of a way that is kept: among many ranks they are many
+Ways = dict[Any, Way]  # plans depend only on holdings, which never change
+_SHORT = 1 << 12  # deliveries of a plan that is cached: large worlds have more
 
 
-def _kept(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
-    """Make a way, or find the one that was made for the same: a proof asks after each step."""
+def _cached_plan(ways: Ways | None, key: tuple[Any, ...], make: Callable[[], Way]) -> Way:
+    """Return the plan for a key, cached: a proof needs the same plan after each step."""
     found = ways.get(key) if ways is not None else None
     if found is None:
         found = make()
@@ -314,29 +317,29 @@ def copies(
     mesh: Mesh,
     ways: Ways | None = None,
 ) -> Way:
-    """The way of each part from the rank that speaks for it to all that hold the same.
+    """Return the plan that sends each part from its primary rank to all that hold the same.
 
-    sizes   the bytes of an element of each
+    sizes   bytes of an element of each
     """
 
     def made() -> Way:
         source, target = {}, {}
         for name, one in holdings.items():
-            lies = one.sharding(mesh)
+            sharding = one.sharding(mesh)
             speak = [rank for rank in range(mesh.world) if one.primary(mesh, rank)]
             source[name], target[name] = (
-                TensorLayout(s, sizes[name]) for s in (lies.on(speak), lies)
+                TensorLayout(s, sizes[name]) for s in (sharding.on(speak), sharding)
             )
         return Way((route(kinds_of(source, target), world.size()),))
 
-    return _kept(ways, ("copies", tuple(sizes.items())), made)
+    return _cached_plan(ways, ("copies", tuple(sizes.items())), made)
 
 
 def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
-    """This rank's part of a whole tensor, a new tensor; padding is zero."""
+    """Return a rank's part of a full tensor, in a new tensor; padding is zero."""
     part = value.detach()
     for dim, runs in enumerate(holding.segments(mesh, rank)):
-        size, pieces = part.shape[dim], [part.narrow(dim, 0, 0)]  # a rank may hold nothing
+        size, pieces = part.shape[dim], [part.narrow(dim, 0, 0)]  # a rank may hold no part
         for run in runs:
             true = max(0, min(run.length, size - run.start))
             beyond = (*part.shape[:dim], run.length - true, *part.shape[dim + 1 :])
@@ -347,12 +350,12 @@ def take(value: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
 
 
 def put(part: Tensor, into: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
-    """Write a rank's part into the whole."""
+    """Write a rank's part into the full tensor."""
     copied(part, holding.part(mesh, rank), into, whole(into.shape))
 
 
 def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
-    """A rank's part with zeros wherever it is padded."""
+    """Return a rank's part with zeros in the padding."""
     if holding.layout.padded == holding.layout.shape:
         return part
     made, at = torch.zeros_like(part), holding.part(mesh, rank)
@@ -361,7 +364,7 @@ def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
 
 
 def first_rank(_: Sharding) -> Sequence[int]:
-    """Whole tensors for rank 0 alone, which is the one that writes, or compares."""
+    """Choose rank 0 alone as receiver: it writes, or compares."""
     return (0,)
 
 
@@ -372,24 +375,24 @@ def assembled(
     to: To | None = None,
     ways: Ways | None = None,
 ) -> dict[K, Tensor]:
-    """Whole tensors, on the CPU of all ranks or of some, from the parts that ranks have.
+    """Return full tensors on the CPU, on all ranks or on some, from the parts of all ranks.
 
-    own   this rank's parts; a tensor of which no rank has one is left out, gaps are zeros
-    to    says of each tensor who is to have it; None: all
-    ways  those that this program has gone before
+    own   parts of this rank; a tensor without any part is left out, gaps are zeros
+    to    returns the receivers of a tensor; None: all ranks
+    ways  cached plans of this program
     """
     having = world.ranks_by_object({name: part.dtype for name, part in own.items()})
     known = tuple((tuple(found.items()), some) for found, some in having)
     key = "whole", to, tuple(holdings), known
-    way = _kept(ways, key, lambda: _way(holdings, having, ranks.mesh, to))
+    way = _cached_plan(ways, key, lambda: _plan_assembly(holdings, having, ranks.mesh, to))
     mine = {name: part.detach() for name, part in own.items()}
-    with torch._C.DisableTorchFunction():  # nothing here is part of any arithmetic
+    with torch._C.DisableTorchFunction():  # function modes need not see copies
         made = {
             name: torch.zeros(shape, dtype=dtype)
             for name, (shape, dtype) in way.shapes.items()
             if ranks.rank in way.wanted[name]
         }
-        if to is None:  # each round gives what the rounds before have gathered
+        if to is None:  # each round sends what earlier rounds have gathered
             for name, part in mine.items():
                 put(part, made[name], holdings[name], ranks.mesh, ranks.rank)
     here = mine if to is not None else made
@@ -398,18 +401,20 @@ def assembled(
     return made
 
 
-def _way(holdings: Mapping[Any, Holding], having: Having, mesh: Mesh, to: To | None) -> Way:
+def _plan_assembly(
+    holdings: Mapping[Any, Holding], having: Having, mesh: Mesh, to: To | None
+) -> Way:
     dtypes = {name: dtype for found, _ in having for name, dtype in found.items()}
     source, target, shapes, wanted = {}, {}, {}, {}
     for name in (name for name in holdings if name in dtypes):
-        lies, dtype = holdings[name].sharding(mesh), dtypes[name]
+        sharding, dtype = holdings[name].sharding(mesh), dtypes[name]
         there = [rank for found, some in having if name in found for rank in some]
-        wanted[name] = to(lies) if to is not None else range(mesh.world)
-        source[name] = TensorLayout(lies.on(there), dtype.itemsize)
+        wanted[name] = to(sharding) if to is not None else range(mesh.world)
+        source[name] = TensorLayout(sharding.on(there), dtype.itemsize)
         target[name] = TensorLayout(
-            everywhere(lies.shape, wanted[name], mesh.world), dtype.itemsize
+            everywhere(sharding.shape, wanted[name], mesh.world), dtype.itemsize
         )
-        shapes[name] = lies.shape, dtype
+        shapes[name] = sharding.shape, dtype
     if to is None:
         return Way(rounds_of(source, tuple(mesh.sizes.values())), shapes, wanted)
     return Way((route(kinds_of(source, target), world.size(), gaps=True),), shapes, wanted)

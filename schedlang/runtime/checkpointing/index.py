@@ -1,10 +1,10 @@
-"""The index of a checkpoint's folder: each box of each tensor, its place in a file, its checksum.
+"""The index of a checkpoint folder: each box of each tensor, its place in a file, its checksum.
 
-Our own index is lines of JSON, `schedlang.json`: the id of the save, the name of the boxes'
-checksums, and the checksum of what follows; a table of all tensors; for each of these a line with
-its boxes, which is decoded where boxes of it are looked for.  It alone is read; `.metadata` beside
-it is for torch's own tools.  Older folders have only that one: a pickle, from which plain data is
-taken and by which nothing is run.
+Our own index, `schedlang.json`, is lines of JSON: a head with the id of the save, the kind of the
+checksums, and the checksum of the rest; a table of all tensors; for each tensor a line with its
+boxes, which is decoded when needed. Only this index is read; `.metadata` is for torch's own tools.
+Older folders have only `.metadata`: a pickle, from which plain data is read and by which nothing is
+executed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ import torch
 from schedlang.runtime.redistribution.sharding import Array, Part, Parts, box_part
 
 # ---- The checksum of a stored box.
-# The CRC-32 of sums of its words, as quick as memory is read.
+# The CRC-32 of sums of its words, as fast as memory is read.
 #
-# Bytes are taken as 64-bit words, in rows of 2047; the rows of 64 at a time are added up, and the
-# CRC is of these sums, of the bytes behind the last word, and of the length.  So a CRC is
-# computed of a 64th of the bytes only, and the rest is additions, which a processor makes of what
-# lies in its cache more quickly than it can be fetched: computed of bytes that are copied next,
-# it costs next to nothing, without a thread of its own.
+# Bytes are read as 64-bit words, in rows of 2047; 64 rows at a time are added up, and the CRC is of
+# these sums, of the bytes behind the last word, and of the length. So the CRC reads only a 64th of
+# the bytes, and the rest is additions, which are faster than memory: for bytes that are copied
+# next, the checksum costs almost nothing, without a thread of its own.
 #
-# What it finds: two words that are added lie 16,376 bytes apart, or a multiple of that.  So
-# damage of less than that, one bit or many, words that have changed places among them, changes
-# sums for certain, whatever the other bytes are.  And sectors of 512 bytes that have changed
-# places were never added up in the same places, since 64 rows are the first that are whole
-# sectors long: their sums change, too, as those of zeroed and of shifted bytes do.  The CRC tells
-# changed sums for certain where they are 32 bits or fewer in one place, of others all but one of
-# 2**32.
+# What it detects: two words that are added are 16,376 bytes apart, or a multiple of that. So damage
+# within fewer bytes, of one bit or many, also swapped words, always changes the sums. Swapped
+# sectors of 512 bytes are never added at the same positions, because 64 rows are the shortest run
+# of full sectors: their sums change, too, as those of zeroed and of shifted bytes do. The CRC
+# detects changed sums always if they are within 32 bits, otherwise all but one of 2**32.
 
 
 ROWS, WORDS = 64, 2047  # of a block: so many rows are added up, of so many words
@@ -53,14 +50,14 @@ _NONE = np.zeros(0, _WORD)
 
 
 class Checksum:
-    """The checksum of bytes that come in pieces, however they are cut."""
+    """The checksum of bytes that come in pieces of any size."""
 
     def __init__(self) -> None:
-        self.crc, self.length, self.rest = 0, 0, b""  # the rest is less than a word
-        self.sums, self.at = _NONE, 0  # of so many words of a block
+        self.crc, self.length, self.rest = 0, 0, b""  # the rest: less than a word
+        self.sums, self.at = _NONE, 0  # sums of the first `at` words of a block
 
     def add(self, data: Any) -> None:
-        """More bytes."""
+        """Add bytes."""
         view = memoryview(data).cast("B")
         self.length += len(view)
         if self.rest:
@@ -81,7 +78,7 @@ class Checksum:
 
     @property
     def piece(self) -> int:
-        """The number of bytes up to the end of a block: the piece that is quickest to add next."""
+        """The number of bytes up to the end of a block: the piece that is fastest to add next."""
         return (_BLOCK - self.at) * _WORD.itemsize - len(self.rest)
 
     def _words(self, words: Any) -> None:
@@ -102,21 +99,21 @@ class Checksum:
 
 
 def checksum(data: bytes) -> int:
-    """The checksum of these bytes."""
+    """Return the checksum of bytes."""
     made = Checksum()
     made.add(data)
     return made.value
 
 
 def _sums_of_each_512(data: bytes) -> int:
-    """The checksum of folders of before: words of the same 512 bytes may change places unseen."""
+    """Return the checksum of older folders, which misses swaps of words in 512 bytes."""
     whole = len(data) // 512 * 512
     words = np.frombuffer(data, np.int64, whole // 8).reshape(-1, 64)
     return zlib.crc32(data[whole:], zlib.crc32(np.einsum("ij->i", words).data))
 
 
 NAME = "crc32 of sums of words 16376 bytes apart"
-BEFORE = "crc32 of sums of each 512 bytes"  # of folders that name none
+BEFORE = "crc32 of sums of each 512 bytes"  # of older folders, which do not name it
 BY_NAME: dict[str, Callable[[bytes], int]] = {NAME: checksum, BEFORE: _sums_of_each_512}
 
 
@@ -124,8 +121,8 @@ BY_NAME: dict[str, Callable[[bytes], int]] = {NAME: checksum, BEFORE: _sums_of_e
 
 
 MINE, DCPS = "schedlang.json", ".metadata"
-VERSION, VERSIONS = 4, (2, 3, 4)  # of our own index: as it is written, and as it is read
-NO_SUM = -1  # stands for the checksum of a box in folders that have none
+VERSION, VERSIONS = 4, (2, 3, 4)  # of our own index: written, and readable
+NO_SUM = -1  # the checksum of a box in folders without checksums
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 _FILES = re.compile(rf"({_FILE.pattern}/)*")
 _MOST = 1 << 62
@@ -134,10 +131,10 @@ DTYPES = {
     name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)
 }  # by the names that checkpoints use
 DTYPE_NAMES = {kind: name for name, kind in DTYPES.items() if str(kind) == f"torch.{name}"}
-# what an index of DCP is made of; stands for whatever has such a name, and does nothing
+# the names that an index of DCP may use; each is replaced by a placeholder
 _METADATA = "torch.distributed.checkpoint.metadata"
-_PLAIN = {
-    ("builtins", "getattr"),  # of a member of an enumeration, as Python 3.11.3 and before has it
+_ALLOWED = {
+    ("builtins", "getattr"),  # of a member of an enum, in Python up to 3.11.3
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
     (_METADATA, "StorageMeta"),
@@ -157,12 +154,12 @@ _PLAIN = {
 
 
 class Unreadable(Exception):
-    """Raised where something is not a checkpoint, or not all of it, or not as it was written."""
+    """Raised for data that are not a checkpoint, or not complete, or damaged."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes in a file of the folder; `check`: their checksum, None in folders of before."""
+    """Bytes in a file of the folder; `check`: their checksum, None in older folders."""
 
     file: str
     at: int
@@ -172,7 +169,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a tensor: where it lies in the whole, its size, its bytes."""
+    """A box of a tensor: its start in the full tensor, its size, its place in a file."""
 
     whole: tuple[int, ...]
     size: tuple[int, ...]
@@ -180,16 +177,17 @@ class Stored:
 
     @property
     def part(self) -> Part:
-        """The part of the tensor that it is."""
+        """The box as a part of the tensor."""
         return box_part(self.whole, self.size)
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A whole tensor, in boxes.
+    """A full tensor, in boxes.
 
-    found   of each box a row: where it begins in the whole, its size, the number of its file, where
-            it lies there, its length, its checksum; or the line of an index that tells of them
+    found   for each box a row: its start in the full tensor, its size, the number of its file,
+            offset,
+            length and checksum there; or the undecoded line of the index
     files   the names of files, by number
     """
 
@@ -201,15 +199,15 @@ class Entry:
 
     @cached_property
     def rows(self) -> Array:
-        """The rows of all boxes, looked at.  Raises Unreadable."""
+        """The checked rows of all boxes. Raises Unreadable."""
         if not isinstance(self.found, bytes):
-            return _looked_at(self, self.found)
+            return _check_rows(self, self.found)
         with _decoding(MINE):
-            return _looked_at(self, json.loads(self.found)["boxes"])
+            return _check_rows(self, json.loads(self.found)["boxes"])
 
     @cached_property
     def parts(self) -> Parts:
-        """The parts of the tensor that the boxes are."""
+        """The boxes as parts of the tensor."""
         dims = len(self.shape)
         return Parts.boxes(self.rows[:, :dims], self.rows[:, dims : 2 * dims])
 
@@ -219,7 +217,7 @@ class Entry:
         return self.parts.sizes * DTYPES[self.dtype].itemsize
 
     def box(self, k: int) -> Stored:
-        """One of the boxes."""
+        """Return one of the boxes."""
         row, dims = self.rows[k].tolist(), len(self.shape)
         file, at, length, check = row[2 * dims :]
         place = Place(self.files[file], at, length, check if check != NO_SUM else None)
@@ -227,12 +225,12 @@ class Entry:
 
     @property
     def boxes(self) -> list[Stored]:
-        """All of them."""
+        """All boxes."""
         return [self.box(k) for k in range(len(self.rows))]
 
 
 def row_of(box: Stored, file: int) -> list[int]:
-    """A box as a row of an entry."""
+    """Return a box as a row of an entry."""
     place = box.place
     check = NO_SUM if place.check is None else place.check
     return [*box.whole, *box.size, file, place.at, place.length, check]
@@ -240,23 +238,23 @@ def row_of(box: Stored, file: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Index:
-    """Contents of a folder, by key; `id` is that of the save, None in folders of before."""
+    """Contents of a folder, by key; `id` is that of the save, None in older folders."""
 
     id: str | None
     tensors: Mapping[str, Entry]
     values: Mapping[str, Place]
     lengths: Mapping[str, int] = field(default_factory=dict)  # of the files
     checksum: int = 0  # of the index itself, as it was read
-    sums: str = NAME  # what the checksums of boxes are: one of `BY_NAME`
+    sums: str = NAME  # the kind of checksums of boxes: one of `BY_NAME`
 
     @property
     def mark(self) -> str:
-        """The mark by which ranks see that they have read the same index."""
+        """A text by which ranks check that they have read the same index."""
         return self.id or f"{self.checksum:08x}"
 
 
 def encoded(index: Index) -> bytes:
-    """Our own index as the bytes of its file."""
+    """Return our own index as the bytes of its file."""
     lines = {
         key: json.dumps({"boxes": entry.rows.tolist()}, separators=(",", ":")).encode() + b"\n"
         for key, entry in index.tensors.items()
@@ -266,7 +264,7 @@ def encoded(index: Index) -> bytes:
             key: {"shape": entry.shape, "dtype": entry.dtype, "bytes": len(lines[key])}
             for key, entry in index.tensors.items()
         },
-        "values": {key: _row(place) for key, place in index.values.items()},
+        "values": {key: _place_row(place) for key, place in index.values.items()},
         "lengths": index.lengths,  # of all files, in the order of their numbers
     }
     first = json.dumps(table, separators=(",", ":")).encode() + b"\n"
@@ -282,7 +280,8 @@ def encoded(index: Index) -> bytes:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a folder.  Raises Unreadable or OSError; nothing that is read is run."""
+    """Read the index of a folder. Raises Unreadable or OSError; nothing that is read is
+    executed."""
     if not folder.is_dir():
         raise Unreadable("the folder does not exist")
     mine, dcps = folder / MINE, folder / DCPS
@@ -291,12 +290,12 @@ def read_index(folder: Path) -> Index:
     path = mine if mine.is_file() else dcps
     data = path.read_bytes()
     with _decoding(path.name):
-        return _decoded(data) if path is mine else _of_dcp(data)
+        return _decode(data) if path is mine else _read_dcp(data)
 
 
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
-    """Tell whatever damaged bytes lead to as damage of the file of this name."""
+    """Raise any error within a block as damage of the file of this name."""
     try:
         yield
     except MemoryError:
@@ -318,17 +317,17 @@ def state_of(folder: Path) -> tuple[int, ...]:
 # -- our own ---------------------------------------------------------------------------------------
 
 
-def _row(place: Place) -> list[Any]:
+def _place_row(place: Place) -> list[Any]:
     return [place.file, place.at, place.length, place.check]
 
 
-def _decoded(data: bytes) -> Index:
+def _decode(data: bytes) -> Index:
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
     header = (head["schedlang"], head["bytes"], head["crc32"])
     if header[0] not in VERSIONS:
         raise Unreadable(f"its version is {header[0]}; this schedlang reads {VERSION}")
-    named = header[0] > 2  # before, there was one kind of checksums
+    named = header[0] > 2  # older ones have one kind of checksums
     sums = head["checksums"] if named else BEFORE
     if sums not in BY_NAME:
         raise Unreadable(f"its checksums are `{sums}`, which this schedlang does not know")
@@ -339,7 +338,7 @@ def _decoded(data: bytes) -> Index:
     found = json.loads(first)
     lengths = dict(zip(found["lengths"], _sizes(list(found["lengths"].values()))))
     tensors, files = found["tensors"], {name: k for k, name in enumerate(lengths)}
-    rows = _cut(tensors, lines) if header[0] > 3 else _of_before(tensors, files)
+    rows = _split_lines(tensors, lines) if header[0] > 3 else _old_boxes(tensors, files)
     values = {key: _place(row) for key, row in found["values"].items()}
     return Index(
         head["id"],
@@ -352,21 +351,21 @@ def _decoded(data: bytes) -> Index:
     )
 
 
-def _cut(tensors: Mapping[str, Any], lines: bytes) -> dict[str, bytes]:
-    """The lines, one for each tensor."""
+def _split_lines(tensors: Mapping[str, Any], lines: bytes) -> dict[str, bytes]:
+    """Return the lines, one for each tensor."""
     ends = [0, *itertools.accumulate(_sizes([one["bytes"] for one in tensors.values()]))]
     if ends[-1] != len(lines):
         raise Unreadable("its lines are not those of its table")
     return {key: lines[low:high] for key, (low, high) in zip(tensors, itertools.pairwise(ends))}
 
 
-def _of_before(tensors: Mapping[str, Any], files: dict[str, int]) -> dict[str, list[Any]]:
-    """The boxes of indexes of before, which were parts of the table."""
+def _old_boxes(tensors: Mapping[str, Any], files: dict[str, int]) -> dict[str, list[Any]]:
+    """Return the boxes of older indexes, which were parts of the table."""
     return {
         key: [
             [*w, *s, files.setdefault(file, len(files)), at, n, check]
             for w, s, (file, at, n, check) in one["boxes"]
-            if len(w) == len(s) == len(one["shape"]) or _outside(key)
+            if len(w) == len(s) == len(one["shape"]) or _raise_outside(key)
         ]
         for key, one in tensors.items()
     }
@@ -381,19 +380,19 @@ def _place(row: Any) -> Place:
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
-    """Whole numbers from 0 on."""
-    if [n for n in found if not (type(n) is int and 0 <= n < _MOST)]:  # as long as the world
+    """Check that all values are integers from 0 on."""
+    if [n for n in found if not (type(n) is int and 0 <= n < _MOST)]:  # one entry per rank
         raise Unreadable("one of its sizes is not valid")
     return tuple(found)
 
 
-# -- what no save writes: another dtype, a box beside its tensor, a file of elsewhere --------------
+# -- checks: dtypes, boxes within their tensors, names of files ----------------------------------
 
 
 def _entries(
     found: Mapping[str, tuple[Any, str, Any]], files: Mapping[str, int]
 ) -> dict[str, Entry]:
-    """The entries of shapes, dtypes, and boxes, which are rows or lines that are not decoded."""
+    """Return entries from shapes, dtypes, and boxes, which are rows or undecoded lines."""
     if not _FILES.fullmatch("".join([f"{name}/" for name in files])):
         odd = next((name for name in files if not _is_file(name)), "nothing")
         raise Unreadable(f"`{odd}` is not a file of a checkpoint")
@@ -411,8 +410,8 @@ def _is_file(name: Any) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def _looked_at(entry: Entry, found: Any) -> Array:
-    """Boxes as rows of whole numbers that can be theirs."""
+def _check_rows(entry: Entry, found: Any) -> Array:
+    """Return boxes as an array of rows, checked."""
     dims, rows = len(entry.shape), np.asarray(found if len(found) else np.zeros((0, 0), np.int64))
     rows = rows.reshape(len(rows), -1) if rows.size else rows.reshape(0, 2 * dims + 4)
     if rows.dtype != np.int64 or rows.shape[1] != 2 * dims + 4:
@@ -422,19 +421,20 @@ def _looked_at(entry: Entry, found: Any) -> Array:
     if (rows[:, :-1] < 0).any() or (rows[:, -1] < NO_SUM).any() or (rows >= most).any():
         raise Unreadable(f"a box of `{entry.key}` is not valid")
     if (rows[:, :dims] + rows[:, dims : 2 * dims] > entry.shape).any():
-        _outside(entry.key)
+        _raise_outside(entry.key)
     return rows
 
 
-def _outside(key: str) -> NoReturn:
+def _raise_outside(key: str) -> NoReturn:
     raise Unreadable(f"a box of `{key}` is outside the tensor")
 
 
-# -- that of torch.distributed.checkpoint ----------------------------------------------------------
+# -- the index of
+# torch.distributed.checkpoint-------------------------------------------------------
 
 
-class _Told:
-    """Stands for an object of a pickle: what it would have been made of."""
+class _PickledObject:
+    """A placeholder for an object of a pickle, with the arguments of its constructor."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -446,11 +446,11 @@ class _Told:
         self.state = state
 
 
-class _Plain(pickle.Unpickler):
-    """Reads a pickle without making anything of it but plain data.
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a pickle into plain data only.
 
-    Every class that it names becomes a class of our own that only notes what it is given, made
-    for this one reading; names that no index of DCP has are refused.
+    Every class that the pickle names is replaced by a new class that only stores its arguments;
+    names that no index of DCP has are refused.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -458,22 +458,22 @@ class _Plain(pickle.Unpickler):
         self.known: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class that stands for a name."""
+        """Return the placeholder class for a name."""
         if module == "torch" and name in DTYPES:
             return name
-        if (module, name) not in _PLAIN:
+        if (module, name) not in _ALLOWED:
             raise Unreadable(f"it names `{module}.{name}`: an index may hold only plain data")
-        return self.known.setdefault((module, name), type(name, (_Told,), {}))
+        return self.known.setdefault((module, name), type(name, (_PickledObject,), {}))
 
 
-def _of_dcp(data: bytes) -> Index:
-    found = _fields(_Plain(data).load(), "Metadata")
+def _read_dcp(data: bytes) -> Index:
+    found = _fields(_PlainUnpickler(data).load(), "Metadata")
     places, files = {}, dict[str, int]()
     for at, info in found["storage_data"].items():
         where, metadata = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
         if metadata.get("transform_descriptors"):
             raise Unreadable("its files are encoded")
-        offset = where.get("offset")  # a field that was never set is not in its state
+        offset = where.get("offset")  # an unset field is not in the state
         whole = None if offset is None else _size(offset)
         start, length = _sizes([metadata["offset"], metadata["length"]])
         places[where["fqn"], whole] = Place(str(metadata["relative_path"]), start, length, None)
@@ -489,15 +489,15 @@ def _of_dcp(data: bytes) -> Index:
         stored = [Stored(w, s, places[key, w]) for w, s in spans if math.prod(s)]
         shape = _size(metadata["size"])
         if any(len(box.whole) != len(shape) or len(box.size) != len(shape) for box in stored):
-            _outside(key)
+            _raise_outside(key)
         rows = [row_of(box, files[box.place.file]) for box in stored]
         tensors[key] = shape, metadata["properties"].state[0], rows
     return Index(None, _entries(tensors, files), values, checksum=zlib.crc32(data))
 
 
 def _fields(one: Any, name: str) -> dict[str, Any]:
-    """The fields of an object that was of this class."""
-    if not isinstance(one, _Told) or type(one).__name__ != name:
+    """Return the fields of an object that was of this class."""
+    if not isinstance(one, _PickledObject) or type(one).__name__ != name:
         raise Unreadable(f"a {name} is expected, and something else found")
     fields: dict[str, Any] = one.state or {}
     return fields

@@ -1,4 +1,7 @@
-"""Optimizer state by parameter name, and what compressed sums keep, in a checkpoint."""
+"""Optimizer state by parameter name, and the state of compressed reductions, in a checkpoint.
+
+`archive` describes and loads both with the functions of this file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from schedlang.runtime.storage.offloaded_gradients import local
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
-# ---- What an optimizer knows, by parameter name: described by all ranks together, and put back.
+# ---- Optimizer state by parameter name: described by all ranks together, and loaded.
 
 
 NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
@@ -28,12 +31,12 @@ Hyper = dict[str, Any]
 
 @dataclass
 class Moments:
-    """An optimizer's state without its large tensors.
+    """The state of an optimizer without its large tensors; the fields are keys of the checkpoint.
 
     kind    the optimizer's class; None: no rank has an optimizer
-    groups  hyperparameters, once for each distinct set; `of` names the set of every parameter
-    parts   parameter -> state key -> dtype, of tensors that lie like the parameter
-    values  parameter -> state key -> anything else (the number of steps)
+    groups  hyperparameters, once for each distinct set; `of` has the index of each parameter's set
+    parts   parameter -> state key -> dtype, of tensors that are sharded as the parameter
+    values  parameter -> state key -> other values (the number of steps)
     """
 
     kind: str | None = None
@@ -43,40 +46,40 @@ class Moments:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the fields as plain data."""
         return dict(vars(self))
 
 
 def describe_moments(program: Program | None) -> Moments:
-    """Gather what the optimizers of all ranks know; None: this rank has no part of the program.
+    """Gather the state of the optimizers of all ranks; None: this rank has no part of the program.
 
-    Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
-    differs between ranks although it does not lie in parts.
+    Raises Refusal S637 on all ranks for a value that is neither tensor nor plain data, or that
+    differs between ranks although it is not sharded.
     """
     mine = together(
-        lambda: Moments() if program is None else _mine(program),
+        lambda: Moments() if program is None else _local_state(program),
         lambda error: Diagnostic("S637", str(error)),
     )
     everyone = world.distinct_objects(mine)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
         for name, number in found.of.items():
-            out.of.setdefault(name, _number(out.groups, found.groups[number]))
+            out.of.setdefault(name, _group_number(out.groups, found.groups[number]))
         for name, parts in found.parts.items():
             out.parts.setdefault(name, {}).update(parts)
         for name, values in found.values.items():
             for key, value in values.items():
                 known = out.values.setdefault(name, {}).setdefault(key, value)
                 if not _equal(known, value):
-                    raise _unlike(name, key)
+                    raise _differing(name, key)
     for name, values in out.values.items():
         for key in values.keys() & out.parts.get(name, {}).keys():
-            raise _unlike(name, key)
+            raise _differing(name, key)
     return out
 
 
 def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
-    """The parameters that this rank's optimizer updates."""
+    """Return the parameters that this rank's optimizer updates."""
     if program.optimizer is None:
         return {}
     own = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
@@ -84,20 +87,20 @@ def trained_parameters(program: Program) -> dict[str, nn.Parameter]:
 
 
 def is_laid_like_parameter(value: Any, parameter: nn.Parameter) -> TypeGuard[Tensor]:
-    """Return whether a value of the optimizer's state lies as the parameter does."""
-    alike = isinstance(value, Tensor) and local(value).shape == local(parameter).shape
-    return alike and not hasattr(value, "of_whole")
+    """Return whether a value of the optimizer's state is sharded as the parameter."""
+    same_shape = isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+    return same_shape and not hasattr(value, "of_whole")
 
 
 def of_whole(value: Any) -> Any:
-    """Note that a value is no part, whatever its shape: it was made of a whole parameter."""
-    if isinstance(value, Tensor):  # the columns of a matrix are as one of its rows
+    """Mark a value of a full parameter: it is no shard, whatever its shape."""
+    if isinstance(value, Tensor):  # a row statistic may have the shape of a shard
         value.of_whole = True  # type: ignore[attr-defined]
     return value
 
 
 def moment_parts(program: Program) -> dict[tuple[str, str], Tensor]:
-    """This rank's parts of the optimizer's state, by parameter and key."""
+    """Return this rank's shards of the optimizer's state, by parameter and key."""
     states: Mapping[Any, Any] = {} if program.optimizer is None else program.optimizer.state
     return {
         (name, key): local(value)
@@ -108,7 +111,7 @@ def moment_parts(program: Program) -> dict[tuple[str, str], Tensor]:
 
 
 def load_moments(program: Program, saved: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
-    """Give this rank's optimizer what was read: `parts` are local tensors by name and key."""
+    """Load state into this rank's optimizer: `parts` are local tensors by name and key."""
     if program.optimizer is None:
         return
     owned = trained_parameters(program)
@@ -120,7 +123,7 @@ def load_moments(program: Program, saved: Moments, parts: Mapping[tuple[str, str
     for name, parameter in owned.items():
         program.optimizer.state.pop(parameter, None)
         values = saved.values.get(name, {})
-        state = {key: of_whole(_copied(value, parameter)) for key, value in values.items()}
+        state = {key: of_whole(_from_plain(value, parameter)) for key, value in values.items()}
         for key in saved.parts.get(name, {}):
             state[key] = laid(parts[name, key], parameter)
         if state:
@@ -138,25 +141,25 @@ def group_mismatch(program: Program, saved: Moments) -> str:
             return f"its parameter groups differ: {quoted([names[0], other])} were in two"
     for group, names in named_groups:
         for key, value in saved.groups[saved.of[names[0]]].items() if names else ():
-            if key in group and not _fits(group[key], value):
+            if key in group and not _can_replace(group[key], value):
                 return f"`{key}` of its groups has a different type here"
     return ""
 
 
-def _fits(known: Any, new: Any) -> bool:
-    """Return whether a saved value may take the place of this one."""
+def _can_replace(known: Any, new: Any) -> bool:
+    """Return whether a saved value may replace this one."""
     if isinstance(new, dict) and isinstance(known, Tensor):
         return bool(new["tensor"].shape == known.shape)
     number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
     if isinstance(known, Tensor) or type(known) in (int, float):
         return number
     if isinstance(known, list | tuple) and isinstance(new, list | tuple):
-        return len(known) == len(new) and all(map(_fits, known, new))
+        return len(known) == len(new) and all(map(_can_replace, known, new))
     return known is None or new is None or type(known) is type(new)
 
 
-def _mine(program: Program) -> Moments:
-    """This rank's state: of the parameters whose part it speaks for."""
+def _local_state(program: Program) -> Moments:
+    """Return this rank's state, of the parameters for which it is primary."""
     out, optimizer, a = Moments(), program.optimizer, program.assembly
     if optimizer is None:
         return out
@@ -164,8 +167,8 @@ def _mine(program: Program) -> Moments:
     owned = trained_parameters(program)
     names = {id(parameter): name for name, parameter in owned.items()}
     for group in optimizer.param_groups:
-        hyper = {key: _saved(key, v) for key, v in group.items() if key not in NOT_SAVED}
-        number = _number(out.groups, hyper)
+        hyper = {key: _to_plain(key, v) for key, v in group.items() if key not in NOT_SAVED}
+        number = _group_number(out.groups, hyper)
         out.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
     for name, parameter in owned.items():
         if not a.holdings[name].primary(a.ranks.mesh, a.ranks.rank):
@@ -175,12 +178,12 @@ def _mine(program: Program) -> Moments:
                 kind = DTYPE_NAMES[value.dtype]
                 out.parts.setdefault(name, {})[key] = kind
             else:
-                out.values.setdefault(name, {})[key] = _saved(f"{name}.{key}", value)
+                out.values.setdefault(name, {})[key] = _to_plain(f"{name}.{key}", value)
     return out
 
 
-def _number(groups: list[Hyper], one: Hyper) -> int:
-    """The place of these hyperparameters in the list, where they are put if they are new."""
+def _group_number(groups: list[Hyper], one: Hyper) -> int:
+    """Return the index of these hyperparameters in the list; append them if they are new."""
     for number, known in enumerate(groups):
         if _equal(known, one):
             return number
@@ -188,12 +191,12 @@ def _number(groups: list[Hyper], one: Hyper) -> int:
     return len(groups) - 1
 
 
-def _saved(name: str, value: Any) -> Any:
-    """The value as plain data; tensors go to the CPU and remember if they were not there."""
+def _to_plain(name: str, value: Any) -> Any:
+    """Return a value as plain data; tensors go to the CPU, with a note if they were elsewhere."""
     if isinstance(value, Tensor):
         return {"tensor": local(value).cpu().clone(), "moved": not value.is_cpu}
     if isinstance(value, list | tuple):
-        return type(value)(_saved(name, one) for one in value)
+        return type(value)(_to_plain(name, one) for one in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise Refusal.of(
@@ -204,13 +207,13 @@ def _saved(name: str, value: Any) -> Any:
     )
 
 
-def _copied(value: Any, parameter: nn.Parameter) -> Any:
-    """The inverse of `_saved`, beside the parameter if it was beside one."""
+def _from_plain(value: Any, parameter: nn.Parameter) -> Any:
+    """Return the value of `_to_plain`, on the parameter's device if it was not on the CPU."""
     if isinstance(value, dict):
         copy: Tensor = value["tensor"].clone()
         return copy.to(parameter.device) if value["moved"] else copy
     if isinstance(value, list | tuple):
-        return type(value)(_copied(one, parameter) for one in value)
+        return type(value)(_from_plain(one, parameter) for one in value)
     return value
 
 
@@ -227,15 +230,15 @@ def _equal(one: Any, other: Any) -> bool:
 def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
     parameter = group["params"][0]
     for key, value in hyper.items():
-        new, known = _copied(value, parameter), group.get(key)
+        new, known = _from_plain(value, parameter), group.get(key)
         if isinstance(known, Tensor) and isinstance(new, Tensor):
-            known.copy_(new)  # a compiled step may hold on to this tensor
+            known.copy_(new)  # a compiled step may refer to this tensor
         else:
             group[key] = new
 
 
 def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A state tensor that lies as the parameter does: this one, if it does already."""
+    """Return a state tensor that is sharded as the parameter; the same tensor if it is."""
     if type(part) is type(parameter.data) and (part.shape, part.device) == (
         parameter.shape,
         parameter.device,
@@ -246,7 +249,7 @@ def laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
     return made
 
 
-def _unlike(name: str, key: str) -> Refusal:
+def _differing(name: str, key: str) -> Refusal:
     return Refusal.of(
         "S637",
         f"ranks differ in `{key}` of the optimizer for `{name}`",
@@ -258,11 +261,11 @@ def _unlike(name: str, key: str) -> Refusal:
     )
 
 
-# ---- What compressed sums keep from step to step, in a checkpoint: errors, starts of iterations.
-# The errors of a parameter are one tensor with a place for each rank that sums it, in front of the
-# parameter's own dims.  Where as many ranks sum it, each gets its own back; where others do, they
-# share what is left of all alike, so that what a step left out is still added to a later one. A
-# start belongs to a part of a matrix, and is taken up where a rank holds that part.
+# ---- The state of compressed reductions in a checkpoint: errors, starts of power iterations.
+# The errors of a parameter are one tensor whose dim 0 is the rank in the group, followed by the
+# dims of the parameter. If the group has the same size after a load, each rank gets its own error
+# back; otherwise all ranks share the sum of the errors equally, so that a later step still adds
+# them. A start belongs to a shard of a matrix, and is loaded by the ranks with that shard.
 
 
 ERRORS, STARTS = ("sums", "errors"), ("sums", "starts")
@@ -270,8 +273,7 @@ Described = Mapping[str, Any]
 
 
 def describe_residue(program: Program) -> dict[str, Any] | None:
-    """Describe a compressor's residue: ranks that sum, steps, what is kept for which; None:
-    none."""
+    """Return a description of the compressor's state over all ranks; None without one."""
     c = program.assembly.compressor
     if c is None:
         return None
@@ -280,7 +282,7 @@ def describe_residue(program: Program) -> dict[str, Any] | None:
             n: DTYPE_NAMES[m.error.dtype] for n, m in c.memories.items() if m.error is not None
         },
         "starts": {
-            f"{n} {_part(program, n)}": [list(m.q.shape), DTYPE_NAMES[m.q.dtype]]
+            f"{n} {_part_key(program, n)}": [list(m.q.shape), DTYPE_NAMES[m.q.dtype]]
             for n, m in c.memories.items()
             if m.q is not None
         },
@@ -293,37 +295,37 @@ def describe_residue(program: Program) -> dict[str, Any] | None:
 
 
 def boxed_residue(program: Program) -> list[Boxed]:
-    """The tensors that this rank keeps."""
+    """Return the tensors of this rank's compressor."""
     c = program.assembly.compressor
     found: list[Boxed] = []
     if c is None:
         return found
     for name, memory in c.memories.items():
         if memory.error is not None:
-            place, places = _place(program), c.group.size
-            found.append(_errors(program, name, memory.error[None], (place,), places))
+            place, places = _place_in_group(program), c.group.size
+            found.append(_error_box(program, name, memory.error[None], (place,), places))
         if memory.q is not None:
-            path = (*STARTS, f"{name} {_part(program, name)}")
-            primary = _primary(program, name) and _place(program) == 0
+            path = (*STARTS, f"{name} {_part_key(program, name)}")
+            primary = _is_primary(program, name) and _place_in_group(program) == 0
             found.append(held_whole(path, memory.q, primary=primary))
     return found
 
 
 def empty_residue(program: Program, saved: Described | None) -> list[Boxed]:
-    """Room for what a checkpoint has of this rank's parts."""
+    """Return tensors for the compressor state of a checkpoint for this rank's parts."""
     c = program.assembly.compressor
     if c is None or saved is None:
         return []
     found: list[Boxed] = []
     places = saved["places"]
-    mine = (_place(program),) if places == c.group.size else tuple(range(places))
+    mine = (_place_in_group(program),) if places == c.group.size else tuple(range(places))
     for name in c.names:
         kind = saved["errors"].get(name) if c.codec.feedback else None
         if kind is not None:
             shape = local(program.assembly.parameters[name]).shape
             empty = zeros((len(mine), *shape), DTYPES[kind])
-            found.append(_errors(program, name, empty, mine, places))
-        start = f"{name} {_part(program, name)}"
+            found.append(_error_box(program, name, empty, mine, places))
+        start = f"{name} {_part_key(program, name)}"
         size, kind = saved["starts"].get(start, ((0, 0), ""))
         if c.codec.kind == "powersgd" and size[1] == c.codec.rank:
             found.append(held_whole((*STARTS, start), zeros(size, DTYPES[kind])))
@@ -331,7 +333,7 @@ def empty_residue(program: Program, saved: Described | None) -> list[Boxed]:
 
 
 def restore_residue(program: Program, saved: Described | None, parts: Sequence[Boxed]) -> None:
-    """Go on from what was read; from nothing where nothing was."""
+    """Load the compressor state that was read; start empty if there was none."""
     from schedlang.runtime.grad_reduction.compressed import Memory
 
     c = program.assembly.compressor
@@ -351,28 +353,28 @@ def restore_residue(program: Program, saved: Described | None, parts: Sequence[B
             memory.q = one.local.to(device)
 
 
-def _errors(
+def _error_box(
     program: Program, name: str, held: Tensor, places: tuple[int, ...], count: int
 ) -> Boxed:
-    """The errors of some places for this rank's part of a parameter, of so many places."""
+    """Return the errors of some of `count` places, for this rank's part of a parameter."""
     a = program.assembly
     holding, mesh, rank = a.holdings[name], a.ranks.mesh, a.ranks.rank
     shape = holding.layout.shape
     at = tuple((at, place, 1) for at, place in enumerate(places))
     part = (at, *holding.part(mesh, rank))
-    lies = held.reshape(len(places), *local(a.parameters[name]).shape)
-    return Boxed((*ERRORS, name), lies, (count, *shape), part, _primary(program, name))
+    tensor = held.reshape(len(places), *local(a.parameters[name]).shape)
+    return Boxed((*ERRORS, name), tensor, (count, *shape), part, _is_primary(program, name))
 
 
-def _place(program: Program) -> int:
-    """The place of this rank among those that sum with it."""
+def _place_in_group(program: Program) -> int:
+    """Return the place of this rank in the group of the reduction."""
     a = program.assembly
     assert a.compressor is not None
     return a.ranks.mesh.index(a.ranks.rank, a.compressor.group.axes)
 
 
-def _primary(program: Program, name: str) -> bool:
-    """Return whether this rank speaks for its part, among those at its place."""
+def _is_primary(program: Program, name: str) -> bool:
+    """Return whether this rank is primary for its part, among those at its place."""
     a = program.assembly
     assert a.compressor is not None
     mesh = a.ranks.mesh
@@ -380,7 +382,7 @@ def _primary(program: Program, name: str) -> bool:
     return a.holdings[name].primary(mesh, mesh.rank({**mesh.coordinates(a.ranks.rank), **first}))
 
 
-def _part(program: Program, name: str) -> str:
+def _part_key(program: Program, name: str) -> str:
     """Return the part of a parameter that this rank holds, as text."""
     a = program.assembly
     runs = a.holdings[name].segments(a.ranks.mesh, a.ranks.rank)

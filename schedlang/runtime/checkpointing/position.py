@@ -1,4 +1,7 @@
-"""The place of a run beside its parameters: in the data, and of its random generators."""
+"""The position of a run besides its parameters: in the data, and of its random generators.
+
+`Trainer` saves it beside a checkpoint, and restores it.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,24 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import device as devices
 
 Plain = dict[str, Any]
-_LINES = 20  # of a difference of schedules that are shown
-# where loaders and samplers of torch keep generators of their own
-_HELD = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+_LINES = 20  # lines of a difference of schedules in a message
+# attributes where torch's loaders and samplers have generators
+_GENERATOR_PATHS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
 
 class Ended(Exception):
-    """The data give no further batch, and cannot be begun again, or are empty."""
+    """Raised if the data have no further batch, and cannot be started again, or are empty."""
 
 
 class Stream:
-    """The batches of an iterable, begun again each time that it ends, and the place in it.
+    """The batches of an iterable, started again at each end, and the position in it.
 
-    data    any iterable.  One with `state_dict` and `load_state_dict` (torchdata's
-            StatefulDataLoader) tells its place itself; of others those batches are passed over
-            that were taken, from the state that generators had where the epoch began
-    epoch   how often it has been begun again; given to a `set_epoch` of it or of its sampler
+    data    any iterable. One with `state_dict` and `load_state_dict` (torchdata's
+            StatefulDataLoader)
+            stores its position itself; with others, the consumed batches are skipped, from the
+            states
+            that generators had at the start of the epoch
+    epoch   how often it was started again; passed to `set_epoch` of the data or of its sampler
     taken   batches of this epoch so far
     """
 
@@ -42,13 +47,13 @@ class Stream:
         self.stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._began: Plain = {}
         self._it: Iterator[Any] | None = None
-        self._ahead: list[Any] = []  # a batch that was looked at before its turn
-        self._before: Plain = {}  # the place of what was looked at
+        self._peeked: list[Any] = []  # the batch that `look` has returned
+        self._peeked_state: Plain = {}  # the state before that batch
 
     def __next__(self) -> Any:
-        """The next batch, of a new epoch where one ends.  Raises Ended."""
-        if self._ahead:
-            return self._ahead.pop()
+        """Return the next batch, of a new epoch after the end of one. Raises Ended."""
+        if self._peeked:
+            return self._peeked.pop()
         batch = next(self._it or self._begin(), self)
         if batch is self:  # the end of an epoch
             if not self.taken or self._it is self.data:
@@ -61,16 +66,16 @@ class Stream:
         return batch
 
     def look(self) -> Any:
-        """The next batch, which is still the next one.  Raises Ended."""
-        if not self._ahead:
-            self._before = self.state()
-            self._ahead.append(next(self))
-        return self._ahead[0]
+        """Return the next batch without consuming it. Raises Ended."""
+        if not self._peeked:
+            self._peeked_state = self.state()
+            self._peeked.append(next(self))
+        return self._peeked[0]
 
     def state(self) -> Plain:
-        """Return the place, with all generators: plain data, if that of the data is."""
-        if self._ahead:
-            return self._before
+        """Return the position, with all generators: plain data, if the state of the data is."""
+        if self._peeked:
+            return self._peeked_state
         return {
             "epoch": self.epoch,
             "taken": self.taken,
@@ -80,21 +85,21 @@ class Stream:
         }
 
     def go_to(self, saved: Mapping[str, Any], generators_too: bool = True) -> None:
-        """Stand where `state` has been asked for; generators, too.  Raises Ended."""
-        self.epoch, self._ahead, self._it = saved["epoch"], [], None
+        """Restore the position of `state`, and the generators. Raises Ended."""
+        self.epoch, self._peeked, self._it = saved["epoch"], [], None
         self.taken, self._began = 0, saved["began"]
-        kept = generators(self.data)
+        current = generators(self.data)
         if saved["data"] is not None and self.stateful:
             self.data.load_state_dict(saved["data"])
             self.taken = saved["taken"]
-            if self.taken:  # now: an iterator draws a seed for its workers when it begins
+            if self.taken:  # start now: an iterator draws a seed for its workers at its start
                 self._begin()
         elif saved["taken"]:
             put_back(self.data, saved["began"])
             self._begin()
             for _ in range(saved["taken"]):
                 next(self)
-        put_back(self.data, saved["generators"] if generators_too else kept)
+        put_back(self.data, saved["generators"] if generators_too else current)
 
     def _begin(self) -> Iterator[Any]:
         if not self.stateful:
@@ -106,19 +111,19 @@ class Stream:
         return self._it
 
 
-# -- what a run is under ---------------------------------------------------------------------------
+# -- checks of a run -------------------------------------------------------------------------------
 
 
 def versions() -> Plain:
-    """Return those of schedlang, torch and Python, as a checkpoint keeps them."""
-    kept = {"schedlang": schedlang.__version__, "python": platform.python_version()}
-    return {**kept, "torch": str(torch.__version__)}  # a class of its own is no plain text
+    """Return the versions of schedlang, torch and Python, as saved in a checkpoint."""
+    found = {"schedlang": schedlang.__version__, "python": platform.python_version()}
+    return {**found, "torch": str(torch.__version__)}  # torch's class for versions is no plain text
 
 
 def check_same(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> None:
-    """Refuse another schedule than a checkpoint's with their difference, or one of no run (S693).
+    """Refuse a schedule that differs from that of a checkpoint, and a checkpoint of no run (S693).
 
-    schedule  the text under which the run goes on
+    schedule  the text under which the run continues
     """
     if saved is None:
         title = f"`{last}` does not tell where its run stood in the data"
@@ -141,8 +146,11 @@ def check_same(saved: Mapping[str, Any] | None, schedule: str, last: Path) -> No
 
 
 def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
-    """Refuse to go on where each rank has rows of its own, and they are dealt to another number of
-    parts: no place in one is a place in the other (S693)."""
+    """Refuse to continue if each rank has its own data and their number of parts has changed
+    (S693).
+
+    No position in one division is a position in the other.
+    """
     if saved["parts"] != parts:
         title = f"`{last}` was saved where data were in {saved['parts']} parts, and here in {parts}"
         helps = ("give whole batches (`local=False`): their place fits any layout",)
@@ -150,10 +158,10 @@ def check_parts(saved: Mapping[str, Any], parts: int, last: Path) -> None:
 
 
 def scheduled_on(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
-    """Put a scheduler where a checkpoint has it.
+    """Restore the state of a scheduler from a checkpoint.
 
-    Lists by group of the optimizer stay this rank's own where it has another number of groups than
-    the rank that saved: the rates of now are in the optimizer's state.
+    Lists by group of the optimizer keep this rank's values if it has another number of groups than
+    the rank that saved: the current rates are in the optimizer's state.
     """
     if scheduler is None or saved is None:
         return
@@ -169,24 +177,24 @@ def scheduled_on(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def generators(data: Any = None) -> Plain:
-    """The states of torch's, Python's and numpy's generators, and of those that a loader holds."""
+    """Return the states of the generators of torch, Python, numpy, and of a loader."""
     kind = devices.accelerator()
     found: Plain = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": None,
         "device": None if kind is None else devices.default_generator(kind).get_state(),
-        "loader": [one.get_state() for one in _held(data)],
+        "loader": [one.get_state() for one in _loader_generators(data)],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         saved = numpy.random.get_state(legacy=False)
-        state = {key: _listed(value) for key, value in saved["state"].items()}
+        state = {key: _as_list(value) for key, value in saved["state"].items()}
         found["numpy"] = {**saved, "state": state}
     return found
 
 
 def put_back(data: Any, saved: Mapping[str, Any]) -> None:
-    """Give generators the states that `generators` has given; others stay as they are."""
+    """Restore the states of `generators`; other generators are unchanged."""
     torch.set_rng_state(saved["torch"])
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -195,18 +203,18 @@ def put_back(data: Any, saved: Mapping[str, Any]) -> None:
     kind = devices.accelerator()
     if saved["device"] is not None and kind is not None:
         devices.default_generator(kind).set_state(saved["device"])
-    for one, state in zip(_held(data), saved["loader"]):
+    for one, state in zip(_loader_generators(data), saved["loader"]):
         one.set_state(state)
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _held(data: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers hold, each once."""
+def _loader_generators(data: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, each once."""
     found: dict[int, torch.Generator] = {}
-    for path in _HELD:
+    for path in _GENERATOR_PATHS:
         one = data
         for name in filter(None, path.split(".")):
             one = getattr(one, name, None)

@@ -1,9 +1,9 @@
-"""A folder of checkpoints: one folder for each that was saved, and a file that names the last.
+"""A folder of checkpoints: one folder for each checkpoint, and a file that names the last.
 
     saved/latest             the names of all, the last first, each with the id of its save
     saved/step-00000012/     a checkpoint; nothing in it is ever changed
 
-What is being written, or taken away, lies beside them under a name with a dot, until it is swept.
+A folder that is being written or removed has a temporary name with a dot.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LINE = re.compile(rf"({_STEP.pattern}) ([0-9a-f]{{16}})")
 _PARTS = re.compile(rf"\.{_STEP.pattern}\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(REPLACED)})")
-_FORMER = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # a checkpoint that lies in the folder itself
+_FORMER = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # files of a checkpoint in the folder itself
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The last whole checkpoint of a folder that `program.save` wrote into; None: there is none.
+    """Return the last complete checkpoint of a folder of `program.save`; None if there is none.
 
-    Whole means that its index is as it was written and each file is there, of that save and of its
-    length; the checksums of what is in them are looked at when it is loaded.  An older one is given
-    where the last is damaged.
+    Complete means that its index is undamaged and each file exists, of that save and of its length;
+    the checksums of contents are checked by a load. If the last one is damaged, an older one is
+    returned.
     """
     return last_whole(resolved(folder))
 
 
 def last_whole(target: Path, but: Path | None = None) -> Path | None:
-    """The last whole checkpoint of a folder, another one than `but`."""
+    """Return the last complete checkpoint of a folder, except `but`."""
     try:
-        target = _home(target)
+        target = _actual_folder(target)
         every = [target / name for name in _names(target)] or [target]
-    except OSError:  # not a folder, or not ours to read
+    except OSError:  # not a folder, or not readable
         return None
-    return next((one for one in every if one != but and _whole(one)), None)
+    return next((one for one in every if one != but and _is_complete(one)), None)
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """The folder itself, also where the path is a link to it; refuses what is no path (S618)."""
+    """Return the real path of a folder, with links resolved; refuse a value that is no path
+    (S618)."""
     if not isinstance(path, str | os.PathLike):  # an int would be an open file
         title = f"state lies at a path, not at {kind_of(path)}"
         raise Refusal.of("S618", title, helps=('name a folder: `"saved"`',))
@@ -67,28 +68,28 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def to_load(target: Path) -> tuple[Path, str | None]:
-    """The checkpoint that a folder names as its last, and the id of that save where it tells.
+    """Return the last checkpoint of a folder, and the id of its save if `latest` names it.
 
-    A folder that is a checkpoint itself is the one.  Raises Unreadable or OSError.
+    A folder that is a checkpoint itself is returned. Raises Unreadable or OSError.
     """
-    target = _home(target)
+    target = _actual_folder(target)
     if (target / LATEST).is_file():
-        name, id_ = _pointer(target)[0]
+        name, id_ = _read_latest(target)[0]
         return target / name, id_
-    if target.is_dir() and not _is_one(target) and (names := _names(target)):
+    if target.is_dir() and not _is_checkpoint_itself(target) and (names := _names(target)):
         return target / names[0], None
     return target, None
 
 
-def _is_one(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint itself, and no folder of several."""
+def _is_checkpoint_itself(folder: Path) -> bool:
+    """Return whether a folder is one checkpoint, not a folder of several."""
     return any((folder / name).is_file() for name in (MINE, DCPS))
 
 
-def _home(target: Path) -> Path:
-    """The folder, or where it has nothing what a save of before has left between two renames."""
+def _actual_folder(target: Path) -> Path:
+    """Return the folder, or, if it is empty, what an older save has left between two renames."""
     has = target.is_dir() and (
-        (target / LATEST).is_file() or _is_one(target) or bool(_names(target))
+        (target / LATEST).is_file() or _is_checkpoint_itself(target) or bool(_names(target))
     )
     if has or not target.parent.is_dir():
         return target
@@ -105,30 +106,31 @@ def save_step(
     fill: Callable[[Path], None],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
-    """Let all ranks fill a new checkpoint, and name it as the last when all of it is on the disk.
+    """Let all ranks fill a new checkpoint, and name it as the last when it is completely on the
+    disk.
 
-    Of the older ones `keep - 1` stay.  Raises the same Refusal on all ranks; then no file of an
-    older checkpoint has been touched.
+    `keep - 1` older ones stay. Raises the same Refusal on all ranks; then no file of an older
+    checkpoint has been touched.
     """
     with ExitStack() as held:
         fill_folder(
             rank,
-            lambda: _begin(target, step, held),
+            lambda: _make_folder(target, step, held),
             fill,
             lambda beside: _publish(target, beside, step, id_, keep),
             diagnose,
         )
 
 
-def _begin(target: Path, step: int, held: ExitStack) -> Path:
-    """Make the new folder, alone; what saves that died have left is swept away."""
+def _make_folder(target: Path, step: int, held: ExitStack) -> Path:
+    """Lock the folder, remove leftovers of dead saves, and create the new folder."""
     if (target / MINE).is_file():
         raise Refusal.of(
             "S632",
             f"`{target}` is a complete checkpoint, and is not changed",
             helps=("save into its parent folder, or into a new one",),
         )
-    if target.exists() and not _ours(target):
+    if target.exists() and not _can_hold_checkpoints(target):
         raise Refusal.of(
             "S632",
             f"`{target}` exists, and is not a folder of checkpoints",
@@ -140,15 +142,15 @@ def _begin(target: Path, step: int, held: ExitStack) -> Path:
         held.enter_context(locked(target / LOCK))
     except LockHeld as other:
         raise Refusal(other.diagnostic(target)) from None
-    _sweep(target)
+    _remove_leftovers(target)
     beside = beside_of(target / _name(step, 0), SAVING)
     beside.mkdir()
     return beside
 
 
 def _publish(target: Path, beside: Path, step: int, id_: str, keep: int | None) -> None:
-    """Give the new folder its name, and then name it as the last: each in one move on the disk."""
-    known = [line for line in _lines(target) if (target / line[0]).is_dir()]
+    """Rename the new folder, and then name it as the last: each by one atomic move."""
+    known = [line for line in _latest_lines(target) if (target / line[0]).is_dir()]
     others = [(name, "0" * 16) for name in _names(target) if name not in dict(known)]
     name = next(n for k in range(1 << 30) if not os.path.lexists(target / (n := _name(step, k))))
     sync(beside)
@@ -159,8 +161,8 @@ def _publish(target: Path, beside: Path, step: int, id_: str, keep: int | None) 
         sync(target.parent)
         _write_lines(target, lines)
     except BaseException:
-        if [found for found, _ in _lines(target)[:1]] != [name]:
-            (target / name).rename(beside)  # which goes, as it would have before
+        if [found for found, _ in _latest_lines(target)[:1]] != [name]:
+            (target / name).rename(beside)  # `fill_folder` removes it
         raise
     for old, _ in lines[keep:] if keep is not None else ():
         _remove(target / old)
@@ -168,11 +170,11 @@ def _publish(target: Path, beside: Path, step: int, id_: str, keep: int | None) 
 
 
 def _name(step: int, k: int) -> str:
-    """The name of a step's checkpoint; of its `k`-th repetition."""
+    """Return the name of a step's checkpoint, or of its `k`-th repetition."""
     return f"step-{step:08d}" + (f".{k}" if k else "")
 
 
-def _ours(target: Path) -> bool:
+def _can_hold_checkpoints(target: Path) -> bool:
     """Return whether checkpoints may be saved in a folder: it holds some, or is empty."""
     marks = (LATEST, LOCK, DCPS)
     return target.is_dir() and (
@@ -183,8 +185,8 @@ def _ours(target: Path) -> bool:
 # -- the file that names the last ------------------------------------------------------------------
 
 
-def _pointer(target: Path) -> list[tuple[str, str]]:
-    """The lines of `latest`, the last checkpoint first.  Raises Unreadable or OSError."""
+def _read_latest(target: Path) -> list[tuple[str, str]]:
+    """Return the lines of `latest`, the last checkpoint first. Raises Unreadable or OSError."""
     if not (target / LATEST).is_file():
         raise Unreadable(f"`{LATEST}` is missing")
     with (target / LATEST).open("rb") as file:
@@ -195,10 +197,10 @@ def _pointer(target: Path) -> list[tuple[str, str]]:
     return [(match[1], match[match.re.groups]) for match in found if match]
 
 
-def _lines(target: Path) -> list[tuple[str, str]]:
-    """The same, and nothing where there are none."""
+def _latest_lines(target: Path) -> list[tuple[str, str]]:
+    """Return the lines of `latest`; empty if it cannot be read."""
     try:
-        return _pointer(target)
+        return _read_latest(target)
     except (OSError, Unreadable):
         return []
 
@@ -218,15 +220,15 @@ def _write_lines(target: Path, lines: list[tuple[str, str]]) -> None:
 
 
 def _names(target: Path) -> list[str]:
-    """The names of the checkpoints in a folder: as `latest` tells, others by their steps."""
+    """Return the names of the checkpoints in a folder: in the order of `latest`, others by step."""
     there = {path.name: _STEP.fullmatch(path.name) for path in target.iterdir() if path.is_dir()}
-    listed = [name for name, _ in _lines(target) if name in there]
+    listed = [name for name, _ in _latest_lines(target) if name in there]
     more = {n: (int(m[1]), int(m[2] or 0)) for n, m in there.items() if m and n not in listed}
     new = sorted(more, key=more.__getitem__, reverse=True)
     return listed + new
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         check_files(folder, read_index(folder))
     except (OSError, Unreadable):
@@ -235,18 +237,18 @@ def _whole(folder: Path) -> bool:
 
 
 def checked_index(folder: Path, id_: str | None) -> Index:
-    """The index of a checkpoint, of the save that `latest` names.  Raises Unreadable, OSError."""
+    """Return the index of a checkpoint, of the save in `latest`. Raises Unreadable, OSError."""
     index = read_index(folder)
     if id_ is not None and index.id != id_ != "0" * 16:
         raise Unreadable(f"it is of save `{index.id}`, but `{LATEST}` names `{id_}`")
     return index
 
 
-# -- what goes -------------------------------------------------------------------------------------
+# -- removal ---------------------------------------------------------------------------------------
 
 
-def _sweep(target: Path) -> None:
-    """Remove what saves that died have left; under the lock nobody else is at work here."""
+def _remove_leftovers(target: Path) -> None:
+    """Remove leftovers of dead saves; the lock excludes other jobs."""
     made = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}{re.escape(SAVING)}")
     for path in list(target.iterdir()):
         if _PARTS.fullmatch(path.name):
@@ -256,17 +258,18 @@ def _sweep(target: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Take a checkpoint away: its name in one move, so that what is left is never taken for one."""
+    """Remove a checkpoint: rename it first, so that a partial folder is never taken for one."""
     gone = beside_of(folder, REPLACED)
     try:
         folder.rename(gone)
     except OSError:
-        return  # it is older than the ones that are kept; the next save tries again
+        return  # the next save tries again
     shutil.rmtree(gone, ignore_errors=True) if not gone.is_symlink() else gone.unlink()
 
 
 def _remove_former(target: Path) -> None:
-    """A checkpoint of before, which lay in the folder itself, and what its saves have left."""
+    """Remove a checkpoint of the former format, in the folder itself, and leftovers of its
+    saves."""
     for path in list(target.iterdir()):
         if _FORMER.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -5,7 +5,7 @@
     out = attend(q, k, v, Mask(causal=True), Way("ring", (group,), layout))
 
 q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v another head_dim.
-All of it is differentiable, and on meta tensors it counts what it would send.
+All functions are differentiable; on meta tensors they count the bytes that they would send.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from schedlang.runtime.context_parallel.token_layout import (
 )
 from schedlang.runtime.device import sent
 
-# method -> how many groups it takes, the outermost first
+# method -> the possible numbers of groups; the outermost group comes first
 METHODS: dict[str, tuple[int, ...]] = {
     "gather": (1,),  # keys and values of all ranks at once
     "ring": (1,),  # one block after the other
@@ -61,19 +61,20 @@ def ranks_of(groups: Sequence[Group]) -> int:
 
 
 def place_of(groups: Sequence[Group]) -> int:
-    """This rank's place in a Layout over all of them: the last group's number counts fastest."""
+    """Return this rank's place in a Layout over all groups; the last group varies fastest."""
     return place_at([group.rank for group in groups], [group.size for group in groups])
 
 
 @dataclass(frozen=True)
 class Way:
-    """The method and the ranks by which a call of attention runs, and what it takes of their
-    tokens.
+    """The options of an attention call over ranks.
 
+    method   a key of `METHODS`
     groups   as many as `METHODS` says, the outermost first
-    layout   which tokens each place has
-    scale    of the scores; 1/sqrt(head_dim) if None
-    block    scores of so many queries and keys exist at once, for each row and head
+    layout   the tokens of each place
+    scale    factor of the scores; 1/sqrt(head_dim) if None
+    dropout  dropout of the weights
+    block    queries and keys per block of scores, for each row and head
     """
 
     method: str
@@ -90,35 +91,36 @@ class Way:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
-    """The attention of this rank's queries to the keys of the whole sequence: [.., v's head_dim].
+    """Compute the attention of this rank's queries to the keys of the full sequence.
 
     q        [rows, heads, local tokens, head_dim], this place's tokens under the layout
-    k, v     as many tokens, heads that divide q's
-    mask     its tensors that lie with tokens: this rank's; `slopes`: those of all of q's heads.
-             Their gradient is what this rank's queries give: a part, to be summed over the groups
+    k, v     as many tokens; their number of heads divides q's
+    mask     its tensors of tokens are this rank's; `slopes` are those of all of q's heads, and
+             their gradient is partial: that of this rank's queries, to be summed over the groups
 
-    The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
+    Returns [rows, heads, local tokens, v's head_dim] in q's dtype.  Raises Refusal S681 for heads
+    that Ulysses cannot split.
     """
     return _attend(q, k, v, mask, way, False)[0]
 
 
 def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[Tensor, Tensor]:
-    """Attend as `attend`, and return the log-sum-exp of each query's scores too, [rows, heads,
-    local tokens].
+    """Compute `attend`, and the log-sum-exp of each query's scores [rows, heads, local tokens].
 
-    It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
+    The log-sum-exp is -inf for a query that sees no key, does not include `sinks`, and is
+    differentiable.
     """
     return _attend(q, k, v, mask, way, True)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way, lse: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v, way)
     scale = q.shape[-1] ** -0.5 if way.scale is None else way.scale
     rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
     if way.method in ("ulysses", "usp"):
-        return _swapped(q, k, v, mask, rules, way, lse)
+        return _attend_ulysses(q, k, v, mask, rules, way, with_lse)
     at = Tokens(way.layout.runs[way.place], mask.tags)
     if way.method == "nbody":
         ring, team = way.groups
@@ -133,10 +135,13 @@ def _attend(
     return _run(q, k, v, rules, mask.sinks, rounds, at)
 
 
-def _swapped(
+def _attend_ulysses(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, way: Way, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Ulysses around what is left of the ring, if anything is."""
+    """Attend by Ulysses over the innermost group, around a ring over the other groups, if any.
+
+    Without `with_lse` the log-sum-exp is not sent back, and stays in the layout of local heads.
+    """
     *outer, inner = way.groups
     layout = way.layout
     refuse_heads(q.shape[1], k.shape[1], inner.size)
@@ -159,7 +164,7 @@ def _swapped(
 
 
 def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Refusal S681 unless `ranks` can share the heads in Ulysses; kv heads are copied as needed."""
+    """Raise Refusal S681 unless `ranks` divides `heads`; key-value heads are copied as needed."""
     if heads % ranks:
         legal = [n for n in range(2, heads + 1) if heads % n == 0]
         raise Refusal.of(
@@ -192,7 +197,10 @@ def _run(
 
 
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """The result where sinks take a part of the softmax."""
+    """Scale a result for sinks, which take part in the softmax and have no values.
+
+    `lse` is the log-sum-exp of the scores without sinks.
+    """
     if sinks is None:
         return out
     share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()
@@ -200,11 +208,11 @@ def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 # -- Ulysses ---------------------------------------------------------------------------------------
-# From a part of the tokens with all heads to all tokens with a part of the heads, and back: one
-# all-to-all each way (Jacobs et al.: DeepSpeed-Ulysses, 2023); each is the other's backward.
+# From a shard of the tokens with all heads to all tokens with a shard of the heads, and back: one
+# all-to-all each (Jacobs et al.: DeepSpeed-Ulysses, 2023); each is the backward of the other.
 
 
-class _Swap(torch.autograd.Function):
+class _HeadsAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Ulysses, to_heads: bool) -> Tensor:
         ctx.team, ctx.to_heads = team, to_heads
@@ -219,7 +227,11 @@ class _Swap(torch.autograd.Function):
 
 
 class Ulysses:
-    """The ranks that swap: their tokens, one after the other, and in the order of the sequence."""
+    """The all-to-alls of a Ulysses group, and the order of its ranks' tokens.
+
+    arrived  the tokens as they arrive, rank after rank
+    wanted   the same tokens in the order of the sequence
+    """
 
     def __init__(self, group: Group, layout: Layout, outer: int, joined: Runs) -> None:
         self.group = group
@@ -230,15 +242,15 @@ class Ulysses:
         self.wanted: Runs = tuple(joined)
 
     def heads(self, x: Tensor) -> Tensor:
-        """[rows, heads, my tokens, width] to [rows, my heads, the team's tokens, width]."""
-        return cast(Tensor, _Swap.apply(x, self, True))  # type: ignore[no-untyped-call]
+        """Turn [rows, heads, local tokens, width] to [rows, local heads, group's tokens, width]."""
+        return cast(Tensor, _HeadsAllToAll.apply(x, self, True))  # type: ignore[no-untyped-call]
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Back again."""
-        return cast(Tensor, _Swap.apply(x, self, False))  # type: ignore[no-untyped-call]
+        """Apply the inverse of `heads`."""
+        return cast(Tensor, _HeadsAllToAll.apply(x, self, False))  # type: ignore[no-untyped-call]
 
     def tags(self, tags: Tags) -> Tags:
-        """Return the tags of all tokens of the team."""
+        """All-gather the tags of the group's tokens."""
         given = [t for t in tags if t is not None]
         if not given:
             return tags
@@ -249,8 +261,11 @@ class Ulysses:
         return Tags(*(None if t is None else next(whole) for t in tags))
 
     def rows(self, rows: Tensor, heads: int) -> Tensor:
-        """A mask [rows or 1, heads or 1, my tokens or 1, keys]: the team's tokens, my heads."""
-        if rows.shape[2] == 1:  # every rank has them
+        """Return `Mask.rows` for the group's tokens and this rank's heads.
+
+        `rows` is [rows or 1, heads or 1, local tokens or 1, keys], `heads` the number of all heads.
+        """
+        if rows.shape[2] == 1:  # replicated
             mine = heads // self.group.size
             first = self.group.rank * mine
             return rows if rows.shape[1] == 1 else rows[:, first : first + mine]
@@ -263,26 +278,25 @@ class Ulysses:
         return self.heads(rows)
 
     def sorted(self, x: Tensor, dim: int) -> Tensor:
-        """Put what arrived from the ranks one by one into the wanted order along a dim."""
+        """Reorder tokens along a dim from the order of arrival to the order of the sequence."""
         orders = _orders(self.arrived, self.wanted, x.device)
         return x if orders is None else x.index_select(dim, orders[0])
 
     def unsorted(self, x: Tensor, dim: int) -> Tensor:
-        """Back again."""
+        """Apply the inverse of `sorted`."""
         orders = _orders(self.arrived, self.wanted, x.device)
         return x if orders is None else x.index_select(dim, orders[1])
 
 
-@lru_cache(maxsize=64)  # as many lengths of sequences: each is sent to the device once
+@lru_cache(maxsize=64)  # for 64 lengths of sequences: each order is sent to the device once
 def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the place of arrival of each wanted token, and the inverse; None if both are one
-    order."""
+    """Return the index of arrival of each wanted token, and the inverse; None if orders agree."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-        order = _places(spread(arrived), spread(wanted))
+        order = _find_order(spread(arrived), spread(wanted))
         return None if order is None else (sent(order, device), sent(order.argsort(), device))
 
 
-def _places(arrived: Tensor, wanted: Tensor) -> Tensor | None:
+def _find_order(arrived: Tensor, wanted: Tensor) -> Tensor | None:
     if torch.equal(arrived, wanted):
         return None
     by_position = arrived.argsort()
@@ -306,17 +320,14 @@ def _to_tokens(x: Tensor, team: Ulysses) -> Tensor:
 
 
 def enough(kv_heads: int, ranks: int) -> int:
-    """Return the number of copies of each head of keys and values that `ranks` divide equally.
-
-    The least one; 1 where they can be divided.
-    """
+    """Return the least number of copies of each key-value head such that `ranks` divides them."""
     return math.lcm(kv_heads, ranks) // kv_heads
 
 
 def copied(x: Tensor, ranks: int) -> Tensor:
-    """Keys or values [rows, heads, ..] with each head as often as `ranks` need, one after another.
+    """Repeat each head of keys or values [rows, heads, ..] as often as `ranks` need.
 
-    The gradient of a head is the sum of its copies'.
+    The gradient of a head is the sum of its copies' gradients.
     """
     copies = enough(x.shape[1], ranks)
     return x if copies == 1 else x.repeat_interleave(copies, 1)

@@ -1,10 +1,8 @@
-"""Attention that a model writes as products: its scores followed, and what is done to them.
+"""Attention that a model writes as matrix products, traced and computed as one attention call.
 
-* What is done to scores that are followed: scaled, biased, hidden, made weights, met by values.
-* Attention that a model writes as products: scores, what it adds and hides, softmax, and values.
-  Inside of a module that a row names, the product of queries and keys is not computed but
-  followed, through everything that is done to it, until the values come; then it is a call of
-  attention.
+Inside of a module that a row names, the product of queries and keys is not computed.  `Scores`
+records the following operations (scale, bias, mask, softmax, dropout); the product with the values
+is then computed by one call of attention over ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +31,19 @@ from schedlang.runtime.context_parallel.token_layout import Mask
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.sequence_pipelining.carry import Place, caller
 
-LOW = -1e4  # what hides a key is lower
+LOW = -1e4  # numbers that hide a key are lower
 
 
 @dataclass(frozen=True)
 class State:
-    """Scores as they would be: what a call of attention takes, so far.
+    """Recorded scores: the arguments of an attention call so far.
 
-    lead    the dims before queries and keys, as the model has them now
-    inner   the same as they are in `added`: [rows, heads] as soon as the model says so
-    added   numbers for [*inner, queries or 1, keys of the whole sequence], -inf where hidden
-    hides   whether some of `added` may hide all keys of a query
-    weights whether the softmax has been taken
+    lead    sizes of the dims before queries and keys in the model's current view
+    inner   sizes of these dims in `added`: [rows, heads] once the model has that view
+    added   numbers [*inner, queries or 1, keys of the full sequence], -inf where hidden
+    hides   whether `added` may hide all keys of a query
+    weights whether softmax was applied
+    drawn   the dropout mask of the weights
     """
 
     shard: SequenceShard
@@ -62,7 +61,10 @@ class State:
 
 
 def rows_of(state: State, given: Tensor) -> Tensor:
-    """Numbers that are added to scores: for the queries here, and all keys; in `inner`'s dims."""
+    """Return numbers that are added to scores for local queries and all keys, with dims `inner`.
+
+    Raises Refusal S661 if the numbers for other ranks' keys are not known.
+    """
     dims = len(state.lead) + 2
     value = over_all_keys(state.shard, given if given.dim() > 1 else given[None])
     if value is None:
@@ -84,9 +86,9 @@ def plus(state: State, rows: Tensor) -> State:
 
 
 def _add(state: State, other: Any, alpha: float = 1) -> State:
-    _before(state)
+    _check_before_softmax(state)
     if isinstance(other, MaskRule):
-        return _under(state, other)
+        return _apply_mask_rule(state, other)
     if isinstance(other, Tensor) and other.dim():
         return plus(state, rows_of(state, other) * alpha if alpha != 1 else rows_of(state, other))
     if not isinstance(other, (int, float, Tensor)):
@@ -101,7 +103,7 @@ def _sub(state: State, other: Any, alpha: float = 1) -> State:
 
 
 def _mul(state: State, by: Any) -> State:
-    _before(state)
+    _check_before_softmax(state)
     if isinstance(by, Tensor) and (by.dim() or by.requires_grad or by.is_meta):
         raise unknown("it multiplies its scores by a tensor, not by a number")
     factor = float(by)
@@ -113,30 +115,30 @@ def _div(state: State, by: Any) -> State:
     return _mul(state, 1 / by)
 
 
-def _under(state: State, given: MaskRule) -> State:
+def _apply_mask_rule(state: State, given: MaskRule) -> State:
     if state.mask is not None:
         raise unknown("it applies two masks to its scores")
     return replace(state, mask=given.mask)
 
 
 def _fill(state: State, hidden: Any, value: Any) -> State:
-    """Keys are hidden by a very low score."""
-    _before(state)
+    """Hide keys by a very low score."""
+    _check_before_softmax(state)
     if float(value) > LOW:
         raise unknown(f"it sets some of its scores to {float(value):g}")
     if isinstance(hidden, MaskRule):
-        return _under(state, hidden)
+        return _apply_mask_rule(state, hidden)
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
         raise unknown("it masks keys by something other than booleans")
     gone = rows_of(state, hidden)
     if state.mask is None and is_causal(state.shard, ~gone):
-        return replace(state, mask=Mask(causal=True))  # a ring leaves out what positions hide
+        return replace(state, mask=Mask(causal=True))  # a ring skips blocks that positions hide
     zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
     return plus(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
 
 
 def _where(state: State, *given: Any) -> State:
-    """torch.where(seen, scores, low)."""
+    """Apply `torch.where(seen, scores, low)`."""
     seen, low = given
     return _fill(state, ~seen, low)
 
@@ -162,7 +164,7 @@ def _view(state: State, *sizes: Any, **_: Any) -> State:
 
 
 def _softmax(state: State, dim: Any = None, *_: Any, **__: Any) -> State:
-    _before(state)
+    _check_before_softmax(state)
     if dim not in (-1, len(state.lead) + 1):
         raise unknown("its softmax is not over keys")
     return replace(state, weights=True)
@@ -177,12 +179,12 @@ def _dropout(state: State, p: float = 0.5, training: bool = True, *_: Any, **__:
     return replace(state, drawn=state.shard.draw(p, rows, heads))
 
 
-def _same(state: State, *_: Any, **__: Any) -> State:
+def _keep(state: State, *_: Any, **__: Any) -> State:
     return state
 
 
 def _values(state: State, value: Tensor) -> Tensor:
-    """The product with values: the call of attention."""
+    """Compute the product with values: the attention call."""
     if not state.weights:
         raise unknown("its scores are scaled twice before their softmax")
     rows, heads = _heads(state)
@@ -191,13 +193,13 @@ def _values(state: State, value: Tensor) -> Tensor:
     if tagged is not None and len(tagged) not in (1, rows):
         raise unknown("its heads and rows share a dim")
     if state.added is not None:
-        wide = (
+        rows_and_heads = (
             state.added.reshape(state.added.shape[0], -1, *state.added.shape[-2:])
             if (len(state.inner) > 1)
             else state.added[:, None]
         )
-        mask = replace(mask, rows=wide)
-    parts = [_four(x, state, rows) for x in (state.query, state.key, value)]
+        mask = replace(mask, rows=rows_and_heads)
+    parts = [_to_four_dims(x, state, rows) for x in (state.query, state.key, value)]
     blind: Any = "mean" if state.hides or mask.present is not None else "zero"
     call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind=blind, drawn=state.drawn)
     out = state.shard.attend(state.how, call)
@@ -208,14 +210,14 @@ def _heads(state: State) -> tuple[int, int]:
     return state.inner[0], math.prod(state.inner[1:])
 
 
-def _four(x: Tensor, state: State, rows: int) -> Tensor:
-    """[rows, heads, tokens, size]."""
+def _to_four_dims(x: Tensor, state: State, rows: int) -> Tensor:
+    """Return a factor as [rows, heads, tokens, size]."""
     if x.shape[:-2].numel() not in (math.prod(state.lead), rows):
         raise unknown("its queries, keys and values have different numbers of heads")
     return x.reshape(rows, -1, *x.shape[-2:])
 
 
-def _before(state: State) -> None:
+def _check_before_softmax(state: State) -> None:
     if state.weights:
         raise unknown("it changes its weights after their softmax")
 
@@ -228,7 +230,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "reshape"), _view),
     **dict.fromkeys(
         ("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
-        _same,
+        _keep,
     ),
     **dict.fromkeys(("matmul", "bmm"), _values),
     "masked_fill": _fill,
@@ -243,7 +245,7 @@ ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm}
 
 
 def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Both factors of a product of matrices, as a model may write it; () for other calls."""
+    """Return both factors of a matrix product, as a model may write it; () for other calls."""
     if func in PRODUCTS:
         given = (*args, *kwargs.values())
     elif func in ADDED:
@@ -254,8 +256,7 @@ def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def scored(found: Sequence[Any], length: int) -> bool:
-    """Return whether factors are queries and keys of so many tokens: [.., tokens, d], [.., d,
-    tokens]."""
+    """Return whether factors are queries [.., length, d] and transposed keys [.., d, length]."""
     if len(found) != 2 or not all(isinstance(x, Tensor) and x.dim() > 2 for x in found):
         return False
     a, b = found
@@ -263,7 +264,7 @@ def scored(found: Sequence[Any], length: int) -> bool:
 
 
 class Lines(Ambient):
-    """Notes in a whole forward the lines that multiply queries and keys."""
+    """Mode that records in a full forward the lines that multiply queries and keys."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -280,14 +281,14 @@ class Lines(Ambient):
         return self.run(func, types, args, kwargs)
 
 
-# -- what is followed ----------------------------------------------------------------------------
+# -- recorded scores -----------------------------------------------------------------------------
 
-_TURNED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "where": "where"}
+_REFLECTED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "where": "where"}
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv"}
 
 
 class Scores:
-    """Scores, or weights, that are not there: what is done to them is noted."""
+    """Stand-in for scores, or weights, that are not computed: records operations on them."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -300,7 +301,7 @@ class Scores:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape as the model sees it."""
+        """The shape in the model's view: [*lead, local tokens, local tokens]."""
         length = self.state.shard.length
         return torch.Size((*self.state.lead, length, length))
 
@@ -315,11 +316,11 @@ class Scores:
         return self.state.query.device
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the size, as of a tensor."""
+        """Return the size, as Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dims, as of a tensor."""
+        """Return the number of dims, as Tensor.dim."""
         return len(self.shape)
 
     def __getattr__(self, name: str) -> Any:
@@ -329,7 +330,7 @@ class Scores:
         return lambda *args, **kwargs: follow(func, (self, *args), kwargs)
 
 
-def _operated(name: str) -> Callable[..., Any]:
+def _operator_method(name: str) -> Callable[..., Any]:
     def run(self: Scores, *args: Any) -> Any:
         return follow(getattr(Tensor, name), (self, *args), {})
 
@@ -339,13 +340,13 @@ def _operated(name: str) -> Callable[..., Any]:
 for _name in (
     *("add", "radd", "iadd", "sub", "isub", "mul", "rmul", "imul", "truediv", "itruediv", "matmul"),
 ):
-    setattr(Scores, f"__{_name}__", _operated(f"__{_name}__"))
+    setattr(Scores, f"__{_name}__", _operator_method(f"__{_name}__"))
 
 
 def begin(
     shard: SequenceShard, how: AttentionMethod, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Scores | None:
-    """The scores of a product, if it is one of queries and keys."""
+    """Return the scores of a product of queries and keys; None for another product."""
     found = factors(func, args, kwargs)
     if not scored(found, shard.length):
         return None
@@ -366,12 +367,12 @@ def _lead(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute a function of scores or weights; raise Refusal S661 where it is not known."""
+    """Apply a function to scores or weights; raise Refusal S661 if it is not supported."""
     name = getattr(func, "__name__", "?")
     plain = name.strip("_")
     there = [x for x in args if isinstance(x, Scores)]
     if not args or not isinstance(args[0], Scores):
-        plain = "" if kwargs else _TURNED.get(plain, "")
+        plain = "" if kwargs else _REFLECTED.get(plain, "")
     if len(there) != 1 or plain not in RULES:
         raise unknown(f"`{name}` on its scores is not supported: pass it to torch's attention")
     scores, rest = there[0], tuple(x for x in args if x is not there[0])

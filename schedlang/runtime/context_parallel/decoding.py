@@ -1,10 +1,10 @@
-"""Attention of new tokens to keys and values that lie on several ranks, by tokens.
+"""Decoding with keys and values that are split over ranks by tokens.
 
-Every rank runs the new tokens, which are few, and attends to the keys that it keeps; what all have
-found is joined by the log-sum-exp of their scores, once for each attention (Dao et al.:
-Flash-Decoding, 2023; Shyam et al.: Tree Attention, 2024).  Of a prompt a rank keeps the tokens that
-it had; each later one is kept where there are fewest, so that ranks keep as many, to within one,
-as soon as tokens enough have come.
+Every rank computes the few new tokens, and attends to the keys in its own cache; the ranks' results
+are combined by the log-sum-exp of their scores, with one all-gather for each attention (Dao et al.:
+Flash-Decoding, 2023; Shyam et al.: Tree Attention, 2024).  A rank caches its tokens of the prompt;
+each later token is cached on the rank with the fewest tokens, so that the numbers of tokens become
+equal, to within one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from schedlang.runtime.context_parallel.local_tokens import AttentionMethod
 from schedlang.runtime.context_parallel.ring import shares
 from schedlang.runtime.context_parallel.token_layout import Layout, Reach, Tags
 
-SCORES = 2**16  # of a row and a head that exist at once
+SCORES = 2**16  # scores per block, for each row and head
 
 
 class Turns:
-    """The tokens that this rank keeps, at a place among `ranks`; all ranks count alike.
+    """The assignment of tokens to the caches of ranks; all ranks compute the same assignment.
 
-    held  positions of its tokens, as they lie in its memory
+    held  positions of this rank's cached tokens, in cache order
     """
 
     def __init__(self, place: int, ranks: int, device: torch.device) -> None:
@@ -37,8 +37,10 @@ class Turns:
         self.held = torch.empty(0, dtype=torch.int64, device=device)
 
     def prompt(self, layout: Layout, tokens: int) -> Tensor:
-        """Keep what a layout gives this rank of the first `tokens`; returns where these lie among
-        the rank's own."""
+        """Assign the first `tokens` tokens by a layout.
+
+        Returns the indices of this rank's tokens among its tokens of the layout.
+        """
         places = range(len(layout.runs))
         there = [layout.positions(place) < tokens for place in places]
         self.counts = [int(some.sum()) for some in there]
@@ -47,7 +49,7 @@ class Turns:
         return own
 
     def new(self, tokens: int) -> Tensor:
-        """Deal tokens that follow; returns which of them this rank keeps."""
+        """Assign further tokens; return the indices of those that this rank caches."""
         first, own = sum(self.counts), list[int]()
         for token in range(tokens):
             place = min(range(len(self.counts)), key=self.counts.__getitem__)
@@ -61,11 +63,12 @@ class Turns:
 
 @dataclass(eq=False)
 class Decoding:
-    """A forward of new tokens, which all ranks of a sequence have, over keys that each has some of.
+    """A forward of new tokens, which all ranks compute, over keys that are split over the ranks.
 
-    held   positions of the keys here, in the order in which they lie
-    own    which of the new tokens are kept here
-    given  keys and values that the cache has handed to an attention, which has not joined them yet
+    held    positions of this rank's keys, in cache order
+    own     the indices of the new tokens that this rank caches
+    shapes  for shapes only, without communication
+    given   keys and values that the cache has returned to attentions that have not used them yet
     """
 
     held: Tensor
@@ -73,15 +76,15 @@ class Decoding:
     shapes: bool = False
     given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    layout = None  # outputs are whole on every rank
+    layout = None  # outputs are replicated
     more = False
 
     def on_meta(self) -> Decoding:
-        """The same for shapes only: nothing is exchanged."""
+        """Return the decoding for shapes only, without communication."""
         return Decoding(self.held, self.own, shapes=True)
 
     def knows(self, key: Tensor, value: Tensor) -> bool:
-        """Return whether an attention got what the cache gave, and not what was made of it."""
+        """Return whether keys and values are the cache's own tensors; forget these tensors."""
         found = [k for k, (a, b) in enumerate(self.given) if a is key and b is value]
         for k in reversed(found):
             del self.given[k]
@@ -95,26 +98,26 @@ class Decoding:
         rules: Rules,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The attention of the new tokens to the keys of all ranks: [rows, heads, new, size].
+        """Compute the attention of the new tokens to all ranks' keys: [rows, heads, new, size].
 
-        tensors  queries; keys and values of this rank, with heads that divide those of the queries
+        tensors  queries; keys and values of this rank, whose number of heads divides the queries'
         mask     [rows or 1, heads or 1, new or 1, tokens of the sequence], booleans or numbers that
-                 are added; None: all keys are seen
-        rules    of scores: their scale and cap
+                 are added; None: all keys are visible
+        rules    scale and cap of the scores
         """
         query, key, value = tensors
         if self.shapes:
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         with torch._C.DisableTorchFunction():
-            out, lse = self._own(query, key, value, mask, rules)
+            out, lse = self._attend_local(query, key, value, mask, rules)
             for group in reversed(how.groups):
                 out, lse = joined(out, lse, group)
             return beside_sinks(out, lse, sinks).to(query.dtype)
 
-    def _own(
+    def _attend_local(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """The part of the keys here, by their place in memory: the mask knows their positions."""
+        """Attend to this rank's keys, in cache order; the mask is selected by their positions."""
         new, kept = query.shape[2], key.shape[2]
         rows = None if mask is None else mask.index_select(-1, self.held)
         rules = Rules(Reach(), rules.scale, rules.cap, rows=rows, block=max(1, SCORES // new))
@@ -126,8 +129,7 @@ class Decoding:
 
 
 def joined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Join what the ranks of a group have found for the same queries: alike on all, in one
-    message."""
+    """Combine the results of a group's ranks for the same queries, by one all-gather."""
     if group.size == 1:
         return out, lse
     found = all_gather(torch.cat([out, lse[..., None]], -1)[None], 0, group)
@@ -136,6 +138,6 @@ def joined(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def decoding() -> Decoding | None:
-    """The forward of new tokens that this thread runs; None where it runs another."""
+    """Return the decoding that this thread runs; None if it runs another forward."""
     found: Any = scope.visit()
     return found if isinstance(found, Decoding) else None

@@ -1,7 +1,8 @@
-"""Attention of transformers on some tokens of a sequence: masks as descriptions, never as tensors.
+"""Attention of transformers' models on a rank's tokens: masks as descriptions, never as tensors.
 
-Its models make their masks, and its modules find their attention, by a name in their config. Under
-ours a mask stays the function of positions that it was made from, read back from its closures.
+Transformers looks up the functions that make masks and compute attention by a name in the config.
+Under the name registered here a mask stays a function of positions; its parameters are read from
+the closures of transformers' mask functions.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from schedlang.runtime.tracing.meta import model_line
 
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"
-_EAGER = "_schedlang_eager"  # on modules that attended by plain products
-# what modules hand to any attention, and what ours reads elsewhere or has no use for
+_EAGER = "_schedlang_eager"  # attribute of modules that used the `eager` attention
+# arguments that modules pass to any attention, and that are not needed here or read elsewhere
 KNOWN = frozenset(
     (
         *("sliding_window", "position_ids", "output_attentions", "use_cache", "softcap"),
@@ -45,26 +46,28 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class MaskRule:
-    """The mask that a model hands to its attentions as a rule in place of a tensor; for `shard`
-    alone."""
+    """A mask that a model passes to its attentions as a description in place of a tensor."""
 
     mask: Mask
 
     def to(self, *_: Any, **__: Any) -> MaskRule:
-        """Return the mask itself, as for any dtype: it says the same."""
+        """Return the mask itself: it has no dtype and no device."""
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse attributes of tensors: a rule has none (AttributeError)."""
+        """Raise AttributeError for attributes of tensors."""
         raise AttributeError(f"masks are rules here, not tensors: they have no `{name}`")
 
     def __getitem__(self, _: Any) -> MaskRule:
-        """Return the mask itself, as if cut to the keys there are: a rule has no key too much."""
+        """Return the mask itself: it needs no slice to the number of keys."""
         return self
 
 
 def register(model: nn.Module) -> bool:
-    """Let every module of transformers make masks, and attend, by our functions; is there one?"""
+    """Switch all modules of transformers to our mask and attention functions.
+
+    Returns whether there is such a module.
+    """
     found = [module for module in model.modules() if implementation(module) is not None]
     if found:
         _register()
@@ -77,7 +80,7 @@ def register(model: nn.Module) -> bool:
 
 @functools.cache
 def _register() -> None:
-    """Once, and only for models of transformers."""
+    """Register our functions with transformers, once."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -110,7 +113,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> MaskRule:
-    """Make the rule that stands for a mask of transformers: positions, and tokens here."""
+    """Make the description of a mask for the local tokens, in place of transformers' mask."""
     shard = current_shard()
     assert shard is not None
     if q_length != shard.length or kv_length != shard.length or q_offset or kv_offset:
@@ -123,7 +126,10 @@ def _mask(
 
 
 def described(function: Any) -> Mask:
-    """A mask function of transformers as rules; raises Refusal S661 for one that is unknown."""
+    """Return a mask function of transformers as a description.
+
+    Raises Refusal S661 for an unknown function.
+    """
     name = getattr(function, "__qualname__", type(function).__name__)
     cells = _cells(function)
     match name.split(".")[0]:
@@ -132,7 +138,7 @@ def described(function: Any) -> Mask:
         case "bidirectional_mask_function":
             return Mask()
         case "and_masks":
-            return functools.reduce(_both, map(described, cells["mask_functions"]))
+            return functools.reduce(_intersect, map(described, cells["mask_functions"]))
         case "sliding_window_overlay":
             return Mask(back=int(cells["sliding_window"]) - 1)
         case "sliding_window_bidirectional_overlay":
@@ -140,9 +146,9 @@ def described(function: Any) -> Mask:
         case "chunked_overlay":
             return Mask(chunk=int(cells["chunk_size"]))
         case "packed_sequence_mask_function":
-            return Mask()  # of tokens here only; the shard has the documents of the whole
+            return Mask()  # it has local tokens only; the shard has all documents
         case "remap_positions_for_packed_sequence":
-            return described(cells["mask_function"])  # by differences within one document
+            return described(cells["mask_function"])  # uses differences within one document only
     raise unknown(f"its masks are made by `{name}`, which is not supported")
 
 
@@ -151,8 +157,8 @@ def _cells(function: Any) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in closure)))
 
 
-def _both(a: Mask, b: Mask) -> Mask:
-    """Return the mask that lets through only what both rules let through."""
+def _intersect(a: Mask, b: Mask) -> Mask:
+    """Return the intersection of two masks."""
 
     def least(x: int | None, y: int | None) -> int | None:
         known = [n for n in (x, y) if n is not None]
@@ -172,7 +178,7 @@ def _both(a: Mask, b: Mask) -> Mask:
 
 
 def _method(module: nn.Module) -> AttentionMethod:
-    """The method of a module's row; raises Refusal for a module that no row names."""
+    """Return the method of a module's row; raises Refusal S660 for a module without a row."""
     how: AttentionMethod | None = vars(module).get(SLOT)
     if how is None:
         raise unnamed(type(module).__name__)
@@ -190,10 +196,10 @@ def _attend(
     is_causal: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, in place of an attention function of transformers."""
+    """Compute attention to the full sequence, in place of an attention function of transformers."""
     shard, how = current_shard(), _method(module)
     assert shard is not None
-    sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
+    sinks = more.pop("s_aux", None)  # GPT-OSS: scores in the softmax that have no values
     bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other:
@@ -225,10 +231,10 @@ def _attend_kept(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to keys that ranks have kept; the mask is the model's own, over all of them."""
+    """Compute attention to the cached keys of all ranks; the mask is the model's, over all keys."""
     how, sinks = _method(module), more.pop("s_aux", None)
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
-    if other or (dropout and not new.shapes):  # stand-ins for other stages are not in eval
+    if other or (dropout and not new.shapes):  # stages on meta may be in training mode
         raise not_kept(f"its attention gets `{other[0] if other else 'dropout'}`")
     out = attend_kept(new, how, (query, key, value), mask, scaling, more.get("softcap"), sinks)
     return out.transpose(1, 2).contiguous(), None
@@ -243,8 +249,10 @@ def attend_kept(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The attention of new tokens to what the cache has given; raises Refusal S627 for keys that
-    were changed since, and for masks of other kinds."""
+    """Compute the attention of new tokens to the keys and values that the cache has returned.
+
+    Raises Refusal S627 for keys that were changed since, and for masks that are no tensors.
+    """
     query, key, value = tensors
     if not new.knows(key, value):
         raise not_kept("it attends to other keys than those that its cache keeps")
@@ -256,7 +264,7 @@ def attend_kept(
 
 
 def not_kept(why: str) -> Refusal:
-    """Return the refusal S627 of an attention whose keys cannot be kept by parts of sequences."""
+    """Return the refusal S627 of an attention whose keys cannot be cached split by tokens."""
     return Refusal.of(
         "S627",
         f"`{site() or 'an attention'}` cannot keep keys and values by tokens",
@@ -275,7 +283,7 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
 
 
 def is_causal(shard: SequenceShard, seen: Tensor) -> bool:
-    """Return whether booleans, of the queries here and all keys, say that none sees a later one."""
+    """Return whether a boolean mask [.., local queries, all keys] is exactly the causal mask."""
     if seen.is_meta or seen.shape[-2] != shard.length:
         return False
     at = shard.positions(seen.device)[:, None]
@@ -284,7 +292,7 @@ def is_causal(shard: SequenceShard, seen: Tensor) -> bool:
 
 
 def unnamed(what: str) -> Refusal:
-    """An attention runs that no row is about."""
+    """Return the refusal S660 of an attention that no row names."""
     return Refusal.of(
         "S660",
         f"`{site() or what}` is an attention that no `context_parallel` row names",
@@ -294,7 +302,7 @@ def unnamed(what: str) -> Refusal:
 
 
 def unknown(why: str, *helps: str) -> Refusal:
-    """An attention that cannot be split by tokens, with the line of the model that runs."""
+    """Return the refusal S661 of an attention that cannot be split, with the model's line."""
     line = model_line() if site() else ""
     return Refusal.of(
         UNSPLIT,
@@ -305,7 +313,7 @@ def unknown(why: str, *helps: str) -> Refusal:
 
 
 def of_few_tokens() -> Refusal:
-    """Return the refusal of an added score that covers a rank's own keys only."""
+    """Return the refusal of numbers added to scores that cover a rank's own keys only."""
     return unknown(
         "what it adds to its scores covers only the tokens of one rank",
         "make it from positions and from integers of the batch alone: that, each rank makes for"
@@ -314,6 +322,6 @@ def of_few_tokens() -> Refusal:
 
 
 def set_method(module: nn.Module, how: AttentionMethod) -> None:
-    """Say how attentions in a module meet the keys of other ranks."""
+    """Set the method of all attentions in a module."""
     for part in module.modules():
         vars(part)[SLOT] = how

@@ -1,4 +1,4 @@
-"""A model made ready to run on some tokens of its sequences: its attentions, and its positions."""
+"""Installation of context parallelism in a model: its attentions, and its counting of positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.comm.collectives import enter, reduce
 from schedlang.runtime.context_parallel import described_attention
-from schedlang.runtime.context_parallel.attention import Way, attend_lse
+from schedlang.runtime.context_parallel.attention import Way, attend, attend_lse
 from schedlang.runtime.context_parallel.attention_products import (
     ADDED,
     PRODUCTS,
@@ -52,13 +52,13 @@ from schedlang.runtime.storage.saved import policies
 # -- calls of torch's attention -------------------------------------------------------------------
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-_LOWEST = -1e4  # what is added to a score to hide a key is lower
+_LOWEST = -1e4  # numbers that hide a key when added to its score are lower
 
 
 class Attention(Ambient):
-    """The mode inside a module that a row names: its calls of torch's attention, or own products.
+    """Mode in a module that a row names: distributes its calls of torch's attention, or products.
 
-    `products` are the lines that multiply queries and keys.
+    `products` are the lines of the model that multiply queries and keys.
     """
 
     eager = "ranks exchange keys and values in it"
@@ -93,10 +93,10 @@ class Attention(Ambient):
 
 
 def distribute_attention(module: nn.Module, how: AttentionMethod, tokens: Tokens) -> None:
-    """Let a module's own calls of torch's attention meet the keys of other ranks.
+    """Wrap a module so that its calls of torch's attention use the keys of all ranks.
 
-    What cannot be split after all, in a batch that does other things than the one of the build, is
-    refused at the row that splits it (S661).
+    A call that cannot be split, in a batch that takes another path than the batch of the build, is
+    refused at the row that splits the sequences (S661).
     """
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _attend_kept(new: Decoding, how: AttentionMethod, given: dict[str, Any]) -> 
 
 
 def _rule(shard: SequenceShard, mask: Tensor | None, causal: bool) -> Mask:
-    """The mask of a call as a rule."""
+    """Return the mask of an attention call as a description; raises Refusal S661."""
     if mask is None:
         return Mask(causal=causal)
     if mask.shape[-1] == shard.length and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
@@ -145,13 +145,13 @@ def _rule(shard: SequenceShard, mask: Tensor | None, causal: bool) -> Mask:
     if mask.shape[-2:] == (shard.length, shard.layout.total) and mask.dim() <= 4:
         rows = mask[(None,) * (4 - mask.dim())]
         if rows.dtype == torch.bool and is_causal(shard, rows):
-            return Mask(causal=True)  # a ring leaves out what positions hide
+            return Mask(causal=True)  # a ring skips blocks that positions hide
         return Mask(causal=causal, rows=rows)
     raise unknown("its mask covers only the tokens of one rank, not all")
 
 
 def _present(mask: Tensor) -> Tensor:
-    """Return which keys a mask lets through; it must be booleans, or zeros and very low numbers."""
+    """Return which keys a mask shows; the mask must be booleans, or zeros and very low numbers."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0
@@ -164,10 +164,11 @@ def _present(mask: Tensor) -> Tensor:
 
 
 class Positions(Ambient):
-    """Lines that count positions by the length of what they are given count those of the shard.
+    """Mode in which lines that count positions by the input's length count the shard's positions.
 
-    `follow`: and what is made of positions, and of integers of the batch, is made for the whole
-    sequence.
+    places  the lines of the model that count positions
+    follow  values that are computed from positions and from the batch's integers are computed for
+            the full sequence
     """
 
     eager = "the model counts positions, and ranks share the sequence"
@@ -194,7 +195,7 @@ class Positions(Ambient):
 
 
 def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
-    """Sums along the tokens of a rank alone, where the model makes positions by such."""
+    """Refuse (S661) cumulative sums of integers over local tokens, as they count positions."""
     if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
         return
     if shard.length in args[0].shape[1:] and not args[0].is_meta:
@@ -202,7 +203,7 @@ def _refuse_sums(shard: SequenceShard, func: Any, args: Any) -> None:
 
 
 def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
-    """torch.arange(length) and torch.arange(0, length)."""
+    """Replace `torch.arange(length)` and `torch.arange(0, length)`."""
     if not upto(args, kwargs, shard.length):
         return None
     device = kwargs.get("device") or torch.get_default_device()
@@ -216,9 +217,9 @@ def _arange(shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: boo
 def _getitem(
     shard: SequenceShard, args: Any, kwargs: dict[str, Any], follow: bool
 ) -> Tensor | None:
-    """table[:length] of a parameter or buffer; of two such dims the first counts queries.
+    """Replace `table[:length]` of a parameter or buffer; of two such dims the first is of queries.
 
-    Or the last ones of a table that a model has made, where what is made of it is followed.
+    With `follow` also `table[-length:]` of a table that the model has made.
     """
     tensor, index = args
     items, ends = list(items_of(index)), lasts(tensor, index, shard.length)
@@ -252,7 +253,10 @@ _COUNTED: dict[Any, Callable[[SequenceShard, Any, dict[str, Any], bool], Tensor 
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, AttentionMethod]) -> list[Any]:
-    """Let named attentions exchange; the result are handles of hooks, to be removed."""
+    """Install context parallelism in the named attentions; return handles of hooks to remove.
+
+    `hows`: module -> the method of its attention.
+    """
     described_attention.register(model)
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
@@ -262,46 +266,50 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, AttentionMethod
 
 
 class ExchangeKeys:
-    """Attention over groups of ranks; `draw` says which of its weights dropout takes."""
+    """The exchange over groups of ranks; `draw` decides which weights dropout removes."""
 
     def __init__(self, draw: LogicalDropout | NativeDropout | None = None) -> None:
         self.draw = draw
 
     def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
-        """See SequenceShard.attend."""
+        """Compute the attention of a shard's tokens to the full sequence, as `Exchange` does."""
         rows, heads = call.query.shape[:2]
         drop = call.drawn
         if call.dropout:
             drop = self.drawn(shard, call.dropout, rows, heads)
         way = Way(how.method, how.groups, shard.layout, call.scale, drop)
-        out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
-        if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
-            return out
-        if call.mask.sinks is not None:  # all of such a query's weight is theirs
-            return out
+        tensors, mask = (call.query, call.key, call.value), call.mask
+        hides = mask.present is not None or mask.rows is not None
+        # sinks have all the weight of a query that sees no key
+        if call.blind == "zero" or not hides or mask.sinks is not None:
+            return attend(*tensors, mask, way)  # Ulysses sends no log-sum-exp
+        out, lse = attend_lse(*tensors, mask, way)
         blind = lse.detach().isneginf().unsqueeze(-1)
         mean = _mean(call, heads, how, shard.layout.total)
         if call.blind == "scores" and call.mask.cap is not None and torch.is_grad_enabled():
-            mean = _Unseen.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
+            mean = _BlindGradientCheck.apply(mean.expand_as(out), blind)  # type: ignore[no-untyped-call]
         return torch.where(blind, mean, out)
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
-        """See Exchange."""
+        """Draw the dropout of attention weights, as `Exchange` does."""
         assert self.draw is not None, "several ranks agree on masks"
         total = shard.layout.total
         if isinstance(self.draw, LogicalDropout):
             return Dropout.logical(p, self.draw, rows, heads, total)
         made = partial(Dropout.fresh, p, rows, heads, total)
-        drawn: Dropout = self.draw.attended(made, (rows, heads, total, total))
-        return drawn
+        dropout: Dropout = self.draw.attended(made, (rows, heads, total, total))
+        return dropout
 
 
 class WithoutValues(ExchangeKeys):
-    """Attention of one rank in a model without values, where all masks of dropout are alike."""
+    """The exchange of one rank on meta, where values of dropout masks do not matter."""
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Dropout:
-        """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
-        attention that drops weights saves scores in one process, and none of them here."""
+        """Draw a mask of the right shape.
+
+        Raises Refusal S935 in modules whose saved tensors are compressed: there a single process
+        saves the scores of attention with dropout, and context parallelism saves none.
+        """
         if policies.code is not None:
             raise Refusal.of(
                 "S935",
@@ -326,8 +334,8 @@ CAPPED = (
 )
 
 
-class _Unseen(torch.autograd.Function):
-    """The output as it is; in backward an error where a query that sees no key has a gradient."""
+class _BlindGradientCheck(torch.autograd.Function):
+    """Identity; its backward asserts that queries that see no key have no gradient."""
 
     @staticmethod
     def forward(out: Tensor, blind: Tensor) -> Tensor:
@@ -345,15 +353,15 @@ class _Unseen(torch.autograd.Function):
 
 
 def _mean(call: Call, heads: int, how: AttentionMethod, total: int) -> Tensor:
-    """The mean value of all tokens, for each head of the queries.
+    """Return the mean of all tokens' values, for each head of the queries.
 
-    Where scores are hidden by very low numbers that are added to them they still have a gradient:
-    that of a softmax whose weights are alike, for which sums over all keys are enough.
+    Scores that are hidden by added very low numbers still have a gradient: that of a softmax with
+    equal weights, which needs sums over all keys only.
     """
     key, value = call.key, call.value
     sums = value.sum(2, keepdim=True)
     flows = call.blind == "scores" and call.mask.cap is None
-    if flows:  # in one sum: of values, of keys times values, and of keys
+    if flows:  # one all-reduce for the sums of values, of keys times values, and of keys
         ones = F.pad(value.detach(), (0, 1), value=1.0)
         sums = torch.cat([F.pad(sums, (0, 1)), key.mT @ ones], 2)
     for group in how.groups:
@@ -368,7 +376,7 @@ def _mean(call: Call, heads: int, how: AttentionMethod, total: int) -> Tensor:
 
 
 class InShard:
-    """Enters the shards of a step's microbatches, with what counts positions in them."""
+    """Enters a microbatch's shard, and the mode that counts its positions."""
 
     def __init__(self, tokens: Tokens | None) -> None:
         counts = tokens is not None and (tokens.places or tokens.follow)
@@ -382,7 +390,7 @@ class InShard:
         with ExitStack() as stack:
             stack.enter_context(around)
             stack.enter_context(scope.visiting(shard))
-            # new tokens of a decoding are counted as the model itself does, behind those kept
+            # in decoding the model's own positions of new tokens are right
             counts = self._mode is not None and not isinstance(shard, Decoding)
             stack.enter_context(ambient(*([self._mode] if self._mode and counts else [])))
             yield

@@ -1,14 +1,12 @@
-"""One rank's queries against passing keys and values: blockwise, or by torch's flash kernel.
+"""Local attention: one rank's queries against packets of keys and values, forward and backward.
 
-* Whole runs of tokens by torch's own flash attention, which also gives the log-sum-exp. Only for
-  what its operators can express: all keys seen, or a plain causal square, below float64. An
-  operator is used on a device only after it has given there what plain products give, forward and
-  backward.  All that is used of torch's private parts stands here.
-* Which blocks of queries and keys there are to compute, and what holds for all of them.
-* One rank's queries against keys and values that pass by: blockwise softmax, forward and
-  backward. Scores exist for a block of queries and keys only.  Blocks are joined by their log-
-  sum-exp (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018; Dao:
-  FlashAttention-2, 2023), in float32, or float64 for such tensors.
+* Blockwise softmax: scores exist for one block of queries and keys at a time.  Blocks are combined
+  by their log-sum-exp (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018; Dao:
+  FlashAttention-2, 2023), in float32, or in float64 for float64 tensors.
+* Runs of tokens by torch's flash attention, which also returns the log-sum-exp.  Only for masks
+  that its operators support: all keys visible, or a causal square; below float64.  An operator is
+  used on a device only after its results there, forward and backward, have agreed with plain
+  products.  Only this file uses these private operators of torch.
 """
 
 from __future__ import annotations
@@ -37,23 +35,22 @@ SMALL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def form(reach: Reach, queries: range, keys: range) -> tuple[slice, slice, bool] | None:
-    """Return the queries, the keys, and whether causal, of the one operator that does a block; else
-    None."""
+    """Return (queries, keys, causal) of one flash call that computes a block; None: none does."""
     if reach.everything(queries, keys):
         return slice(0, len(queries)), slice(0, len(keys)), False
     if reach != Reach(ahead=0) or len(queries) != len(keys) or queries.step != keys.step:
         return None
     late = keys.start - queries.start
-    if -keys.step < late <= 0:  # key i is seen by query i and all after it
+    if -keys.step < late <= 0:  # query i and all later queries see key i
         return slice(0, len(queries)), slice(0, len(keys)), True
-    if 0 < late < keys.step and len(keys) > 1:  # by query i+1 and all after it
+    if 0 < late < keys.step and len(keys) > 1:  # query i+1 and all later queries see key i
         return slice(1, len(queries)), slice(0, len(keys) - 1), True
     return None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, and its log-sum-exp in float32."""
-    k, v = _as_many(k, q), _as_many(v, q)
+    """Compute flash attention; return the result, and its log-sum-exp in float32."""
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     if on_host(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
@@ -75,11 +72,10 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return these keys' part of the gradients of q, k and v; `out` and `lse` are those over all
-    keys."""
-    heads, (k, v) = k.shape[1], (_as_many(k, q), _as_many(v, q))
+    """Return the gradients of q, k and v for these keys; `out` and `lse` are those of all keys."""
+    heads, (k, v) = k.shape[1], (_repeat_heads(k, q), _repeat_heads(v, q))
     if on_host(q):
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the operator lays it out
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the operator's memory layout
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
@@ -102,50 +98,50 @@ def backward(
             none,
             scale=scale,
         )
-    return dq, _summed(dk, heads), _summed(dv, heads)
+    return dq, _sum_copies(dk, heads), _sum_copies(dv, heads)
 
 
-def _as_many(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     copies = q.shape[1] // x.shape[1]
     return x if copies == 1 else x.repeat_interleave(copies, 1)
 
 
-def _summed(x: Tensor, heads: int) -> Tensor:
-    """The gradient of heads that were copied."""
+def _sum_copies(x: Tensor, heads: int) -> Tensor:
+    """Sum the gradients of copied heads."""
     rows, _, tokens, width = x.shape
     return x if x.shape[1] == heads else x.float().view(rows, heads, -1, tokens, width).sum(2)
 
 
 def usable(q: Tensor, v: Tensor) -> bool:
-    """Return whether torch has an operator for such tensors that has been seen to be right here."""
+    """Return whether torch has a flash operator for these tensors that passed its check here."""
     same = q.shape[-1] == v.shape[-1]
     return same and not q.is_meta and q.dtype in SMALL and _right(q.dtype, q.device, q.shape[-1])
 
 
 @lru_cache(maxsize=64)
 def _right(dtype: torch.dtype, device: torch.device, width: int) -> bool:
-    """Both operators against plain products on a small example, causal and not.
+    """Return whether both operators agree with plain products on a small example.
 
-    In a thread of its own, where no modes or hooks of the call that asks hold: those of a
-    checkpoint would run its region again, messages and all, at the gradients of the example.
+    Runs in a new thread, without the caller's modes and hooks: at the gradients of the example, the
+    hooks of a checkpoint would recompute its region, with all its communication.
     """
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_compared, dtype, device, width).result()
+        return alone.submit(_agrees_with_products, dtype, device, width).result()
 
 
-def _compared(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+def _agrees_with_products(dtype: torch.dtype, device: torch.device, width: int) -> bool:
     bound = max(4 * torch.finfo(dtype).eps, 1e-5)
     try:
         return all(_error(dtype, device, width, causal) < bound for causal in (False, True))
-    except (RuntimeError, NotImplementedError):  # the operator is not there, or not for this
+    except (RuntimeError, NotImplementedError):  # no operator, or not for these tensors
         return False
 
 
 def _error(dtype: torch.dtype, device: torch.device, width: int, causal: bool) -> float:
-    """The largest relative error of result, log-sum-exp and gradients."""
+    """Return the largest relative error of result, log-sum-exp and gradients."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
-    q, k, v, grad = (x.to(device, dtype) for x in drawn)
+    samples = [torch.randn(1, 2, 48, width, generator=generator) for _ in range(4)]
+    q, k, v, grad = (x.to(device, dtype) for x in samples)
     out, lse = forward(q, k, v, causal, 0.3)
     found = [out, lse, *backward(grad, q, k, v, out, lse, causal, 0.3)]
     with torch.enable_grad():
@@ -164,7 +160,7 @@ BLOCK = 256  # tokens
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one place: where they lie in the sequence, and what else is known of them."""
+    """The tokens of one place: their positions in the sequence, and their tags."""
 
     runs: Runs
     tags: Tags
@@ -172,7 +168,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for all blocks of a call; slopes and rows as in `Mask`."""
+    """The options of all blocks of an attention call; slopes and rows as in `Mask`."""
 
     reach: Reach
     scale: float
@@ -185,7 +181,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Pair:
-    """A block of queries and a block of keys that see each other somewhere."""
+    """A block of queries and a block of keys; at least one query sees at least one key.
+
+    rows, cols     their places among the local queries and keys
+    queries, keys  their positions
+    at, to         the tags of the queries and of the keys
+    """
 
     rows: slice
     cols: slice
@@ -197,7 +198,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Quick:
-    """Runs of queries and of keys that torch's flash attention can do at once."""
+    """A run of queries and a run of keys for one call of flash attention."""
 
     rows: slice
     cols: slice
@@ -205,8 +206,10 @@ class Quick:
 
 
 def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[Quick | Pair]:
-    """Yield the pairs of queries and keys they see, as blocks, or for flash attention where it
-    can."""
+    """Yield the pairs of queries and visible keys: for flash attention if possible, else blocks.
+
+    `quick`: whether flash attention may be used.
+    """
     plain = not (
         rules.cap or rules.dropout or any(t is not None for t in (*keys.tags, *queries.tags))
     )
@@ -218,7 +221,7 @@ def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[
             made = form(rules.reach, run, other) if quick else None
             if made is not None:
                 rows, cols, causal = made
-                yield Quick(_moved(rows, start), _moved(cols, first), causal)
+                yield Quick(_shift_slice(rows, start), _shift_slice(cols, first), causal)
             else:
                 yield from pairs(
                     rules, Tokens((run,), queries.tags), Tokens((other,), keys.tags), start, first
@@ -230,28 +233,34 @@ def parts(rules: Rules, queries: Tokens, keys: Tokens, quick: bool) -> Iterator[
 def pairs(
     rules: Rules, queries: Tokens, keys: Tokens, start: int = 0, first: int = 0
 ) -> Iterator[Pair]:
-    """All blocks that positions alone do not rule out; tokens begin at `start` and `first`."""
+    """Yield the blocks that positions alone do not hide.
+
+    `start` and `first` are the indices of the first query and of the first key.
+    """
     columns = pieces(keys.runs, rules.block)
     for begin, where in pieces(queries.runs, rules.block):
-        rows = _moved(slice(0, len(where)), start + begin)
+        rows = _shift_slice(slice(0, len(where)), start + begin)
         at = queries.tags.cut(rows.start, rows.stop)
         for begins, other in columns:
             if not rules.reach.nothing(where, other):
-                cols = _moved(slice(0, len(other)), first + begins)
+                cols = _shift_slice(slice(0, len(other)), first + begins)
                 yield Pair(rows, cols, where, other, at, keys.tags.cut(cols.start, cols.stop))
 
 
-def _moved(part: slice, by: int) -> slice:
+def _shift_slice(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which attention is added up."""
+    """Return the dtype in which attention is accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Forward:
-    """The result so far, normalized, and its log-sum-exp: `out` and `lse`."""
+    """The forward over packets of keys.
+
+    `out` is the normalized result so far, `lse` its log-sum-exp.
+    """
 
     def __init__(self, rules: Rules, q: Tensor, tokens: Tokens, width: int) -> None:
         self.rules, self.q, self.tokens = rules, q, tokens
@@ -260,9 +269,9 @@ class Forward:
         self.lse = q.new_full(q.shape[:3], -math.inf, dtype=kind)
 
     def add(self, k: Tensor, v: Tensor, keys: Tokens) -> None:
-        """Let the queries see more keys."""
+        """Attend to the keys of one more packet."""
         if self.q.is_meta:
-            return  # shapes are known, and a long sequence has very many blocks
+            return  # only shapes matter, and a long sequence has very many blocks
         for part in parts(self.rules, self.tokens, keys, usable(self.q, v)):
             if isinstance(part, Quick):
                 q, cols = self.q[:, :, part.rows], part.cols
@@ -280,10 +289,10 @@ class Forward:
         self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Join what a block gives to what is known: both by their share of the sum of exponents."""
+        """Combine a block's result with the result so far, by their shares of the softmax."""
         before = self.lse[:, :, rows]
-        # the two shares add up to 1 however large the scores are, which lse is rounded by; those of
-        # exp(lse - logaddexp) do not.  A query that has seen nothing yet, and nothing now, has none
+        # the two sigmoids add up to 1 for scores of any size; exp(lse - logaddexp) would not, as
+        # lse is rounded relative to its size.  A query without visible keys keeps 0 and -inf
         more = (lse - before).nan_to_num_(0.0, math.inf, -math.inf)
         self.out[:, :, rows] *= (-more).sigmoid_()[..., None]
         self.out[:, :, rows] += out.mul_(more.sigmoid_()[..., None])
@@ -291,10 +300,11 @@ class Forward:
 
 
 class Backward:
-    """Gradients of one rank's queries, and of each packet of keys that passes by.
+    """The backward over packets of keys: gradients of one rank's queries, and of each packet.
 
-    `inner` is, for each query, the sum of result times its gradient, less the log-sum-exp's own;
-    `out` the result, where the log-sum-exp has no gradient and flash attention may be used.
+    `inner` is, for each query, the sum of result times gradient, minus the gradient of the
+    log-sum-exp.  `out` is the result, if the log-sum-exp has no gradient: then flash attention may
+    be used.
     """
 
     def __init__(
@@ -310,12 +320,11 @@ class Backward:
         self.rules, self.q, self.tokens = rules, q, tokens
         self.lse, self.grad, self.inner, self.out = lse, grad, inner, out
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
-        self.slopes = _like(rules.slopes, lse.dtype)
-        self.rows = _like(rules.rows, lse.dtype) if _added(rules.rows) else None
+        self.slopes = _zeros_like(rules.slopes, lse.dtype)
+        self.rows = _zeros_like(rules.rows, lse.dtype) if _is_additive(rules.rows) else None
 
     def add(self, k: Tensor, v: Tensor, keys: Tokens) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of the gradients of keys and values; add to the queries' own in
-        `dq`."""
+        """Return the partial gradients of a packet's keys and values; add the queries' to `dq`."""
         kind = self.lse.dtype
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         if self.q.is_meta:
@@ -351,11 +360,11 @@ class Backward:
         scores, slant = _scores(rules, self.q, k, pair)
         weights = (scores - finite(self.lse[:, :, rows])[..., None]).exp_()
         d = _times(grad, v[:, :, cols].mT)
-        kept = weights
+        dropped = weights
         if rules.dropout is not None:
             factor = rules.dropout.factor(pair.queries, pair.keys, weights)
-            d, kept = d * factor, weights * factor
-        dv[:, :, cols] += _onto(kept, grad, v.shape[1])
+            d, dropped = d * factor, weights * factor
+        dv[:, :, cols] += _transposed_times(dropped, grad, v.shape[1])
         d = (d - self.inner[:, :, rows, None]).mul_(weights)
         if self.slopes is not None:
             far = distance(pair.queries, pair.keys, pair.at, pair.to, d)
@@ -367,11 +376,11 @@ class Backward:
             d = d * slant
         d *= rules.scale
         self.dq[:, :, rows] += _times(d, k[:, :, cols])
-        dk[:, :, cols] += _onto(d, self.q[:, :, rows], k.shape[1])
+        dk[:, :, cols] += _transposed_times(d, self.q[:, :, rows], k.shape[1])
 
 
 def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Tensor | None]:
-    """A block's scores, -inf where masked; and the derivative of the cap, if there is one."""
+    """Return a block's scores, -inf where masked, and the derivative of the cap, if any."""
     slant = None
     scores = _times(q[:, :, pair.rows], k[:, :, pair.cols].mT).mul_(rules.scale)
     if rules.cap is not None:
@@ -383,40 +392,40 @@ def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Ten
         scores -= rules.slopes.to(scores.dtype)[:, None, None] * far
     if rules.rows is not None:
         made = _rows(rules.rows, pair)
-        scores = scores + made if _added(made) else scores.masked_fill_(~made, -math.inf)
+        scores = scores + made if _is_additive(made) else scores.masked_fill_(~made, -math.inf)
     visible = seen(rules.reach, pair.queries, pair.keys, pair.at, pair.to, scores.device)
     return (scores if visible is None else scores.masked_fill_(~visible, -math.inf)), slant
 
 
 def _rows(rows: Tensor, pair: Pair) -> Tensor:
-    """A block's part of a mask over all keys, which lie in the order of the sequence."""
+    """Return a block's part of `Rules.rows`, whose keys are in the order of the sequence."""
     keys, queries = pair.keys, slice(None) if rows.shape[2] == 1 else pair.rows
     return rows[:, :, queries, keys.start : keys.stop : keys.step]
 
 
-def _added(rows: Tensor | None) -> bool:
+def _is_additive(rows: Tensor | None) -> bool:
     return rows is not None and rows.dtype != torch.bool
 
 
-def _like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _zeros_like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if x is None else torch.zeros_like(x, dtype=dtype)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y by heads, where y may have fewer: x's heads share them in runs."""
+    """Return x @ y for each head; y may have fewer heads, each shared by consecutive heads of x."""
     kind = wide(x.dtype)
     rows, heads, count, width = x.shape
     x = x.to(kind).reshape(rows, y.shape[1], heads // y.shape[1] * count, width)
     return (x @ y.to(kind)).view(rows, heads, count, y.shape[-1])
 
 
-def _onto(x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """x.mT @ y, summed over the queries' heads that share one of `heads`."""
+def _transposed_times(x: Tensor, y: Tensor, heads: int) -> Tensor:
+    """Return x.mT @ y, summed over the query heads that share one of `heads` key-value heads."""
     kind = wide(x.dtype)
     x, y = (t.to(kind).reshape(t.shape[0], heads, -1, t.shape[-1]) for t in (x, y))
     return x.mT @ y
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The same with 0 for a query that sees nothing, so that its weights become 0 and not NaN."""
+    """Replace -inf with 0, so that weights of a query that sees no key become 0, not NaN."""
     return lse.masked_fill(lse == -math.inf, 0)

@@ -1,10 +1,11 @@
-"""Split a microbatch by tokens: this rank's tokens, and what it knows of the whole sequence.
+"""A microbatch that is split by tokens: the inputs of each rank, and values of the full sequence.
 
-* The tokens of one microbatch that one rank has, and how its queries meet the keys of others.
-* Values that every rank knows of the whole sequence: integers of the batch, and positions. What a
-  model makes of them alone (positions summed up over a mask, biases by distances) is made for the
-  whole sequence, without a message, and a rank has its own tokens of that.
-* A microbatch split by tokens: the inputs of each rank, and what its part weighs.
+* `SequenceShard`: the tokens of one rank, and the exchange of keys and values with other ranks.
+* `Known`: values that every rank has for the full sequence, i.e. integers of the batch, positions,
+  and whatever the model computes from them alone (positions by a cumulative sum over a mask, biases
+  by distances).  These are computed for the full sequence without communication; a rank uses its
+  own tokens of them.
+* `Tokens`: how a model runs on a rank's tokens; splits microbatches.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ UNSPLIT = "S661"
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """The method by which one attention exchanges keys and values, and its groups, outermost
-    first."""
+    """The method by which an attention exchanges keys and values; its groups, outermost first."""
 
     method: str
     groups: tuple[Group, ...] = ()
@@ -48,12 +48,12 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
+    """The arguments of an attention call; query, key, value: [rows, heads, local tokens, size].
 
-    drawn  what `SequenceShard.draw` gave, where the model's own dropout of weights was asked first
-    blind  what a query that sees no key gives: nothing, or the mean of all values; `scores`: whose
-           scores have a gradient all the same (`eager` attention of transformers, which adds very
-           low numbers to them)
+    drawn  the result of `SequenceShard.draw`, if the model's own dropout of weights ran before
+    blind  the result for a query that sees no key: "zero", or the "mean" of all values; "scores":
+           the mean, and its scores have a gradient (`eager` attention of transformers, which adds
+           very low numbers to hidden scores)
     """
 
     query: Tensor
@@ -72,23 +72,24 @@ class Call:
 
 
 class Exchange(Protocol):
-    """A way in which queries meet the keys of other ranks."""
+    """A function that computes attention of local queries to the keys of all ranks."""
 
     def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
-        """The attention of the tokens of a shard to those of the whole sequence."""
+        """Compute the attention of a shard's tokens to the full sequence."""
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Any:
-        """Return the weights to drop, as the module that runs now would draw them."""
+        """Draw the dropout mask of attention weights for the running module."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """The place of a rank in a sequence: its tokens, in the order in which it has them.
+    """A rank's tokens of a sequence.
 
-    documents  integers [rows, own tokens]: which of several in a row a token is of; None: one
-    padding    the batch's mask of tokens that are no padding, [rows, tokens of the sequence]
-    more       the output of the model's head gets one more row, for labels that are shifted
-    exchange   None: for shapes only
+    place      the rank's place in the layout
+    documents  integers [rows, local tokens]: the document of each token; None: one document
+    padding    the batch's mask, [rows, tokens of the sequence]: false for padding
+    more       the output of the model's head gets one more row, for shifted labels
+    exchange   computes attention; None: for shapes only
     """
 
     layout: Layout
@@ -100,12 +101,12 @@ class SequenceShard:
 
     @property
     def index(self) -> int:
-        """The number of this part among the parts of the sequence."""
+        """The number of this shard among the shards of the sequence."""
         return self.place
 
     @property
     def length(self) -> int:
-        """The number of tokens here."""
+        """The number of local tokens."""
         return self.layout.counts[self.place]
 
     @property
@@ -114,49 +115,51 @@ class SequenceShard:
         return self.layout.total
 
     def runs(self) -> dict[str, Any]:
-        """The positions of the tokens here, and of the keys that they see."""
+        """Return the positions of the local tokens, and of the keys that they see."""
         return {"rows": self.positions(), "keys": range(self.total)}
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the positions of these tokens in the sequence."""
+        """Return the positions of the local tokens in the sequence."""
         return self.layout.positions(self.place, device)
 
     def chunks(self, size: int) -> Tensor | None:
-        """Return the run of `size` that each token here is of, [rows, own tokens], counted from the
-        first that is no padding; None: from the first of the sequence."""
+        """Return [rows, local tokens]: the number of each token's chunk of `size` tokens.
+
+        Chunks are counted from the first token that is no padding.  None without a padding mask:
+        then chunks are counted from the first position.
+        """
         if self.padding is None:
             return None
         left = (self.padding.cumsum(-1) == 0).sum(-1, keepdim=True)
         return (self.positions(left.device) - left).div(size, rounding_mode="floor")
 
     def on_meta(self) -> SequenceShard:
-        """The same for shapes only: nothing is exchanged."""
+        """Return the shard for shapes only, without an exchange."""
         padding = None if self.padding is None else self.padding.to("meta")
         return replace(self, exchange=None, padding=padding)
 
     def attend(self, how: AttentionMethod, call: Call) -> Tensor:
-        """Attention of the tokens here to those of the whole sequence."""
+        """Compute the attention of the local tokens to the full sequence."""
         if self.exchange is None:
             return call.query.new_empty(call.shape)
         return self.exchange(self, how, call)
 
     def draw(self, p: float, rows: int, heads: int) -> Any:
-        """Return the weights that a call of attention will drop, for `Call.drawn`; None without
-        exchange."""
+        """Draw the dropout mask of an attention call, for `Call.drawn`; None without exchange."""
         return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
 
 
 def current_shard() -> SequenceShard | None:
-    """The shard that this thread runs a model for; None where sequences are whole."""
+    """Return the shard for which this thread runs a model; None if sequences are not split."""
     found: Any = scope.visit()
     return found if isinstance(found, SequenceShard) else None
 
 
 class Known(Tensor):
-    """A rank's tokens of a value; `whole` has those of the whole sequence along dim `at`.
+    """A tensor of a rank's tokens; `whole` is the value of the full sequence along dim `at`.
 
-    `at` is counted from behind. A `pair` has tokens along two dims, queries and keys: in `whole`
-    the queries are the rank's own. As an operand it is a plain tensor of the rank's tokens.
+    `at` is negative.  A `pair` has tokens along two dims, queries and keys: in `whole` the queries
+    are the rank's own.  As an operand it is a plain tensor of the rank's tokens.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -166,7 +169,7 @@ class Known(Tensor):
 
 
 def known(shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False) -> Known:
-    """The tokens of a shard, out of those of the whole sequence along a dim."""
+    """Return a shard's tokens of a value with the full sequence along a dim."""
     dim = dim if dim < 0 else dim - whole.dim()
     made = whole.index_select(dim, shard.positions(whole.device)).as_subclass(Known)
     made.whole, made.at, made.pair = whole, dim, pair
@@ -174,23 +177,26 @@ def known(shard: SequenceShard, whole: Tensor, dim: int, pair: bool = False) -> 
 
 
 def whole_of(value: Any) -> Tensor | None:
-    """Return the whole sequence of a value that knows it; None for other values."""
+    """Return the full sequence of a `Known` value; None for other values."""
     return value.whole if isinstance(value, Known) else None
 
 
 def plain(value: Any) -> Any:
-    """The same as nothing but the tokens of the rank."""
+    """Return a value as a plain tensor of the rank's tokens."""
     return value.as_subclass(Tensor) if isinstance(value, Known) else value
 
 
 def over_all_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
-    """Numbers for scores, [.., queries here or 1, keys of the whole sequence]; None: not known."""
+    """Return values for scores as [.., local queries or 1, keys of the full sequence].
+
+    None if the values of other ranks' keys are not known.
+    """
     value: Tensor = given
     if isinstance(given, Known) and given.whole is not None and given.at == -1:
         value = given.whole
     total = shard.layout.total
     if value.is_meta and value.dim() > 1 and value.shape[-1] == shard.length > 1:
-        # a batch without values says no more than its sizes, of which nothing is made
+        # on meta only sizes are known, and the model computes nothing from the integers
         others = value.new_empty((*value.shape[:-1], total - shard.length))
         value = torch.cat([value, others], -1)
     if (
@@ -205,20 +211,20 @@ def over_all_keys(shard: SequenceShard, given: Tensor) -> Tensor | None:
 def followed(
     shard: SequenceShard, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Compute a function on the whole sequence; None where it is to be called as it is."""
+    """Compute a function for the full sequence; None if the function must be called unchanged."""
     held = [x for x in torch_pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
     there = [x for x in held if whole_of(x) is not None]
     if not there or func not in RULES:
-        return _forgotten(func, args)
+        return _drop_full(func, args)
     try:
         made = RULES[func](_Operands(shard, func, args, kwargs, held, there))
-    except (RuntimeError, IndexError):  # the model's sizes do not fit the whole sequence
+    except (RuntimeError, IndexError):  # the model's sizes do not fit the full sequence
         made = None
-    return _forgotten(func, args) if made is None else made
+    return _drop_full(func, args) if made is None else made
 
 
-def _forgotten(func: Any, args: Sequence[Any]) -> None:
-    """Forget the whole sequence of a value that is written with this rank's tokens alone."""
+def _drop_full(func: Any, args: Sequence[Any]) -> None:
+    """Drop the full sequence of a value into which only this rank's tokens are written."""
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if writes and args and isinstance(args[0], Known):
@@ -227,7 +233,7 @@ def _forgotten(func: Any, args: Sequence[Any]) -> None:
 
 @dataclass
 class _Operands:
-    """A call, with its tensors, and those of them that are known."""
+    """A call, its tensors (`held`), and the `Known` tensors among them (`there`)."""
 
     shard: SequenceShard
     func: Any
@@ -242,19 +248,19 @@ class _Operands:
         return any(x.pair for x in self.there) or len({x.at for x in self.there}) > 1
 
     def on_whole(self, dim: int, args: Any = None) -> Any:
-        """The call on values that are whole along a dim."""
+        """Run the call on values of the full sequence along a dim."""
 
-        def taken(value: Any) -> Any:
+        def full_value(value: Any) -> Any:
             found = whole_of(value)
             return found if found is not None and value.at == dim else value
 
         return self.func(
-            *torch_pytree.tree_map(taken, args or tuple(self.args)),
-            **torch_pytree.tree_map(taken, dict(self.kwargs)),
+            *torch_pytree.tree_map(full_value, args or tuple(self.args)),
+            **torch_pytree.tree_map(full_value, dict(self.kwargs)),
         )
 
     def placed(self, local: Any, whole: Any) -> Known | None:
-        """The result, by where its shapes differ; None unless that is along one dim of tokens."""
+        """Return a result as `Known`; None unless local and full shape differ in one token dim."""
         if not isinstance(whole, Tensor) or local.dim() != whole.dim():
             return None
         found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
@@ -269,7 +275,7 @@ class _Operands:
 
 
 def _pointwise(case: _Operands) -> Known | None:
-    """Keys are whole wherever one operand has them; queries are those of the rank then."""
+    """Apply an elementwise call: along the last token dim of all operands."""
     dim = max(x.at for x in case.there)
     for x in case.held:
         if whole_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
@@ -280,19 +286,19 @@ def _pointwise(case: _Operands) -> Known | None:
 
 
 def _moved(case: _Operands) -> Known | None:
-    """Dims come, go and move; sums run on from token to token."""
+    """Apply a call that adds, removes or moves dims, or a cumulative sum."""
     dim = case.there[0].at
     return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
 
 
-def _joined(case: _Operands) -> Known | None:
-    """Several, one behind the other along a dim that is not that of tokens."""
-    alike = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
-    return _moved(case) if alike else None
+def _concatenated(case: _Operands) -> Known | None:
+    """Apply a concatenation along a dim that is not the dim of tokens."""
+    same = len(case.there) == len(case.held) and len({x.at for x in case.there}) == 1
+    return _moved(case) if same else None
 
 
 def _reduced(case: _Operands) -> Any:
-    """One value of all tokens, which is that of the whole; or each token's of another dim."""
+    """Apply a reduction: over tokens the result is that of the full sequence."""
     if len(case.held) > 1:
         return _pointwise(case)
     local, whole = case.func(*case.args, **case.kwargs), case.on_whole(case.there[0].at)
@@ -302,7 +308,7 @@ def _reduced(case: _Operands) -> Any:
 
 
 def _item(case: _Operands) -> Any:
-    """New dims and whole runs; of a table that is looked up, all keys."""
+    """Apply indexing: new dims and full slices of a value, or a lookup in a table by pairs."""
     table, index = case.args
     if whole_of(table) is None:
         return _looked_up(case, 1 - table.dim()) if whole_of(index) is not None else None
@@ -319,13 +325,13 @@ def _item(case: _Operands) -> Any:
 
 
 def _looked_up(case: _Operands, by: int = -1) -> Known | None:
-    """A table's entries for pairs of tokens; those for tokens are the rank's own matter."""
+    """Apply a lookup by pairs of tokens; a lookup by tokens is local, and not followed."""
     (pair,) = case.there
     return known(case.shard, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
 
 
 def _shaped(case: _Operands) -> Known | None:
-    """The dim of tokens keeps its size and what stands behind it, or nothing is known after."""
+    """Apply a reshape that keeps the dim of tokens and the sizes behind it."""
     (x,), length, total = case.there, case.shard.length, case.shard.layout.total
     if x is not case.args[0]:
         return None
@@ -337,7 +343,7 @@ def _shaped(case: _Operands) -> Known | None:
         if local.shape[d] == length and local.shape[d + 1 :].numel() == behind
     ]
     if len(found) != 1:
-        return None  # of a single token it may be any
+        return None  # with one local token the dim is ambiguous
     sizes = [*local.shape]
     sizes[found[0]] = total
     assert x.whole is not None
@@ -353,7 +359,7 @@ def _spread(case: _Operands) -> Known | None:
 
 
 def _cast(case: _Operands) -> Known | None:
-    """Another type, or copy, of the first operand, whatever the others are."""
+    """Apply a cast or a copy of the first operand."""
     x, *rest = case.args
     if not isinstance(x, Known) or x.whole is None:
         return None
@@ -361,7 +367,7 @@ def _cast(case: _Operands) -> Known | None:
 
 
 def _written(case: _Operands) -> Known | None:
-    """`a += b`: what is whole is made anew, as it may be the batch's own."""
+    """Apply `a += b`: a new full tensor is made, because the old one may belong to the batch."""
     into, case.func = case.args[0], _IN_PLACE[case.func]
     made = _pointwise(case)
     if made is None or not isinstance(into, Known) or made.shape != into.shape:
@@ -398,7 +404,7 @@ def _rules() -> dict[Any, Rule]:
     found |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
     found |= dict.fromkeys(_IN_PLACE, _written)
     found |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
-    found |= dict.fromkeys((torch.cat, torch.concat), _joined)
+    found |= dict.fromkeys((torch.cat, torch.concat), _concatenated)
     found |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
     found |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
     return found
@@ -409,15 +415,16 @@ RULES = _rules()
 
 @dataclass(frozen=True)
 class Tokens(SequenceParts):
-    """The way in which a model runs on each rank's tokens of its sequences.
+    """The split of a model's sequences by tokens over ranks; found by a probe.
 
-    positions  whether the model is given `position_ids`
-    documents  whether positions that start anew within a row tell documents apart
+    kind       kind of the layout
+    positions  whether the model gets `position_ids`
+    documents  whether positions that restart within a row separate documents
     products   lines of the model that multiply queries and keys
-    follow     whether what the model makes of the batch's integers and of positions alone is made
-               for the whole sequence
+    follow     whether values that the model computes from the batch's integers and from positions
+               alone are computed for the full sequence
     outputs    leaf of the output (by path) -> its dim of tokens
-    row        the row that splits the sequences, for what is refused while they run
+    row        the row that splits the sequences, for refusals while they run
     """
 
     kind: str
@@ -430,7 +437,7 @@ class Tokens(SequenceParts):
     row: Span | None = None
 
     def unknown_draw(self, site: str) -> Refusal:
-        """The refusal S661 of a draw whose dims are not known."""
+        """Return the refusal S661 of a random draw whose dims are not known."""
         return self.at_its_row(
             Refusal.of(
                 UNSPLIT,
@@ -441,7 +448,7 @@ class Tokens(SequenceParts):
         )
 
     def at_its_row(self, refusal: Refusal) -> Refusal:
-        """The refusal at the row that splits the sequences."""
+        """Return a refusal with the place of the row that splits the sequences."""
         return refusal if self.row is None else refusal.at(self.row)
 
     def layout(self, batch: Batch) -> Layout:
@@ -451,8 +458,10 @@ class Tokens(SequenceParts):
     def sizes(
         self, batch: Batch, place: int = 0, spread: int = 1
     ) -> Callable[[Any], tuple[int, ...]]:
-        """Return the function from the shape of a value of whole sequences to that of a place's
-        tokens; of one that is split along the sequence over up to `spread` other ranks, too."""
+        """Return a function from the shape of a value of full sequences to a place's shape.
+
+        The value may also be split along the sequence over up to `spread` other ranks.
+        """
         layout = self.layout(batch)
 
         def resized(shape: Any) -> tuple[int, ...]:
@@ -466,7 +475,7 @@ class Tokens(SequenceParts):
     def part(
         self, part: Part, place: int, exchange: Exchange | None, layout: Layout | None = None
     ) -> Part:
-        """The tokens of a microbatch that the rank at a place has."""
+        """Return the tokens of a microbatch for the rank at a place."""
         batch = part.inputs
         layout = layout or self.layout(batch)
         mask = batch.get("attention_mask")
@@ -476,11 +485,11 @@ class Tokens(SequenceParts):
         if self.positions and "position_ids" not in batch:
             inputs["position_ids"] = shard.positions(_device(batch)).unsqueeze(0)
         if self.documents:
-            shard = replace(shard, documents=_documents(batch, shard))
+            shard = replace(shard, documents=_documents_of(batch, shard))
         if self.shift == "none" or self.labels not in batch:
             return replace(part, inputs=inputs, shard=shard)
         labels = batch[self.labels]
-        # what the label of a token is: that of the next one, wherever that lies
+        # the label of a token is the next token of the sequence, which another rank may have
         last = labels.new_full((len(labels), 1), self.ignore)
         own = layout.take(torch.cat([labels[:, 1:], last], 1), 1, place)
         moved = inputs | {self.labels: torch.cat([last, own], 1)}
@@ -497,7 +506,7 @@ class Tokens(SequenceParts):
             if not self.is_along(name, value, total, rows):
                 return value
             if not runs_along(value, total, rows) or value.dim() == 4:
-                raise _unfit(name, value, total)
+                raise _length_refusal(name, value, total)
             if (
                 self.follow
                 and value.dim() == 2
@@ -511,9 +520,8 @@ class Tokens(SequenceParts):
         return made
 
 
-def _documents(batch: Batch, shard: SequenceShard) -> Tensor | None:
-    """Return each token's document where positions start anew within a row; None: nothing says
-    so."""
+def _documents_of(batch: Batch, shard: SequenceShard) -> Tensor | None:
+    """Return each local token's document, from positions that restart in a row; None: unknown."""
     positions = batch.get("position_ids")
     if positions is None or "attention_mask" in batch:
         return None
@@ -527,7 +535,7 @@ def _device(batch: Batch) -> torch.device:
     return found[0].device
 
 
-def _unfit(name: str, value: Tensor, total: int) -> Refusal:
+def _length_refusal(name: str, value: Tensor, total: int) -> Refusal:
     why = (
         "masks of [queries, keys] cannot be split"
         if value.dim() == 4

@@ -1,7 +1,8 @@
-"""The model alone on some tokens of its sequences: whether it shows what our runs of it show.
+"""Run of the model alone on some tokens of its sequences: is a fault the model's, or schedlang's?
 
-Its attentions answer as in the full sequence, where they were noted; nothing of ours exchanges
-keys, shards parts or carries labels, so that what these do wrong is not said of the model.
+Its attentions return the results that were recorded for the full sequence.  No code of schedlang
+exchanges keys, splits batches or shifts labels here, so errors of that code are not blamed on the
+model.
 """
 
 from __future__ import annotations
@@ -27,46 +28,47 @@ Outputs = dict[str, Tensor]
 
 
 def depends_on_tokens(trial: Trial, sites: Sequence[str]) -> bool:
-    """Return whether the model alone gives some tokens another result than in the full sequence.
+    """Return whether the model alone computes some tokens differently than in the full sequence.
 
-    Attentions inside of the modules `sites` see the keys of all tokens, those elsewhere only their
-    own.  True where it cannot be told, as for a model that does not run on some tokens.
+    Attentions inside of the modules `sites` see the keys of all tokens, others only those of their
+    chunk.  True if this is not known, e.g. for a model that does not run on some tokens.
     """
     products = bool(lines_of(trial, Lines))
 
-    def same(*way: Any) -> bool:
+    def same(*options: Any) -> bool:
         try:
-            return _same(trial, sites, products, *way)
-        except Exception:  # whatever the model raises
+            return _same_on_chunks(trial, sites, products, *options)
+        except Exception:  # the model's own code may raise anything
             return False
 
-    return not any(same(*way) for way in itertools.product((True, False), (0, 1), (True, False)))
+    options = itertools.product((True, False), (0, 1), (True, False))
+    return not any(same(*one) for one in options)
 
 
 def runs(trial: Trial) -> bool:
-    """Return whether the model alone takes the trial's batch, and one of a token less."""
+    """Return whether the model alone accepts the trial's batch, and one with one token less."""
     total = sum(trial.lengths)
     try:
         for length in (total, total - 1):
-            _ran(trial, tokens_of(trial.batch, total, torch.arange(length)), _Model())
-    except Exception:  # whatever the model raises
+            _run(trial, tokens_of(trial.batch, total, torch.arange(length)), _Model())
+    except Exception:  # the model's own code may raise anything
         return False
     return True
 
 
-def _same(
+def _same_on_chunks(
     trial: Trial, sites: Sequence[str], products: bool, counted: bool, more: int, labels: bool
 ) -> bool:
-    """Return whether every module gives each part what it gives those tokens, and the losses make
-    one.
+    """Return whether all modules, and the weighted losses, agree with the full sequence on chunks.
 
-    `counted`: positions that are counted from shapes are those of the tokens.  `more`: tokens by
-    which parts overlap, for a model that moves its labels.  `labels`: count them here.
+    counted  positions that are counted from shapes are replaced with those of the chunk's tokens
+    more     tokens by which chunks overlap, for a model that shifts its labels
+    labels   weight the losses by the labels that count, instead of the trial's weights
     """
     total = sum(trial.lengths)
     stops = list(itertools.accumulate(trial.lengths))
-    noted = _Answers(products, total)
-    want, whole = _ran(trial, trial.batch, noted, sites)
+    noted = _AttentionReplay(products, total)
+    want, whole = _run(trial, trial.batch, noted, sites)
     weights, losses = [], []
     for a, b in zip([0, *stops], stops):
         held = torch.arange(a, min(b + more, total))
@@ -74,22 +76,22 @@ def _same(
         if "position_ids" in inspect.signature(trial.model.forward).parameters:
             part.setdefault("position_ids", held.unsqueeze(0))
         tables = [*trial.model.parameters(), *trial.model.buffers()] if counted else []
-        weights.append(_counted(trial, part, more) if labels else trial.weight(part))
+        weights.append(_count_labels(trial, part, more) if labels else trial.weight(part))
         if not weights[-1]:
             losses.append(whole * 0)
             continue
-        answers = _Answers(products, total, noted.noted, held, tables if counted else None)
-        got, loss = _ran(trial, part, answers, sites)
+        answers = _AttentionReplay(products, total, noted.noted, held, tables if counted else None)
+        got, loss = _run(trial, part, answers, sites)
         losses.append(loss)
         by_token = {k: v[:, held] for k, v in want.items() if v.dim() > 1 and v.shape[1] == total}
-        if any(name not in got or not _near(got[name], by_token[name]) for name in by_token):
+        if any(name not in got or not _is_close(got[name], by_token[name]) for name in by_token):
             return False
     shares = [loss * (weight / (sum(weights) or 1.0)) for loss, weight in zip(losses, weights)]
-    return _near(torch.stack(shares).sum(), whole)
+    return _is_close(torch.stack(shares).sum(), whole)
 
 
-def _counted(trial: Trial, part: Mapping[str, Any], more: int) -> float:
-    """The labels of a part that count; its tokens where there are none."""
+def _count_labels(trial: Trial, part: Mapping[str, Any], more: int) -> float:
+    """Return how many labels of a chunk count; its tokens if there are no labels."""
     from schedlang.runtime.sequence_pipelining.slices import length_of
 
     if trial.rule is None:
@@ -98,9 +100,8 @@ def _counted(trial: Trial, part: Mapping[str, Any], more: int) -> float:
     return float((labels != trial.rule.ignore_index).sum())
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are as near as few roundings to float32 leave them, by their
-    size."""
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ by no more than a few roundings to float32."""
     if a.shape != b.shape:
         return False
     gate = 1e-5 if b.dtype == torch.float64 else 1e-3
@@ -108,17 +109,17 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 class _Model(Alone):
-    """The model runs alone; `inside` counts the modules with rows of context parallelism around."""
+    """Mode in which the model runs alone; `inside` counts the enclosing modules of `sites`."""
 
     def __init__(self) -> None:
         super().__init__(Still())
         self.inside = 0
 
 
-def _ran(
+def _run(
     trial: Trial, batch: Mapping[str, Any], mode: _Model, sites: Sequence[str] = ()
 ) -> tuple[Outputs, Tensor]:
-    """The last output of every module in training, and the loss."""
+    """Run a copy in training mode; return the last output of every module, and the loss."""
     found: Outputs = {}
     model = copy.deepcopy(trial.model).train()
 
@@ -149,12 +150,14 @@ def _ran(
     return found, loss.detach()
 
 
-class _Answers(_Model):
-    """Attentions of the whole are noted; those of a part answer with what was noted.
+class _AttentionReplay(_Model):
+    """Mode that records the attentions of the full sequence, or replays them for a chunk.
 
-    Only those inside of modules with rows: others see the keys of their part alone.
+    Only attentions inside of modules of `sites`; others see the keys of their chunk.
 
-    With `tables`, shapes that count the tokens held count those: `arange`, and slices of these.
+    held    the indices of the chunk's tokens; None: record the full sequence
+    tables  parameters and buffers: `arange`, and slices of these from 0 to the number of tokens,
+            give the positions of the chunk's tokens
     """
 
     def __init__(
@@ -176,17 +179,17 @@ class _Answers(_Model):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self._attends(func, args):
-            return self._answer(func, args, kwargs)
+        if self._is_attention(func, args):
+            return self._replay(func, args, kwargs)
         if self.counts and self.held is not None:
             if func is torch.arange and args in ((self.count,), (0, self.count)):
                 kwargs = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
                 return self.held.to(**kwargs)
-            if func is Tensor.__getitem__ and self._known(args[0]):
-                return self._taken(*args)
+            if func is Tensor.__getitem__ and self._is_table(args[0]):
+                return self._take_positions(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _attends(self, func: Any, args: Any) -> bool:
+    def _is_attention(self, func: Any, args: Any) -> bool:
         if not self.inside:
             return False
         if func is F.scaled_dot_product_attention:
@@ -196,7 +199,7 @@ class _Answers(_Model):
         shape = args[0].shape
         return len(shape) > 2 and tuple(shape[-2:]) == (self.count, self.count)
 
-    def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _replay(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         if self.held is None:
             made: Tensor = super().__torch_function__(func, (), args, kwargs)
             self.noted.append(made)
@@ -204,13 +207,12 @@ class _Answers(_Model):
         self.calls += 1
         return self.noted[self.calls - 1][..., self.held, :]
 
-    def _known(self, value: Tensor) -> bool:
-        """Return whether it is a parameter or buffer."""
+    def _is_table(self, value: Tensor) -> bool:
+        """Return whether a tensor has the form of one of `tables`."""
         return (tuple(value.shape), value.dtype) in self.shapes
 
-    def _taken(self, value: Tensor, key: Any) -> Tensor:
-        """Take from a whole value the places of the tokens here, for a slice from 0 to their
-        number."""
+    def _take_positions(self, value: Tensor, key: Any) -> Tensor:
+        """Index a table; a slice from 0 to the number of tokens takes the chunk's positions."""
         assert self.held is not None
         keys = list(key) if isinstance(key, tuple) else [key]
         for place, one in enumerate(keys):

@@ -1,11 +1,8 @@
-"""Try on a small copy whether a model may run on some tokens of its sequences; name the fault.
+"""Probe of context parallelism: run a small copy of a model by shards of its tokens on one process.
 
-* Functions that run one at a time, in turns: each goes on when all have come to the same point.
-* A pass over a small model by parts of its sequences, side by side on one process.
-* Why a model cannot be split by tokens: the module that gives some tokens something else.
-* Whether a model may run on some tokens of its sequences, tried on a small stand-in before. Whole
-  and by parts, on one process, the losses and every gradient must be equal. A model for which no
-  way is found is refused, with the first module that gives something else.
+The loss and every gradient must equal those of the full sequences.  `probe` tries candidates of
+`Tokens` and returns the first that passes; if none passes, the model is refused with the first
+module that computes some tokens differently.  The shards run in threads, one awake at a time.
 """
 
 from __future__ import annotations
@@ -63,35 +60,36 @@ from schedlang.runtime.training import Training
 
 
 class OutOfStep(Exception):
-    """Some came to a point at which others never arrive."""
+    """Raised if some functions reach a rendezvous that others do not reach."""
 
 
 class Lockstep:
-    """Runs functions in threads of their own, of which one at a time is awake.
+    """Runs functions in threads, of which one at a time is awake, with rendezvous between them.
 
-    So parts of one graph of autograd can be made side by side, each by a forward of the whole
-    model; their order is always the same.
+    So several forwards of the model can build one autograd graph together, in a fixed order.
     """
 
     def __init__(self, count: int) -> None:
         self._turns = [threading.Semaphore(0) for _ in range(count)]
         self._back = threading.Semaphore(0)
         self._waiting: dict[int, Any] = {}
-        self._met: list[Any] = []
+        self._values: list[Any] = []
         self._failed = False
 
     def meet(self, place: int, value: Any) -> list[Any]:
-        """Wait for all places; return the values that they bring here, by place."""
+        """Wait for all places at a rendezvous; return their values, by place."""
         self._waiting[place] = value
-        self._rest(place)
-        return self._met
+        self._sleep(place)
+        return self._values
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run the functions in turn and return their results; raise the first exception, which ends
-        all."""
+        """Run the functions in turn, and return their results.
+
+        Raises the first exception of a function, which ends all functions.
+        """
         made: dict[int, Any] = {}
         errors: list[BaseException] = []
-        default = torch.get_default_dtype()  # one for all threads: each finds its own when it wakes
+        default = torch.get_default_dtype()  # global to all threads: saved and restored for each
 
         def body(place: int) -> None:
             self._turns[place].acquire()
@@ -99,7 +97,7 @@ class Lockstep:
             try:
                 if not self._failed:
                     made[place] = functions[place]()
-            except BaseException as error:  # noqa: BLE001  (it is raised again below)
+            except BaseException as error:  # noqa: BLE001  (raised again below)
                 errors.append(error)
                 self._failed = True
             self._back.release()
@@ -115,7 +113,7 @@ class Lockstep:
         return [made[place] for place in range(len(functions))]
 
     def _round(self, threads: Sequence[threading.Thread], made: dict[int, Any]) -> None:
-        """Wake all that are not done, one after the other, until each has come somewhere."""
+        """Wake each unfinished thread in turn, until it waits at a rendezvous or ends."""
         there = [
             place for place, thread in enumerate(threads) if place not in made and thread.is_alive()
         ]
@@ -126,10 +124,10 @@ class Lockstep:
                 threads[place].join()
         if len(self._waiting) not in (0, len(threads)):
             self._failed = True
-        self._met = [self._waiting[place] for place in sorted(self._waiting)]
+        self._values = [self._waiting[place] for place in sorted(self._waiting)]
         self._waiting = {}
 
-    def _rest(self, place: int) -> None:
+    def _sleep(self, place: int) -> None:
         mine = torch.get_default_dtype()
         self._back.release()
         self._turns[place].acquire()
@@ -140,13 +138,13 @@ class Lockstep:
 
 @dataclass
 class Parts(Seen):
-    """The results of the parts: outputs by place, and their common loss and gradients."""
+    """The result of a run by shards: outputs by place, and the common loss and gradients."""
 
     outputs: Sequence[Any] = ()
 
 
 def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
-    """Runs of these lengths one after the other; for other kinds than that from both ends."""
+    """Return a layout with these numbers of tokens; not contiguous: tokens of both ends each."""
     if kind == "contiguous":
         starts = [sum(lengths[:k]) for k in range(len(lengths))]
         return Layout(tuple((range(a, a + n),) for a, n in zip(starts, lengths)))
@@ -160,13 +158,13 @@ def layout_of(kind: str, lengths: Sequence[int]) -> Layout:
 
 
 def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
-    """Forward of every part, each in turn up to the next attention, and one backward."""
+    """Run the forward of every shard, in turns up to the next attention, and one backward."""
     model, count = trial.model, len(trial.lengths)
     layout = layout_of(tokens.kind, trial.lengths)
     together = Lockstep(count)
     draws: dict[Any, tuple[int, ...]] = {}
     whole = Part(dict(trial.batch), tuple(range(rows_of(trial.batch))))
-    exchange = _Meeting(together)
+    exchange = _TrialExchange(together)
     parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
     weights = [trial.weight(part.weighed or part.inputs) for part in parts]
     at, inner = InShard(tokens), tokens.windows(None) if tokens.draws else None
@@ -191,35 +189,35 @@ def run_in_parts(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> Parts:
 
 
 def _ready(trial: Trial, tokens: Tokens, sites: Sequence[str]) -> AbstractContextManager[None]:
-    """A model that runs by parts, in a block."""
+    """Context in which the trial's model runs by shards."""
     model = trial.model
     model.zero_grad(set_to_none=True)
     Training(model).on()
     hows: Mapping[str, AttentionMethod] = {site: AttentionMethod("trial") for site in sites}
-    # its modules say their names since the whole pass
+    # since the run of full sequences the modules report their names
     return hooked(install(model, tokens, hows))
 
 
-class _Meeting:
-    """Attention by plain products, to what all parts have brought."""
+class _TrialExchange:
+    """The exchange of a trial: attention by plain products to the keys of all shards."""
 
     def __init__(self, together: Lockstep) -> None:
         self.together = together
 
     def __call__(self, shard: SequenceShard, how: AttentionMethod, call: Call) -> Tensor:
-        met = self.together.meet(shard.place, (call.key, call.value, call.mask.tags))
-        keys, values = (shard.layout.whole([one[k] for one in met], 2) for k in (0, 1))
-        tags = Tags(*(_joined(shard.layout, column) for column in zip(*(one[2] for one in met))))
+        shards = self.together.meet(shard.place, (call.key, call.value, call.mask.tags))
+        keys, values = (shard.layout.whole([one[k] for one in shards], 2) for k in (0, 1))
+        tags = Tags(*(_full_tag(shard.layout, tag) for tag in zip(*(one[2] for one in shards))))
         groups = call.query.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         scores = call.query @ keys.mT
         scores = scores * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)
         if call.mask.cap is not None:
             scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
-        alike = scores - scores.detach() if call.blind == "scores" else torch.zeros_like(scores)
-        scores = _masked(scores, shard, call, tags)
+        equal = scores - scores.detach() if call.blind == "scores" else torch.zeros_like(scores)
+        scores = _apply_mask(scores, shard, call, tags)
         if call.blind != "zero" and call.mask.sinks is None:
-            scores = torch.where(scores.isneginf().all(-1, keepdim=True), alike, scores)
+            scores = torch.where(scores.isneginf().all(-1, keepdim=True), equal, scores)
         if call.mask.sinks is not None:
             sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
@@ -229,16 +227,16 @@ class _Meeting:
         return F.dropout(weights, call.dropout) @ values
 
     def drawn(self, shard: SequenceShard, p: float, rows: int, heads: int) -> Tensor:
-        """See Exchange: what weights are multiplied by."""
+        """Draw the factors of attention weights, as `Exchange` does."""
         return F.dropout(torch.ones(rows, heads, shard.length, shard.layout.total), p)
 
 
-def _joined(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _full_tag(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
     return layout.whole(there, 1) if there else None
 
 
-def _masked(scores: Tensor, shard: SequenceShard, call: Call, tags: Tags) -> Tensor:
+def _apply_mask(scores: Tensor, shard: SequenceShard, call: Call, tags: Tags) -> Tensor:
     rows, start, keys = [], 0, range(shard.layout.total)
     for run in shard.layout.runs[shard.place]:
         at = call.mask.tags.cut(start, start + len(run))
@@ -259,7 +257,7 @@ MIXED = (
 
 
 def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) -> Refusal:
-    """The refusal of a model for which parts failed with `error` when run as `tokens` says."""
+    """Return the refusal of a model whose run by shards, as `tokens` describes, gave `error`."""
     if isinstance(error, Refusal):
         return error
     kind = type(trial.model).__name__
@@ -271,10 +269,10 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
             run_in_parts(trial, tokens, sites)
     except Refusal as refused:
         return refused
-    except Exception as raised:  # the model's own code, on a part: whatever it raises
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        window = _window(trial.model, list(whole))
-        notes = (said, window) if window else (said,)
+    except Exception as raised:  # the model's own code may raise anything
+        message = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        window = _describe_window(trial.model, list(whole))
+        notes = (message, window) if window else (message,)
         return refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
     layout = layout_of(tokens.kind, trial.lengths)
     for name, outputs in whole.items():
@@ -287,30 +285,30 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
             return refusal(
                 f"`{kind}` cannot be split by tokens",
                 f"`{name}` computes a token differently than in the full sequence",
-                _window(trial.model, upto(whole, name)) or MIXED,
+                _describe_window(trial.model, upto(whole, name)) or MIXED,
             )
     return refusal(f"`{kind}` cannot be split by tokens", str(error))
 
 
 def unrunnable(model: nn.Module, title: str, said: str) -> Refusal:
-    """The refusal of a model that no trial can run, with what it said."""
-    window = _window(model, [name for name, _ in model.named_modules() if name])
+    """Return the refusal of a model that no trial can run; `said` is the error's message."""
+    window = _describe_window(model, [name for name, _ in model.named_modules() if name])
     if not window:
         return refusal(title, said)
     return refusal(f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}")
 
 
 def upto(names: Iterable[str], last: str) -> list[str]:
-    """The names up to one of them."""
+    """Return the names up to `last`, `last` included."""
     return list(itertools.takewhile(lambda name: name != last, names)) + [last]
 
 
-def _window(model: nn.Module, names: Sequence[str]) -> str:
+def _describe_window(model: nn.Module, names: Sequence[str]) -> str:
     """Describe the first of some modules that mixes neighbouring tokens; "" if none does."""
     for name in names:
         module = model.get_submodule(name)
-        wide = getattr(module, "kernel_size", 1)
-        if any(n != 1 for n in (wide if isinstance(wide, tuple) else (wide,))):
+        size = getattr(module, "kernel_size", 1)
+        if any(n != 1 for n in (size if isinstance(size, tuple) else (size,))):
             kind = type(module).__name__
             return (
                 f"`{name}` is a `{kind}`: it mixes neighbouring tokens, and later modules"
@@ -320,7 +318,7 @@ def _window(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
-    """The refusal of a batch whose tokens arise inside of the model: images; None for others."""
+    """Return the refusal of a batch of images, whose tokens the model makes; None for others."""
     leaves, _ = pytree.tree_flatten_with_path(dict(batch))
     tensors = [(dotted(path), x) for path, x in leaves if isinstance(x, Tensor) and x.dim() > 1]
     if not tensors or any(x.dim() < 4 for _, x in tensors):
@@ -339,7 +337,7 @@ def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
 
 
 def refusal(title: str, *notes: str) -> Refusal:
-    """The model cannot be split by tokens."""
+    """Return the refusal S659 of a model that cannot be split by tokens."""
     return Refusal.of(
         "S659",
         title,
@@ -352,16 +350,16 @@ def refusal(title: str, *notes: str) -> Refusal:
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
-    """Find how the model of a trial runs by tokens on ranks; raise Refusal S659 where it cannot."""
+    """Find how a trial's model runs on shards of tokens; raise Refusal S659 if it cannot."""
     whole = watched(trial)
     output, _ = forward(trial, trial.model, trial.batch)
     first: tuple[Tokens, Exception] | None = None
     for tokens in candidates(trial, kind, ranks):
         try:
-            tokens = _tagged(trial, tokens, whole, sites)
+            tokens = _with_draws(trial, tokens, whole, sites)
             parts = run_in_parts(trial, tokens, sites)
             compare(whole, parts)
-        except Exception as error:  # the model's own code, on what it has not been given before
+        except Exception as error:  # the model's own code may raise anything
             first = first or (tokens, error)
             continue
         return replace(tokens, outputs=_outputs(output, parts.outputs, trial))
@@ -369,12 +367,15 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
     _check_labels(trial, first[0])
     found = fault(trial, *first, sites)
     if found.diagnostic.code == "S659":
-        _of_the_model(trial, found, first[1], sites)
+        _check_own_error(trial, found, first[1], sites)
     raise found
 
 
 def _check_labels(trial: Trial, tokens: Tokens) -> None:
-    """Refuse (S659) a loss whose moved labels are an input of the model: a part has one of both."""
+    """Refuse (S659) a loss whose shifted labels are an input of the model.
+
+    A shard has either the input or the shifted labels.
+    """
     rule = trial.rule
     if rule and tokens.shift != "none" and labels_are_input(trial.model, rule, trial.loss):
         name = rule.source
@@ -386,8 +387,8 @@ def _check_labels(trial: Trial, tokens: Tokens) -> None:
         )
 
 
-def _of_the_model(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:
-    """Raise an error of our own where the model alone does not show what our runs of it show."""
+def _check_own_error(trial: Trial, found: Refusal, error: Exception, sites: Sequence[str]) -> None:
+    """Raise OwnError if the model alone computes all tokens as in the full sequence."""
     if not depends_on_tokens(trial, sites):
         raise OwnError(
             "the module alone computes some tokens as in the full sequence, but not in the program",
@@ -398,14 +399,14 @@ def _of_the_model(trial: Trial, found: Refusal, error: Exception, sites: Sequenc
 
 
 def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
-    """Return how a model without values would run, untried: it can be shown, not trained."""
+    """Return how a model without values would probably run: for plans, not for training."""
     style = shift_of(trial)
-    given = style == "padded" and _given(trial)
+    given = style == "padded" and _takes_shifted_labels(trial)
     shift = "given" if given else "none" if style == "none" else "head"
     return Tokens(
         kind,
         ranks,
-        _takes(trial, "position_ids"),
+        _accepts(trial, "position_ids"),
         products=lines_of(trial, Lines),
         shift=shift,
         head=head_of(trial) if shift == "head" else "",
@@ -414,12 +415,14 @@ def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
 
 
 def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
-    """Ways that a model of this kind may be run in, the likeliest first."""
+    """Yield the candidates of how a model may run, the likeliest first."""
     style = shift_of(trial)
     base = Tokens(kind, ranks, products=lines_of(trial, Lines), **labelled(trial))
     head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
-    ways = [replace(base, shift="given")] if style == "padded" and _given(trial) else []
-    takes = _takes(trial, "position_ids")
+    ways = (
+        [replace(base, shift="given")] if style == "padded" and _takes_shifted_labels(trial) else []
+    )
+    takes = _accepts(trial, "position_ids")
     places = places_of(trial)
     for way in (*ways, head):
         if takes:
@@ -432,19 +435,19 @@ def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
         yield replace(way, places=places, follow=True)
 
 
-def _given(trial: Trial) -> bool:
-    """Return whether labels may come moved already."""
-    return trial.loss is None and (_takes(trial, "shift_labels") or _takes(trial, "**"))
+def _takes_shifted_labels(trial: Trial) -> bool:
+    """Return whether the model accepts labels that are shifted already."""
+    return trial.loss is None and (_accepts(trial, "shift_labels") or _accepts(trial, "**"))
 
 
-def _takes(trial: Trial, name: str) -> bool:
+def _accepts(trial: Trial, name: str) -> bool:
     known = inspect.signature(trial.model.forward).parameters
     if name == "**":
         return any(one.kind is one.VAR_KEYWORD for one in known.values())
     return name in known
 
 
-def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
+def _with_draws(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> Tokens:
     if not trial.random or not whole.draws:
         return tokens
     stops = [sum(trial.lengths)] * len(trial.lengths)
@@ -454,7 +457,7 @@ def _tagged(trial: Trial, tokens: Tokens, whole: Seen, sites: Sequence[str]) -> 
 
 
 def _outputs(whole: Any, parts: Sequence[Any], trial: Trial) -> dict[str, int]:
-    """Leaves of the output that run along the sequence: by path, their dim of tokens."""
+    """Return the leaves of the output that are split by tokens: path -> dim of tokens."""
     total, found = sum(trial.lengths), {}
     leaves = [dict(_leaves(output)) for output in parts]
     for name, value in _leaves(whole):

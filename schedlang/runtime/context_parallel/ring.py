@@ -1,4 +1,7 @@
-"""Attention over blocks that pass by: their order, their transfers, and their gradients' way."""
+"""Attention over keys and values of all ranks: the transfers, their order, and the gradients.
+
+`Attention` is the autograd function; `Gathered`, `Ring` and `Bodies` are the orders of transfers.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from schedlang.runtime.context_parallel.token_layout import (
     wanted,
 )
 
-# ---- Tensors of a place's tokens in one memory, sent to the next rank or to all; counted.
-# Kinds that listeners hear: "send" (one message of one rank), "all-to-all" (what one rank gives),
-# "all-gather" and "reduce-scatter" (the whole tensor).
+# -- packets of tensors, and their transfers ------------------------------------------------------
+# Counted as "send" (one message of one rank), "all-to-all" (what one rank sends), "all-gather" and
+# "reduce-scatter" (the full tensor).
 
 
 Shape = tuple[int, ...]
@@ -39,21 +42,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Packet:
-    """Tensors of some tokens, flat and side by side, one memory for each dtype.
+    """Tensors of some tokens, flattened and concatenated into one tensor for each dtype.
 
-    `shapes` are theirs, `dims` the dim of each that runs along the tokens, `lies` which of `flats`
-    each is in; tensors of one dtype follow each other there, booleans as bytes.
+    flats   one flat tensor for each dtype; booleans as bytes
+    dtypes  the dtypes of `flats`
+    shapes  the shapes of the tensors
+    dims    the dim of tokens of each tensor
+    lies    the index in `flats` of each tensor
     """
 
     flats: tuple[Tensor, ...]
-    dtypes: tuple[torch.dtype, ...]  # of `flats`
+    dtypes: tuple[torch.dtype, ...]
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
     lies: tuple[int, ...]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], dims: Sequence[int]) -> Packet:
-        """Copy tensors together."""
+        """Pack copies of tensors; `dims` are their dims of tokens."""
         kinds = list(dict.fromkeys(t.dtype for t in tensors))
         joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in kinds]
         flats = tuple(f.view(torch.uint8) if f.dtype == torch.bool else f for f in joined)
@@ -62,7 +68,7 @@ class Packet:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Views of the tensors."""
+        """Views of the packed tensors."""
         used = [0] * len(self.flats)
         found = []
         for shape, lies in zip(self.shapes, self.lies):
@@ -73,7 +79,7 @@ class Packet:
         return tuple(found)
 
     def empty(self, tokens: int) -> Packet:
-        """Memory for the same tensors of so many tokens."""
+        """Allocate a packet of the same tensors for `tokens` tokens."""
         shapes = tuple((*s[:d], tokens, *s[d + 1 :]) for s, d in zip(self.shapes, self.dims))
         sizes = [0] * len(self.flats)
         for shape, lies in zip(shapes, self.lies):
@@ -82,15 +88,15 @@ class Packet:
         return replace(self, flats=flats, shapes=shapes)
 
     def padded(self, tokens: int) -> Packet:
-        """The same tensors with zeros after their tokens, up to so many."""
+        """Return the packet with its tensors padded with zeros to `tokens` tokens."""
         if all(s[d] == tokens for s, d in zip(self.shapes, self.dims)):
             return self
         return Packet.of(
-            [_padded(t, d, tokens) for t, d in zip(self.tensors, self.dims)], self.dims
+            [_pad_tokens(t, d, tokens) for t, d in zip(self.tensors, self.dims)], self.dims
         )
 
     def first(self, tokens: int) -> Packet:
-        """The same tensors without what comes after so many tokens."""
+        """Return the packet of the first `tokens` tokens."""
         if all(s[d] == tokens for s, d in zip(self.shapes, self.dims)):
             return self
         cut = [t.narrow(d, 0, tokens) for t, d in zip(self.tensors, self.dims)]
@@ -101,14 +107,14 @@ def _size(shape: Shape) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _padded(tensor: Tensor, dim: int, tokens: int) -> Tensor:
+def _pad_tokens(tensor: Tensor, dim: int, tokens: int) -> Tensor:
     missing = (*tensor.shape[:dim], tokens - tensor.shape[dim], *tensor.shape[dim + 1 :])
     return torch.cat([tensor, tensor.new_zeros(missing)], dim)
 
 
 @dataclass(frozen=True)
 class Moving:
-    """A packet on its way in, and the one on its way out, which is kept until it has left."""
+    """A packet that is being received, and the packet that is being sent, which must stay alive."""
 
     packet: Packet
     sent: Packet
@@ -122,9 +128,9 @@ class Moving:
 
 
 def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
-    """Send to the rank `by` places on, and receive so many tokens from the one `by` places before.
+    """Send to the rank `by` places after, and receive `tokens` tokens from the rank `by` before.
 
-    Nothing is waited for, so what is computed next runs beside it.
+    Does not wait, so that the transfer overlaps with later computation.
     """
     arriving = packet.empty(tokens)
     to = group.ranks[(group.rank + by) % group.size]
@@ -139,7 +145,7 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
 
 
 def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:
-    """The packets of all ranks, which hold `counts` tokens."""
+    """All-gather the packets of all ranks; `counts` are their numbers of tokens."""
     if group.size == 1:
         return [packet]
     whole = packet.padded(max(counts))
@@ -149,7 +155,10 @@ def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet
 
 
 def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) -> Packet:
-    """This rank's packet of the sum over ranks of what each has for everybody."""
+    """Reduce-scatter packets: return the sum over the ranks of their packets for this rank.
+
+    `packets[i]` is for rank i, and has `counts[i]` tokens.
+    """
     if group.size == 1:
         return packets[0]
     padded = [packet.padded(max(counts)) for packet in packets]
@@ -159,7 +168,7 @@ def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) ->
 
 
 def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
-    """All-to-all: `given[i]` goes to rank i, what comes from rank i has `shapes[i]`."""
+    """Run an all-to-all: `given[i]` goes to rank i; the tensor from rank i has `shapes[i]`."""
     if group.size == 1:
         return list(given)
     flat = torch.cat([t.reshape(-1) for t in given])
@@ -168,31 +177,31 @@ def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> 
     return [part.view(shape) for part, shape in zip(arrived, shapes)]
 
 
-# ---- Keys, values, and what is known of their tokens, as one packet that travels.
+# -- keys, values and tags as one packet ----------------------------------------------------------
 
 
 def packed(k: Tensor, v: Tensor, tags: Tags) -> Packet:
-    """Pack what other ranks need of this rank's tokens: keys, values, tags."""
+    """Pack the keys, values and tags of this rank's tokens for other ranks."""
     sides = [t for t in tags if t is not None]
     return Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)])
 
 
 def unpacked(packet: Packet, tags: Tags, runs: Runs) -> tuple[Tensor, Tensor, Tokens]:
-    """The other way; `tags` are this rank's own, as all ranks have the same ones."""
+    """Unpack keys, values and tags; `tags` shows which tags exist, equally on all ranks."""
     k, v, *sides = packet.tensors
     rest = iter(sides)
     return k, v, Tokens(runs, Tags(*(None if t is None else next(rest) for t in tags)))
 
 
-# ---- In which order the keys and values of all ranks pass by, and how their gradients get home.
-# Gathered  all at once (Llama 3, 2024); gradients come back in one reduce-scatter
-# Ring      one block after the other around the ring, the next sent while one is computed (Liu
+# -- orders in which keys and values reach a rank, and the return of their gradients --------------
+# Gathered  all at once (Llama 3, 2024); gradients return in one reduce-scatter
+# Ring      one block after the other around the ring; the next is sent while one is computed (Liu
 #           et al.: Ring Attention, 2023); with two groups a ring of rings, the inner one inside a
 #           node, with one transfer between nodes for each inner round (Sun et al.: BurstAttention,
 #           2024; Gu et al.: LoongTrain, 2024)
 # Bodies    teams of ranks share their queries, and the steps of a ring of teams
 #
-# All keep nothing but a rank's own tokens for the backward, which moves them again.
+# Only a rank's own tokens are saved for backward, which transfers them again.
 
 
 Contribute = Callable[[int, Packet], Packet]
@@ -201,66 +210,68 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks that share their queries and their keys; `counts` are the tokens of each."""
+    """Ranks that share their queries and their keys; `counts` are their numbers of tokens."""
 
     group: Group
     counts: tuple[int, ...]
 
     def together(self, own: Packet) -> Packet:
-        """The tokens of all of them side by side."""
+        """All-gather the team's tokens into one packet."""
         parts = gathered(own, self.counts, self.group)
         columns = zip(*(part.tensors for part in parts))
         return Packet.of([torch.cat(c, d) for c, d in zip(columns, own.dims)], own.dims)
 
     def apart(self, whole: Packet) -> Packet:
-        """This rank's tokens of the sum over all of them."""
+        """Reduce-scatter a packet of the team's tokens: return this rank's tokens of the sum."""
         cut = [torch.split(t, list(self.counts), d) for t, d in zip(whole.tensors, whole.dims)]
         parts = [Packet.of(tensors, whole.dims) for tensors in zip(*cut)]
         return scattered(parts, self.counts, self.group)
 
     def met(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's tokens of what each of them found with its share of the keys."""
+        """Combine the ranks' results for their shares of the keys; return this rank's tokens.
+
+        `out` and `lse` are this rank's results for all queries of the team.
+        """
         size = self.group.size
         each = gathered(Packet.of([lse], [2]), [lse.shape[2]] * size, self.group)
         found = torch.stack([packet.tensors[0] for packet in each])
         whole = found.logsumexp(0)
-        weighed = out * shares(found)[self.group.rank][..., None]
-        (mine,) = self.apart(Packet.of([weighed], [2])).tensors
+        weighted = out * shares(found)[self.group.rank][..., None]
+        (mine,) = self.apart(Packet.of([weighted], [2])).tensors
         first = sum(self.counts[: self.group.rank])
         return mine, whole[:, :, first : first + mine.shape[2]].contiguous()
 
 
 def shares(lse: Tensor) -> Tensor:
-    """Return each rank's share of the result from its log-sum-exp (dim 0: ranks); 0 where none has
-    keys.
+    """Return each rank's share of the softmax from its log-sum-exp (dim 0: ranks).
 
-    They add up to 1 however large the scores are, by which a sum of lse would be rounded.
+    The shares are 0 for a query that sees no key on any rank.  They add up to 1 for scores of any
+    size; exp(lse - logsumexp) would be rounded relative to the size of lse.
     """
     return lse.softmax(0).nan_to_num(0.0)
 
 
 class Rounds(Protocol):
-    """The order in which packets of keys and values reach this rank, and the ranks that share
-    queries."""
+    """The order in which packets of keys and values reach this rank."""
 
     @property
     def layout(self) -> Layout:
-        """The layout of tokens over packets, by the place that each packet comes from."""
+        """The layout of tokens over packets, by each packet's place of origin."""
 
     @property
     def team(self) -> Team | None:
-        """The ranks that share queries, and whose keys are one packet; None: this one alone."""
+        """The ranks that share queries, and whose keys are one packet; None: only this rank."""
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """Every place that may be seen from somewhere, with its packet; this rank's own first."""
+        """Yield each place that a rank may see, with its packet; this rank's own place first."""
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """The sum over ranks of `contribute(place, packet)` for this rank's own packet."""
+        """Return the sum over the ranks of `contribute(place, packet)` for this rank's packet."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All packets at once."""
+    """All packets at once, by an all-gather."""
 
     group: Group
     layout: Layout
@@ -279,7 +290,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Ring:
-    """Rings in rings, the outermost group first; none: one rank by itself."""
+    """Nested rings, the outermost group first; without groups a single rank."""
 
     groups: tuple[Group, ...]
     layout: Layout
@@ -297,12 +308,12 @@ class Ring:
         return tuple(group.size for group in self.groups)
 
     def origin(self, offsets: Offsets) -> int:
-        """Return the place whose packet is here after so many steps of each ring."""
+        """Return the place whose packet this rank has after `offsets` steps of the rings."""
         steps = (*offsets, *[0] * (len(self.groups) - len(offsets)))
         return place_at([rank - step for rank, step in zip(self.here, steps)], self.sizes)
 
     def last(self, prefix: Offsets) -> int:
-        """The last step of the next ring that anybody needs, after the steps of the outer ones."""
+        """Return the last needed step of the next ring, after `prefix` steps of the outer rings."""
         depth = len(prefix)
         steps = wanted(self.reach, self.layout, self.sizes)
         return max((o[depth] for o in steps if o[:depth] == prefix), default=0)
@@ -324,7 +335,7 @@ class Ring:
             packet = coming.wait() if coming is not None else packet
 
     def _next(self, steps: Offsets, packet: Packet) -> Moving:
-        """The packet that follows on the innermost of these rings."""
+        """Start the transfer of the next packet on the innermost ring of `steps`."""
         depth = len(steps) - 1
         tokens = self.layout.counts[self.origin((*steps[:depth], steps[depth] + 1))]
         return shift(packet, tokens, self.groups[depth])
@@ -332,8 +343,7 @@ class Ring:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """Sum contributions as `Rounds` does: they follow their packet around, one step behind
-        it."""
+        """Sum contributions as `Rounds` does: they follow their packet, one step behind it."""
         return self._back((), own, contribute)
 
     def _back(self, prefix: Offsets, packet: Packet, contribute: Contribute) -> Packet:
@@ -341,7 +351,7 @@ class Ring:
         if depth == len(self.groups):
             return contribute(self.origin(prefix), packet)
         group, last = self.groups[depth], self.last(prefix)
-        home: Packet | None = None  # what this rank itself has for the packet it began with
+        home: Packet | None = None  # this rank's contribution to its own packet
         arriving: Moving | None = None
         for step in range(last + 1):
             coming = self._next((*prefix, step), packet) if step < last else None
@@ -350,7 +360,7 @@ class Ring:
                 home = part
             else:
                 total = part if arriving is None else added(arriving.wait(), part)
-                # the last one to see a packet sends its gradient straight home
+                # the last rank that has a packet sends its gradient directly to the origin
                 by = 1 if step < last else group.size - last
                 next_ = self.origin((*prefix, step + 1 if step < last else 0))
                 arriving = shift(total, self.layout.counts[next_], group, by)
@@ -360,7 +370,7 @@ class Ring:
 
 
 def added(arrived: Packet, part: Packet) -> Packet:
-    """The sum of two packets, in the memory of the first."""
+    """Add a packet to `arrived` in place, and return the sum."""
     for into, more in zip(arrived.flats, part.flats):
         into.add_(more)
     return arrived
@@ -368,12 +378,12 @@ def added(arrived: Packet, part: Packet) -> Packet:
 
 @dataclass(frozen=True)
 class Bodies:
-    """Teams in a ring: attention as an n-body problem.
+    """A ring of teams: attention as an n-body problem.
 
-    The ranks of a team gather their tokens, and each of them meets the keys of a part of the teams;
-    so blocks are larger and steps fewer, and what goes around the ring falls by the size of a team
-    (WallFacer, 2024; Driscoll et al.: A communication-optimal n-body algorithm, IPDPS 2013).
-    `ranks` has a place for every rank, those of a team one after the other.
+    The ranks of a team gather their tokens, and each rank attends to the keys of a share of the
+    teams.  Blocks are larger, steps fewer, and the traffic around the ring is divided by the size
+    of a team (WallFacer, 2024; Driscoll et al.: A communication-optimal n-body algorithm, IPDPS
+    2013).  `ranks` has a place for every rank; the ranks of a team are consecutive.
     """
 
     ring: Group
@@ -382,7 +392,7 @@ class Bodies:
 
     @cached_property
     def layout(self) -> Layout:
-        """A place for every team: the tokens of its ranks, one rank after the other."""
+        """The layout with a place for every team: the tokens of its ranks, rank after rank."""
         size, runs = self.members.size, self.ranks.runs
         return Layout(tuple(sum(runs[i : i + size], ()) for i in range(0, len(runs), size)))
 
@@ -395,16 +405,16 @@ class Bodies:
 
     @property
     def share(self) -> range:
-        """The steps of the ring that this member of the team takes."""
+        """The steps of the ring that this rank of the team does."""
         each = -(-self.ring.size // self.members.size)
         return range(self.ring.size)[self.members.rank * each : (self.members.rank + 1) * each]
 
     def origin(self, step: int) -> int:
-        """The team whose packet is here after so many steps."""
+        """Return the team whose packet this rank has after `step` steps."""
         return (self.ring.rank - step) % self.ring.size
 
     def forward(self, own: Packet) -> Iterator[tuple[int, Packet]]:
-        """The packets of this member's share of the teams."""
+        """Yield the packets of this rank's share of the teams."""
         packet = self._first(own)
         for step in self.share:
             coming = self._next(step, packet)
@@ -412,8 +422,7 @@ class Bodies:
             packet = packet if coming is None else coming.wait()
 
     def backward(self, own: Packet, contribute: Contribute) -> Packet:
-        """Sum contributions as `Rounds` does, of those that see this team's packet in its share of
-        steps."""
+        """Sum contributions as `Rounds` does, over the ranks whose share includes this team."""
         packet, arriving = self._first(own), None
         for step in self.share:
             coming = self._next(step, packet)
@@ -421,37 +430,36 @@ class Bodies:
             total = part if arriving is None else added(arriving.wait(), part)
             last = step == self.share[-1]
             by, after = (self.ring.size - step, 0) if last else (1, step + 1)
-            arriving = self._moved(total, after, by % self.ring.size)
+            arriving = self._shift(total, after, by % self.ring.size)
             packet = packet if coming is None else coming.wait()
-        if arriving is None:  # this member has no share
+        if arriving is None:  # this rank has no steps
             zeros = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in own.tensors[:2]]
             return Packet.of(zeros, (2, 2))
         return arriving.wait()
 
     def _first(self, own: Packet) -> Packet:
-        """The packet that this member's share begins with, which jumps over the other shares."""
+        """Receive the first packet of this rank's share, which skips the steps of other shares."""
         first = self.share.start if self.share else 0
-        return self._moved(own, first, first).wait()
+        return self._shift(own, first, first).wait()
 
     def _next(self, step: int, packet: Packet) -> Moving | None:
-        return None if step == self.share[-1] else self._moved(packet, step + 1, 1)
+        return None if step == self.share[-1] else self._shift(packet, step + 1, 1)
 
-    def _moved(self, packet: Packet, step: int, by: int) -> Moving:
-        """Send `by` teams on, and receive what is here after `step` steps."""
+    def _shift(self, packet: Packet, step: int, by: int) -> Moving:
+        """Send a packet `by` teams on, and receive the packet of step `step`."""
         if by == 0:
             return Moving(packet, packet, ())
         return shift(packet, self.layout.counts[self.origin(step)], self.ring, by)
 
 
-# ---- Attention of this rank's queries to keys and values that come by in rounds, and its
-# gradients.
+# -- attention of this rank's queries to keys and values in rounds --------------------------------
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of attention: what it holds beside the tensors that autograd saves.
+    """The parts of a call of attention that are not tensors saved by autograd.
 
-    `runs` are the tokens of the queries, those of the team where there is one.
+    `runs` are the positions of the queries: of the team's, if there is a team.
     """
 
     rules: Rules
@@ -459,7 +467,7 @@ class Call:
     runs: Runs
 
     def keys(self, k: Tensor, v: Tensor, tags: Tags) -> tuple[Packet, Tokens]:
-        """The packet that this rank begins with, and the tokens of its queries."""
+        """Return this rank's first packet, and the tokens of its queries."""
         packet, team = packed(k, v, tags), self.rounds.team
         if team is None:
             return packet, Tokens(self.runs, tags)
@@ -467,12 +475,17 @@ class Call:
         return packet, unpacked(packet, tags, self.runs)[2]
 
     def met(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
-        """Keys, values, and the tokens that they are."""
+        """Return the keys, values and tokens of the packet from a place."""
         return unpacked(packet, tags, self.rounds.layout.runs[place])
 
 
-def _as_one(move: Callable[[Packet], Packet] | None, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Tensors with tokens along dim 2, or None, after one move of all of them; or as they are."""
+def _move_together(
+    move: Callable[[Packet], Packet] | None, tensors: Sequence[Tensor | None]
+) -> list[Any]:
+    """Apply `move` to all tensors (tokens along dim 2) in one packet; Nones stay None.
+
+    Without `move` the tensors are returned unchanged.
+    """
     there = [t for t in tensors if t is not None]
     if move is not None:
         there = list(move(Packet.of(there, [2] * len(there))).tensors)
@@ -481,7 +494,7 @@ def _as_one(move: Callable[[Packet], Packet] | None, tensors: Sequence[Tensor | 
 
 
 class Attention(torch.autograd.Function):
-    """The result and the log-sum-exp for this rank's queries."""
+    """The autograd function of attention: result and log-sum-exp for this rank's queries."""
 
     @staticmethod
     def forward(
@@ -494,22 +507,22 @@ class Attention(torch.autograd.Function):
         call: Call,
         *given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Meet the keys of all places, one after the other; then the others of the team."""
+        """Attend to the keys of all places, place after place; then combine within the team."""
         tags, team = Tags(*given), call.rounds.team
         with torch._C.DisableTorchFunction():
             keys, mine = call.keys(k, v, tags)
-            all_q, all_rows = _as_one(None if team is None else team.together, (q, rows))
+            all_q, all_rows = _move_together(None if team is None else team.together, (q, rows))
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
             state = Forward(rules, all_q, mine, v.shape[-1])
             passing = call.rounds.forward(keys)
-            del keys  # it may go when the next has come
+            del keys  # so that it is freed when the next packet has arrived
             for place, packet in passing:
                 state.add(*call.met(place, packet, tags))
             out, lse = state.out, state.lse
             out, lse = (out, lse) if team is None else team.met(out, lse)
             out = out.to(q.dtype)
         ctx.call = call
-        # in the order of torch's own operator: what is kept of each is told apart by its number
+        # in the order of torch's own operator: compressed saved tensors are matched by number
         ctx.save_for_backward(k, q, v, slopes, rows, lse, out, *given)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -517,19 +530,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        """Gradients of q, k, v, slopes and rows."""
+        """Return the gradients of q, k, v, slopes and rows."""
         k, q, v, slopes, rows, lse, out, *given = ctx.saved_tensors
         call, tags, team = ctx.call, Tags(*given), ctx.call.rounds.team
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            # flash attention in forward asks for it in backward: scores are then rounded alike
+            # needed if forward used flash attention, so that backward rounds scores equally
             plain = out if grad_lse is None else None
             inner = inner if grad_lse is None else inner - grad_lse
             keys, mine = call.keys(k, v, tags)
-            together, apart = (None, None) if team is None else (team.together, team.apart)
+            gather, scatter = (None, None) if team is None else (team.together, team.apart)
             tensors = q, lse, grad, inner, rows, plain
-            all_q, lse, grad, inner, all_rows, plain = _as_one(together, tensors)
+            all_q, lse, grad, inner, all_rows, plain = _move_together(gather, tensors)
             rules = replace(call.rules, slopes=slopes, rows=all_rows)
             state = Backward(rules, all_q, mine, lse, grad.to(lse.dtype), inner, plain)
 
@@ -537,8 +550,8 @@ class Attention(torch.autograd.Function):
                 return Packet.of(state.add(*call.met(place, packet, tags)), (2, 2))
 
             home = call.rounds.backward(keys, contribute)
-            dk, dv = (home if apart is None else apart(home)).tensors
-            dq, drows = _as_one(apart, (state.dq, state.rows))
+            dk, dv = (home if scatter is None else scatter(home)).tensors
+            dq, drows = _move_together(scatter, (state.dq, state.rows))
         made = zip((dq, dk, dv, state.slopes, drows), (q, k, v, slopes, rows), strict=True)
         grads = (None if g is None else g.to(of.dtype) for g, of in made)
         return (*grads, *[None] * (1 + len(given)))

@@ -1,4 +1,4 @@
-"""Layouts of a sequence's tokens over ranks, and what a query may see by positions."""
+"""Layouts of a sequence's tokens over ranks, and attention masks and dropout as descriptions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.batch import shares
 from schedlang.runtime.rng.logical_dropout import LogicalDropout, mixed
 
-# ---- Layouts of a sequence's tokens over the ranks of a context-parallel group, and their order.
+# -- layouts of tokens over the ranks of a context-parallel group ---------------------------------
 # contiguous  rank i holds the i-th run of tokens
 # zigzag      the sequence in 2p chunks; rank i holds chunks i and 2p-1-i, so that under a causal
 #             mask all ranks have the same work (Llama 3, 2024; Zhu's ring-flash-attention)
-# striped     token t lies on rank t mod p (Brandon et al.: Striped Attention, 2023)
+# striped     rank t mod p holds token t (Brandon et al.: Striped Attention, 2023)
 
 
 KINDS = ("contiguous", "zigzag", "striped")
@@ -28,17 +28,20 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions that each place holds, as ascending ranges in the order of its tokens.
+    """The positions of the tokens that each place holds, as ascending ranges in local order.
 
-    A place is a rank's number in its group, or in several groups together (`call.place_of`).  No
-    length has to be divisible: parts may differ by a token or two.
+    A place is a rank's number in its group, or in several groups together (`attention.place_of`).
+    Lengths need not be divisible: the places' numbers of tokens may differ by one or two.
     """
 
     runs: tuple[Runs, ...]
 
     @staticmethod
     def of(kind: str, total: int, ranks: int) -> Layout:
-        """One of `KINDS` for `total` tokens; Refusal S680 if some rank would have none."""
+        """Return the layout of a kind for `total` tokens.
+
+        Raises Refusal S680 if a rank would have no token.
+        """
         assert kind in KINDS, kind
         if total < ranks:
             raise Refusal(_too_short(total, ranks))
@@ -57,38 +60,43 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """The length of the whole sequence."""
+        """The length of the full sequence."""
         return sum(self.counts)
 
     def positions(self, place: int, device: torch.device | str = "cpu") -> Tensor:
-        """The positions of a place's tokens, in the order in which they lie there; int64."""
+        """Return the positions of a place's tokens, in local order; int64."""
         return spread(self.runs[place], device)
 
     def take(self, whole: Tensor, dim: int, place: int) -> Tensor:
-        """A place's tokens out of the whole sequence along `dim`; a new tensor."""
+        """Return a place's tokens of a tensor with the full sequence along `dim`; a new tensor."""
         assert whole.shape[dim] == self.total, (tuple(whole.shape), dim, self.total)
         return whole.index_select(dim, self.positions(place, whole.device))
 
     def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The tensors of all places put back in the order of the sequence."""
+        """Concatenate the tensors of all places along `dim`, in the order of the sequence."""
         joined = torch.cat(list(parts), dim)
         return joined.index_select(dim, self.order(joined.device).argsort())
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:
-        """The positions of all places' tokens, one place after the other; int64."""
+        """Return the positions of all places' tokens, place after place; int64."""
         return torch.cat([self.positions(place, device) for place in range(len(self.runs))])
 
     def joined(self, size: int) -> Layout:
-        """The layout of groups of `size` places that follow each other, as `size` made one.
+        """Return the layout in which each `size` consecutive places are one place.
 
-        A group's tokens are in ascending order wherever that needs few ranges.
+        The tokens of a joined place are in ascending order if that needs few ranges.
         """
         groups = [self.runs[i : i + size] for i in range(0, len(self.runs), size)]
-        return Layout(tuple(_joined(tuple(r for runs in group for r in runs)) for group in groups))
+        return Layout(
+            tuple(_merge_runs(tuple(r for runs in group for r in runs)) for group in groups)
+        )
 
 
 def place_at(at: Sequence[int], sizes: Sequence[int]) -> int:
-    """The place of a number in each group, modulo its size; the last one's counts fastest."""
+    """Return the place of a rank from its number in each group (modulo the group's size).
+
+    The last group's number varies fastest.
+    """
     place = 0
     for number, size in zip(at, sizes, strict=True):
         place = place * size + number % size
@@ -96,13 +104,13 @@ def place_at(at: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def spread(runs: Sequence[range], device: torch.device | str = "cpu") -> Tensor:
-    """The numbers of some ranges, one range after the other; int64."""
-    with torch._C.DisableTorchFunction():  # no part of the model's own counting of positions
+    """Return the numbers of some ranges, range after range; int64."""
+    with torch._C.DisableTorchFunction():  # modes that follow the model's positions must not see it
         return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs])
 
 
-def _joined(runs: Runs) -> Runs:
-    """Ranges as one set: in order and merged, unless they lie between each other."""
+def _merge_runs(runs: Runs) -> Runs:
+    """Merge ranges into ascending ones; unchanged if they are interleaved."""
     total = sum(map(len, runs))
     low, high = min(r[0] for r in runs), max(r[-1] for r in runs)
     if total == high - low + 1:
@@ -130,16 +138,15 @@ def _too_short(total: int, ranks: int) -> Diagnostic:
     )
 
 
-# ---- Masks of attention as descriptions, by positions and documents; and dropout of its weights.
-
-
-# ---- Which keys a query may see by their positions alone, and so which blocks see nothing or
-# all.
+# -- masks by positions alone ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Reach:
-    """A query sees keys up to `ahead` tokens after it, `back` before it, of its own `chunk`."""
+    """A mask by positions: a query sees keys at most `ahead` after it, `back` before it.
+
+    With `chunk`, only keys of its own chunk of so many tokens.
+    """
 
     ahead: int | None = None
     back: int | None = None
@@ -150,38 +157,37 @@ class Reach:
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k0 - q1 > self.ahead
         early = self.back is not None and q0 - k1 > self.back
-        apart = self.chunk is not None and (
+        separate = self.chunk is not None and (
             q1 // self.chunk < k0 // self.chunk or q0 // self.chunk > k1 // self.chunk
         )
-        return late or early or apart
+        return late or early or separate
 
     def everything(self, queries: range, keys: range) -> bool:
         """Return whether every query sees every key."""
         q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
         late = self.ahead is not None and k1 - q0 > self.ahead
         early = self.back is not None and q1 - k0 > self.back
-        apart = self.chunk is not None and len({p // self.chunk for p in (q0, q1, k0, k1)}) > 1
-        return not (late or early or apart)
+        separate = self.chunk is not None and len({p // self.chunk for p in (q0, q1, k0, k1)}) > 1
+        return not (late or early or separate)
 
     def block(self, queries: range, keys: range, device: torch.device) -> Tensor:
         """Return which query sees which key: booleans [queries, keys]."""
         q, k = spread([queries], device)[:, None], spread([keys], device)[None, :]
-        near = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
+        visible = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if self.ahead is not None:
-            near &= k - q <= self.ahead
+            visible &= k - q <= self.ahead
         if self.back is not None:
-            near &= q - k <= self.back
+            visible &= q - k <= self.back
         if self.chunk is not None:
-            near &= q // self.chunk == k // self.chunk
-        return near
+            visible &= q // self.chunk == k // self.chunk
+        return visible
 
 
 @lru_cache(maxsize=256)
 def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """Return the steps of rings in rings after which some rank sees anything of the packet it
-    holds.
+    """Return the steps of nested rings after which some rank sees a key of its current packet.
 
-    One number of steps for each ring; all ranks find the same.
+    Each element has a number of steps for each ring.  Equal on all ranks.
     """
     ranges = [range(size) for size in sizes]
 
@@ -196,16 +202,16 @@ def wanted(reach: Reach, layout: Layout, sizes: tuple[int, ...]) -> frozenset[tu
 
 
 def sees(reach: Reach, layout: Layout, queries: int, keys: int) -> bool:
-    """Return whether a query of one place may see a key of another."""
+    """Return whether a query at one place may see a key at another."""
     return any(not reach.nothing(q, k) for q in layout.runs[queries] for k in layout.runs[keys])
 
 
-# ---- What a query may see, as a description: never a tensor of all queries times all keys.
-# Everything goes by the positions of tokens in the whole sequence, so it is right for any layout.
+# -- masks as descriptions: never a tensor of all queries times all keys --------------------------
+# They use the positions of tokens in the full sequence, and are therefore valid for any layout.
 
 
 class Tags(NamedTuple):
-    """Facts about tokens beside their positions, each [batch, tokens]; they travel with keys."""
+    """Properties of tokens other than positions, each [batch, tokens]; sent together with keys."""
 
     documents: Tensor | None = None
     present: Tensor | None = None
@@ -218,25 +224,25 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that a query sees, and what is added to its scores.
+    """The keys that a query sees, and the numbers that are added to its scores.
 
     causal     no key after the query
     back       no key more than so many tokens before the query: a window of W tokens, the query's
                own included, is `back=W-1`
-    ahead      no key more than so many tokens after it (a window that looks both ways)
-    chunk      only keys of the same run of so many tokens (position // chunk)
-    documents  integers [batch, local tokens], split as they are: only keys of the same document
-    present    booleans [batch, local tokens]: false for padding, keys that nobody sees
+    ahead      no key more than so many tokens after the query (a two-sided window)
+    chunk      only keys of the same chunk of so many tokens (position // chunk)
+    documents  integers [batch, local tokens]: only keys of the same document
+    present    booleans [batch, local tokens]: false for padding, which no query sees
     slopes     [heads]: -slope * |q - k| is added (Press et al.: ALiBi, ICLR 2022); may be trained
-    counted    integers [batch, local tokens]: the positions that `slopes` counts by, where they are
-               not those in the sequence (padding on the left, packed documents)
-    rows       a mask that somebody has already made, its rows of the local queries:
-               [batch or 1, heads or 1, local tokens or 1, tokens of the whole sequence in its own
-               order]; booleans (true: seen), or numbers that are added, which may be trained
-    cap        scores become cap * tanh(score / cap) before all of this (Gemma 2)
+    counted    integers [batch, local tokens]: positions for `slopes`, if they are not those in the
+               sequence (padding on the left, packed documents)
+    rows       the local queries' rows of a mask that the model has made: [batch or 1, heads or 1,
+               local tokens or 1, tokens of the full sequence in its own order]; booleans (true:
+               visible), or numbers that are added, which may be trained
+    cap        scores become cap * tanh(score / cap) before everything else (Gemma 2)
     sinks      [heads]: a score that takes part in the softmax and has no value (GPT-OSS)
 
-    A query that sees no key gives 0.
+    The result for a query that sees no key is 0.
     """
 
     causal: bool = False
@@ -253,20 +259,22 @@ class Mask:
 
     @property
     def tags(self) -> Tags:
-        """The parts that lie with the tokens, and that others need to see their keys."""
+        """The mask's tensors of tokens: other ranks need them together with the keys."""
         return Tags(self.documents, self.present, self.counted)
 
     @property
     def reach(self) -> Reach:
-        """The part that goes by positions."""
+        """The mask by positions alone."""
         return Reach(0 if self.causal else self.ahead, self.back, self.chunk)
 
 
 def seen(
     reach: Reach, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
 ) -> Tensor | None:
-    """Return which query sees which key of a small block: booleans [batch or 1, 1, queries, keys];
-    None: all see all."""
+    """Return which query of a block sees which key: booleans [batch or 1, 1, queries, keys].
+
+    `at` are the tags of the queries, `to` those of the keys.  None: every query sees every key.
+    """
     found: list[Tensor] = []
     if not reach.everything(queries, keys):
         found.append(reach.block(queries, keys, device)[None, None])
@@ -283,18 +291,20 @@ def seen(
 
 
 def distance(queries: range, keys: range, at: Tags, to: Tags, like: Tensor) -> Tensor:
-    """Return the distance of each key from each query, [batch or 1, 1, queries, keys], as
-    `like`."""
+    """Return the distances of queries and keys, [batch or 1, 1, queries, keys], in `like`'s dtype.
+
+    `at` are the tags of the queries, `to` those of the keys.
+    """
     if at.counted is not None and to.counted is not None:
-        apart = at.counted[:, None, :, None] - to.counted[:, None, None, :]
+        steps = at.counted[:, None, :, None] - to.counted[:, None, None, :]
     else:
         q, k = spread([queries], like.device), spread([keys], like.device)
-        apart = (q[:, None] - k[None, :])[None, None]
-    return apart.abs().to(like.dtype)
+        steps = (q[:, None] - k[None, :])[None, None]
+    return steps.abs().to(like.dtype)
 
 
 def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
-    """Runs cut into blocks of at most `size` tokens, each with where it begins among the tokens."""
+    """Split runs into blocks of at most `size` tokens; return (index of the first token, block)."""
     found, start = [], 0
     for run in runs:
         for first in range(0, len(run), size):
@@ -303,15 +313,15 @@ def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
     return found
 
 
-# ---- Dropout of attention weights: which are dropped follows from (sample, head, query, key)
-# alone.
+# -- dropout of attention weights, decided by (sample, head, query, key) alone ---------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Weights are dropped with probability `p`; `streams` has a number for each row of the batch.
+    """Dropout of attention weights with probability `p`, equal under every layout of tokens.
 
-    `heads` are the numbers of this tensor's heads among all, `total` the tokens of the sequence.
+    `streams` has a seed for each row of the batch.  `heads` are the numbers of the local heads
+    among all heads, `total` the number of tokens of the sequence.
     """
 
     p: float
@@ -321,13 +331,12 @@ class Dropout:
 
     @staticmethod
     def fresh(p: float, rows: int, heads: int, total: int) -> Dropout:
-        """Draw from torch's generator, which then has to be in the same state on all ranks."""
+        """Draw the seeds from torch's generator, which must have the same state on all ranks."""
         return Dropout(p, torch.randint(-(2**62), 2**62, (rows,)), tuple(range(heads)), total)
 
     @staticmethod
     def logical(p: float, draw: LogicalDropout, rows: int, heads: int, total: int) -> Dropout:
-        """Draw as `draw` would drop weights [rows, heads, total, total] in the module that runs
-        now."""
+        """Take `draw`'s seeds for weights [rows, heads, total, total] of the running module."""
         streams, index = draw.streams((rows, heads, total, total))
         held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
         return Dropout(p, streams, held, total)

@@ -1,1 +1,1 @@
-"""Gradients made whole, in full or in fewer bytes; what parts of a batch weigh and share."""
+"""Reduction of gradients over ranks, plain or compressed; statistics of the full batch."""

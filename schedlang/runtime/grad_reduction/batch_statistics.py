@@ -1,4 +1,7 @@
-"""Shares of a loss in that of the whole batch: sums over rows, made whole, and labels."""
+"""Sums over all rows of a batch inside a model: found in a dry run, and made global over ranks.
+
+`Sums` finds them on the meta device; `gather_statistics` makes a forward sum over all parts.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,14 @@ from schedlang.ir.model import titled
 from schedlang.runtime import scope
 from schedlang.runtime.batch import loss_of
 from schedlang.runtime.comm.collectives import Group, summed
+from schedlang.runtime.forward import layer_of
 from schedlang.runtime.propagation.call_rules import ADDS, LINEAR, SUMMING, TIMES
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack
 from schedlang.runtime.tracing.meta import model_line, name_of, tensors_in
 
-# ---- Finds the sums over all rows of a batch that a loss is made of, but for that of its labels.
-# One forward on the meta device with a number of rows that divides no other size: a dim that holds
-# rows is a multiple of it.  A call that is given such a dim and gives none has summed over the
+# ---- Finds the sums over all rows of a batch from which a loss is made, except that of its labels.
+# One forward on the meta device, with a number of rows that divides no other size: a dim of rows is
+# a multiple of it. A call with such a dim in its inputs and none in its outputs has summed over the
 # batch. Which of these sums reach the loss, and whether by linear calls alone, is followed call by
 # call.
 
@@ -35,7 +39,7 @@ SUMS = {
     *("index_add_", *(SUMMING - {"linear", "conv1d", "conv2d", "conv3d"})),
 }
 MEANS = {"mean"}
-# whole numbers stay numbers in these, and do not choose
+# in these calls integers are numbers, not indices
 COUNTING = {
     *("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "max", "maximum", "min"),
     *("minimum", "where", "pow", "__pow__", "sqrt", "rsqrt", "reciprocal", "__rtruediv__", "log"),
@@ -46,11 +50,12 @@ COUNTING = {
 
 @dataclass(frozen=True)
 class BatchSum:
-    """A sum, or a mean, over all rows: in the forward of which module, and which of its calls.
+    """A sum, or a mean, over all rows: the module whose forward makes it, and the number of the
+    call.
 
-    turn   how manyth call of that name by the module
-    given  which of the tensors that it is given has the rows
-    shape  of its result, whatever the rows are
+    turn   number of the call of that name by the module
+    given  index of the input tensor that has the rows
+    shape  of the result, independent of the rows
     line   file and line of the model's own code that makes it
     """
 
@@ -69,23 +74,23 @@ class BatchSum:
 
 @dataclass(frozen=True)
 class Reaching:
-    """The parts of a loss: sums over rows, each with whether only linear calls follow it.
+    """The sums over rows in a loss, each with whether only linear calls follow it.
 
-    `labels` tells that it has a mean over labels as well.
+    `labels`: whether the loss has a mean over labels, too.
     """
 
     sums: Mapping[BatchSum, bool]
     labels: bool
 
 
-LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
-Mix = Mapping[Any, bool]  # sums that a tensor is made of -> whether by linear calls alone
+LABELS = "labels"  # the mean over labels, by which parts are weighted
+Mix = Mapping[Any, bool]  # sums in a tensor -> whether by linear calls alone
 
 
 class Sums(Lattice):
-    """The sums over all rows that each tensor is made of, in a forward with `rows` rows.
+    """The sums over all rows from which each tensor is made, in a forward with `rows` rows.
 
-    `means`: tensors, by identity, that are means over labels although a sum was divided by a count.
+    `means`: ids of tensors that are means over labels although the model divides a sum by a count.
     """
 
     mark: str = "_schedlang_sums"
@@ -94,11 +99,11 @@ class Sums(Lattice):
     def __init__(self, stack: Stack, rows: int, means: Container[int] = ()) -> None:
         self.stack, self.rows, self.means = stack, rows, means
         self.turns: dict[tuple[str, str], int] = {}
-        self.inside = True  # the model, not a loss that is given beside it
-        self._mixes: list[Mix] = []  # of what the call that runs is given
+        self.inside = True  # in the model, not in a separate loss
+        self._mixes: list[Mix] = []  # of the inputs of the running call
 
     def beside(self, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """The loss, whose own sums are none of the model's forward."""
+        """Wrap the loss: its own sums are not part of the model's forward."""
 
         def outside(output: Any, batch: Mapping[str, Any]) -> Any:
             self.inside = False
@@ -108,43 +113,43 @@ class Sums(Lattice):
         return outside if loss is not None else None
 
     def reaching(self, loss: Tensor) -> Reaching:
-        """The sums that a loss is made of."""
+        """Return the sums from which a loss is made."""
         found: Mix = self.of(loss)
         sums = {at: linear for at, linear in found.items() if isinstance(at, BatchSum)}
         return Reaching(sums, LABELS in found)
 
-    def _rowed(self, tensor: Tensor) -> bool:
+    def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self.rows == 0 for size in tensor.shape)
 
     def before(self, call: Running) -> None:
-        """Note what it is given: it may write into that."""
+        """Note the sums in the inputs of a call, because it may write into them."""
         self._mixes = [self.of(tensor) for tensor in call.inputs]
 
     def after(self, call: Running) -> None:
-        """Follow the sums, and find one where rows go in and none come out."""
+        """Follow the sums through a call; find a new one where rows go in and none come out."""
         if not call.outputs:
             return
-        mix = _mixed(call.name, call.inputs, self._mixes)
+        mix = _combine(call.name, call.inputs, self._mixes)
         if id(call.out) in self.means:
             mix = {LABELS: True}
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
-            rowed = [place for place, tensor in enumerate(call.inputs) if self._rowed(tensor)]
-            gone = rowed and not any(map(self._rowed, call.outputs))
-        if gone:
+        with torch._C.DisableTorchFunction():  # no mode sees these reads
+            rowed = [place for place, tensor in enumerate(call.inputs) if self._has_rows(tensor)]
+            summed_up = rowed and not any(map(self._has_rows, call.outputs))
+        if summed_up:
             mix = {**mix, **self._summed(call, rowed[0])}
         else:
-            self._turn(call.name)
+            self._count_call(call.name)
         for tensor in call.outputs:
-            chooses = mix and (tensor.dtype == torch.bool or _counted(tensor, call.inputs))
+            chooses = mix and (tensor.dtype == torch.bool or _is_counted(tensor, call.inputs))
             self.put(tensor, {} if chooses else mix)
 
-    def _turn(self, name: str) -> int:
+    def _count_call(self, name: str) -> int:
         at = self.stack.frames[-1][0], name
         self.turns[at] = self.turns.get(at, -1) + 1
         return self.turns[at]
 
     def _summed(self, call: Running, given: int) -> Mix:
-        turn = self._turn(call.name)
+        turn = self._count_call(call.name)
         if call.func in (F.cross_entropy, F.nll_loss):
             return {LABELS: True}
         if call.name not in SUMS | MEANS or not self.inside:
@@ -153,10 +158,10 @@ class Sums(Lattice):
         return {BatchSum(*at, line=model_line()): True}
 
 
-def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
-    """The sums that the result of a call is made of.
+def _combine(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
+    """Return the sums in the result of a call.
 
-    Whole numbers count only where they are calculated with: elsewhere they choose.
+    Integer tensors count only in arithmetic: elsewhere they are indices.
     """
     plain = name in LINEAR or name in ADDS or name in TIMES
     known = [
@@ -174,19 +179,18 @@ def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:
     return found
 
 
-def _counted(out: Tensor, given: list[Tensor]) -> bool:
-    """Return whether a tensor holds integers made of floating-point ones: bounds of groups, an
-    index."""
+def _is_counted(out: Tensor, given: list[Tensor]) -> bool:
+    """Return whether a tensor holds integers made from floats: bounds of groups, an index."""
     whole = not out.is_floating_point()
     return whole and any(tensor.is_floating_point() for tensor in given)
 
 
-# ---- Statistics of the whole batch in a forward that sees a part of it: sums over rows become
+# ---- Statistics of the full batch in a forward that sees a part of it: sums over rows become
 # global.
-# What a part would sum if it were a fair sample is its share of the sum over all parts: for a part
-# of m elements of M, m / M times that.  So whatever is divided by a count of rows, be that a
-# tensor or a plain number, comes out as of the whole batch, alike on all ranks.  Backward sums
-# gradients likewise, because the loss of every part depends on the rows of every other one.
+# A part gets its share of the sum over all parts: for a part of m elements of M, m / M times that
+# sum. So a quotient by a count of rows, tensor or plain number, is that of the full batch, equal on
+# all ranks. Backward sums gradients in the same way, because the loss of every part depends on the
+# rows of every other one.
 
 
 Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backward
@@ -194,35 +198,35 @@ Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backwa
 
 @dataclass(frozen=True)
 class Statistics:
-    """The sums of one model that are those of the whole batch, over the ranks that share it."""
+    """The sums of one model that are taken over the full batch, and the group that shares it."""
 
     sums: tuple[BatchSum, ...]
     group: Group
 
 
 def over(group: Group) -> Total:
-    """The sum over a group of ranks, of what varies with their rows."""
+    """Return the sum over a group of ranks, of values that vary with their rows."""
     return partial(summed, group=group)
 
 
 class Meeting:
-    """Threads of one process that sum what each of them has, in the same order on all."""
+    """A sum over threads of one process, which must call in the same order."""
 
     def __init__(self, parts: int) -> None:
         self.barrier = threading.Barrier(parts, timeout=600)  # seconds
         self.held: list[Tensor | None] = [None] * parts
 
     def at(self, place: int) -> Total:
-        """The sum, as the thread at a place asks for it."""
+        """Return the sum function of the thread at a place."""
 
         def total(x: Tensor) -> Tensor:
-            out: Tensor = _Met.apply(x, self, place)  # type: ignore[no-untyped-call]
+            out: Tensor = _ThreadSumFunction.apply(x, self, place)  # type: ignore[no-untyped-call]
             return out
 
         return total
 
     def sum(self, x: Tensor, place: int) -> Tensor:
-        """Wait for all, and sum."""
+        """Wait for all threads, and return the sum."""
         self.held[place] = x.detach()
         self.barrier.wait()
         found = torch.stack([one for one in self.held if one is not None]).sum(0)
@@ -230,7 +234,7 @@ class Meeting:
         return found
 
 
-class _Met(torch.autograd.Function):
+class _ThreadSumFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, meeting: Meeting, place: int) -> Tensor:
         ctx.meeting, ctx.place = meeting, place
@@ -242,33 +246,58 @@ class _Met(torch.autograd.Function):
 
 
 def gather_statistics(model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
-    """Let the forward of a model sum over all parts where these sums are made."""
+    """Let the forward of a model sum over all parts at these sums."""
     scope.named_sites(model)
-    model.forward = _Sharing(model, sums, total)
+    model.forward = _GlobalSumForward(model, sums, total)
 
 
-class _Sharing:
-    """The forward of such a model; a copy of the model has one of its own."""
+class _GlobalSumForward:
+    """The forward of such a model; a copy of the model has its own."""
 
     def __init__(self, model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
         self.inner, self.total = model.forward, total
         self.places = {(one.fqn, one.name, one.turn): one for one in sums}
         self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+        above = {fqn[:end] for fqn in self.modules for end, c in enumerate(fqn) if c == "."}
+        self.around = [model.get_submodule(fqn) for fqn in sorted({"", *above, *self.modules})]
+        floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+        self.dtype = next(floats, torch.get_default_dtype())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around:
+            _run_eagerly(self.around)
+            self.around = []
         known = {id(module): fqn for fqn, module in self.modules.items()}
-        with _Global(self.places, known, self.total):
+        with _GlobalSumMode(self.places, known, self.total, self.dtype):
             return self.inner(*args, **kwargs)
 
 
-class _Global(TorchFunctionMode):
-    """One forward: counts the calls of the modules that sum over rows, and makes those sums."""
+def _run_eagerly(modules: Sequence[nn.Module]) -> None:
+    """Run modules with global sums eagerly: no compiled graph contains these sums."""
+    from schedlang.runtime.fusion.fuse import Fuse, Regions
+
+    for module in modules:
+        layer = layer_of(module, "fuse")
+        if isinstance(layer, Fuse | Regions):
+            layer.eager = "it sums over the rows of all ranks"
+
+
+class _GlobalSumMode(TorchFunctionMode):
+    """A mode for one forward: counts the calls of modules, and makes the recorded sums global."""
+
+    outside = True  # of compiled regions: it has nothing to do in them
 
     def __init__(
-        self, places: dict[tuple[str, str, int], BatchSum], known: dict[int, str], total: Total
+        self,
+        places: dict[tuple[str, str, int], BatchSum],
+        known: dict[int, str],
+        total: Total,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.places, self.known, self.total = places, known, total
+        # of shares of counts: float64 beside parameters in float64
+        self.dtype = torch.promote_types(torch.get_default_dtype(), dtype)
         self.turns: dict[tuple[str, str], int] = {}
 
     def __torch_function__(
@@ -276,9 +305,9 @@ class _Global(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         part = _fraction(args[0]) if args else None
-        stays = part is not None and _stays_share(name, args)
+        stays = part is not None and _keeps_fraction(name, args)
         if part is not None and name in (BOUNDS | ADDS):
-            args, kwargs = (_in_share(one, part) for one in (args, kwargs))
+            args, kwargs = (_scale_numbers(one, part) for one in (args, kwargs))
         out = func(*args, **kwargs)
         if stays:
             setattr(out, FRACTION, part)
@@ -291,32 +320,32 @@ class _Global(TorchFunctionMode):
         if one is None:
             return out
         if not isinstance(out, Tensor) or tuple(out.shape) != one.shape:
-            raise Refusal(_other(one))
-        return self._whole(out, tensors_in((args, kwargs))[one.given], one)
+            raise Refusal(_changed_forward(one))
+        return self._global_share(out, tensors_in((args, kwargs))[one.given], one)
 
-    def _whole(self, own: Tensor, given: Tensor, one: BatchSum) -> Tensor:
-        """This part's share of the sum over all parts; of a mean the mean over all."""
+    def _global_share(self, own: Tensor, given: Tensor, one: BatchSum) -> Tensor:
+        """Return this part's share of the sum over all parts; for a mean, the global mean."""
         count = given.numel()
         counts = not own.is_floating_point()
         narrow = own.dtype in (torch.float16, torch.bfloat16)
         wide = own.double() if counts else own.float() if narrow else own
-        told = torch.cat(
+        message = torch.cat(
             [(wide * count if one.mean else wide).flatten(), wide.new_full((1,), count)]
         )
-        total = self.total(told)
+        total = self.total(message)
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
-        found = found.to(torch.get_default_dtype() if counts else own.dtype)
+        found = found.to(self.dtype if counts else own.dtype)
         found = own.copy_(found) if one.name.endswith("_") else found
         if not one.mean:
             setattr(found, FRACTION, (count / total[-1]).to(found.dtype))
         return found
 
 
-# A share of a sum that gets a number added, or is bounded by one, wants that part of the number
-# which it is of the sum: as in `(2 * common + 1) / (a + b + 1)`, or `total / count.clamp(min=1)`.
+# A number that is added to a share of a sum, or bounds it, must be multiplied by the fraction of
+# the share: as in `(2 * common + 1) / (a + b + 1)`, or `total / count.clamp(min=1)`.
 
-FRACTION = "_schedlang_fraction"  # of a tensor: the part that it is of a sum over all parts
+FRACTION = "_schedlang_fraction"  # attribute of a tensor: its fraction of a sum over all parts
 BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clip"}
 KEPT = {
     *("to", "float", "double", "type", "view", "reshape", "squeeze", "unsqueeze", "clone", "sum"),
@@ -325,33 +354,33 @@ KEPT = {
 
 
 def _fraction(value: Any) -> Tensor | None:
-    """The part that a tensor is of a sum over all parts; None of any other value."""
+    """Return the fraction that a tensor is of a sum over all parts; None for other values."""
     found = value.__dict__.get(FRACTION) if isinstance(value, Tensor) else None
     assert found is None or isinstance(found, Tensor)
     return found
 
 
-def _in_share(given: Any, part: Tensor) -> Any:
-    """The arguments of a call, of plain numbers the part."""
+def _scale_numbers(given: Any, part: Tensor) -> Any:
+    """Return the arguments of a call with plain numbers multiplied by the fraction."""
     if isinstance(given, dict):
-        return {k: v if k == "alpha" else _in_share(v, part) for k, v in given.items()}
+        return {k: v if k == "alpha" else _scale_numbers(v, part) for k, v in given.items()}
     if isinstance(given, tuple):
-        return tuple(_in_share(value, part) for value in given)
+        return tuple(_scale_numbers(value, part) for value in given)
     number = isinstance(given, int | float) and not isinstance(given, bool)
     return given * part if number else given
 
 
-def _stays_share(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of such a share gives one."""
+def _keeps_fraction(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the result of a call of such a share is one, too."""
     others = [one for one in args[1:] if isinstance(one, Tensor | float | int)]
-    if name in TIMES:  # a number of one's own, or 1 / rows?  Whole numbers are no such quotient
+    if name in TIMES:  # a constant, or 1 / rows?  An integer is no such quotient
         return all(isinstance(one, int) for one in others)
-    alike = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
-    return name in KEPT or name in BOUNDS or name in ADDS and alike
+    shares = all(_fraction(one) is not None or not isinstance(one, Tensor) for one in others)
+    return name in KEPT or name in BOUNDS or name in ADDS and shares
 
 
-def _other(one: BatchSum) -> Diagnostic:
-    """A forward that takes another way than the one that was followed."""
+def _changed_forward(one: BatchSum) -> Diagnostic:
+    """Return the diagnostic for a forward that differs from the recorded one."""
     return Diagnostic(
         "S669",
         f"`{one.name}` in the forward of {titled(one.fqn)} is not the sum that was recorded there",
@@ -363,12 +392,12 @@ def _other(one: BatchSum) -> Diagnostic:
     )
 
 
-# ---- A loss times a number: to train as under a loss scale.
+# ---- A scaled loss, to train as with a loss scale.
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """The model's loss, or `loss(output, batch)`, times `factor`; None where there is none."""
+    """The model's loss, or `loss(output, batch)`, times `factor`; None without a loss."""
 
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None
     factor: float

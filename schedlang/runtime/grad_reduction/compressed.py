@@ -1,4 +1,4 @@
-"""Sum gradients over replicas in fewer bytes: low rank, eight or one bit, with error feedback."""
+"""Compressed all-reduce of gradients: low rank, 8 bits or 1 bit, with error feedback."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from schedlang.runtime.device import seeded, sent
 from schedlang.runtime.grad_reduction.gradient import local_gradient, replace_gradient
 from schedlang.runtime.storage.offloaded_gradients import local
 
-# ---- Codecs of gradients: a low-rank product, eight bits, one bit; each with what it leaves out.
+# ---- Codecs of gradients: a low-rank product, 8 bits, 1 bit.
 # Vogels et al., PowerSGD (2019); Dettmers, 8-bit approximations (2016), with stochastic rounding
 # as Alistarh et al., QSGD (2017); Seide et al., 1-bit SGD (2014).
 
 
 def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True) -> Tensor:
-    """Random numbers that depend on the words alone, equal wherever these are."""
+    """Return random numbers that depend on `words` alone, so they are equal on all ranks."""
     generator = seeded(*words)
     draw = torch.randn if normal else torch.rand
     with torch._C.DisableTorchFunction():
@@ -33,15 +33,15 @@ def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = T
 
 
 def started(q: Tensor, *words: object) -> Tensor:
-    """The start of a power iteration: columns that are zero are drawn."""
+    """Return the start of a power iteration: columns of zeros are replaced by random ones."""
     fresh = drawn(tuple(q.shape), q, *words)
     return torch.where((q != 0).any(0), q, fresh)
 
 
 def orthogonal(p: Tensor) -> Tensor:
-    """Orthonormal columns by Gram and Schmidt, twice; one that the others span becomes zero.
+    """Return orthonormal columns by Gram-Schmidt, twice; a dependent column becomes zero.
 
-    Else what is left of it, which is rounding, would be made as long as the others.
+    Otherwise its remainder, which is rounding, would be scaled to length one.
     """
     least = torch.finfo(p.dtype).eps ** 0.5
     columns: list[Tensor] = []
@@ -61,14 +61,14 @@ def orthogonal(p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Coded:
-    """A tensor in few bits: bytes, and the numbers that scale each block of elements."""
+    """A tensor in few bits: codes, and the scales of each block of elements."""
 
     codes: Tensor
     scales: Tensor
 
 
 def _blocks(flat: Tensor, block: int) -> Tensor:
-    """Rows of one block each, the last filled with zeros."""
+    """Return rows of one block each, the last padded with zeros."""
     count = -(-flat.numel() // block)
     filled = flat.new_zeros(count * block)
     filled[: flat.numel()] = flat
@@ -76,7 +76,7 @@ def _blocks(flat: Tensor, block: int) -> Tensor:
 
 
 def to_int8(flat: Tensor, block: int, draw: Tensor) -> Coded:
-    """Whole numbers from -127 to 127 per block, rounded up with the chance of what is beyond."""
+    """Encode as integers from -127 to 127 per block, with stochastic rounding by `draw`."""
     rows = _blocks(flat, block)
     scales = rows.abs().amax(1) / 127 if rows.numel() else flat.new_zeros(0)
     steps = rows / torch.where(scales > 0, scales, 1.0)[:, None]
@@ -85,15 +85,15 @@ def to_int8(flat: Tensor, block: int, draw: Tensor) -> Coded:
 
 
 def from_int8(coded: Coded, count: int, block: int) -> Tensor:
-    """The numbers that are meant."""
+    """Return the decoded numbers."""
     rows = coded.codes.view(-1, block).to(coded.scales.dtype) * coded.scales[:, None]
     return rows.view(-1)[:count]
 
 
 def to_bits(flat: Tensor, block: int) -> Coded:
-    """One bit per element, and per block the means of those on either side of zero.
+    """Encode as one bit per element, with the means of both sides of zero per block.
 
-    What is zero but for rounding counts as above it, so that rounding decides nothing.
+    An element that is zero within rounding counts as above zero, so that rounding decides nothing.
     """
     rows = _blocks(flat, block)
     least = torch.finfo(flat.dtype).eps ** 0.5
@@ -107,7 +107,7 @@ def to_bits(flat: Tensor, block: int) -> Coded:
 
 
 def from_bits(coded: Coded, count: int, block: int) -> Tensor:
-    """The mean of its side, for each element."""
+    """Return the mean of its side for each element."""
     shifts = torch.arange(8, device=coded.codes.device)
     above = (coded.codes[:, None].to(torch.int64) >> shifts) & 1
     means = coded.scales.view(-1, 2)
@@ -120,14 +120,14 @@ def _mean(rows: Tensor, there: Tensor) -> Tensor:
     return total / there.sum(1).clamp(min=1)
 
 
-# ---- Sums of gradients over replicas in fewer bytes, with the error of a step fed into the next.
-# Every rank of the group has a part of a gradient and gets the same sum.  Matrices are compressed,
-# vectors and what would not get smaller are summed as they are.
+# ---- Compressed reductions over replicas, with the error of a step fed into the next.
+# Every rank of the group has a partial gradient and gets the same sum. Matrices are compressed;
+# vectors, and tensors that would not get smaller, are all-reduced uncompressed.
 
 
 @dataclass
 class Memory:
-    """The memory of a rank for one parameter, from step to step."""
+    """The error and the start of the power iteration of one parameter, from step to step."""
 
     error: Tensor | None = None
     q: Tensor | None = None
@@ -135,9 +135,9 @@ class Memory:
 
 @dataclass
 class Compressor:
-    """The compressed sums of a program; `step` counts them, so that every draw is another.
+    """The compressed reductions of a program; `step` counts them, so that draws differ by step.
 
-    `clean(name, part)` has zeros where a part is padded: a code may mean something else there.
+    `clean(name, part)` zeros the padding of a part, because a decoded value there may not be zero.
     """
 
     codec: Codec
@@ -148,12 +148,12 @@ class Compressor:
     step: int = 0
 
     def sum(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Replace each gradient by the sum over the group; one that no rank has stays away."""
+        """Replace each gradient by the sum over the group; one that no rank has stays None."""
         held = [name for name in self.names if name in parameters]
         here = [local_gradient(parameters[n]) is not None for n in held]
         flags = sent(torch.tensor(here, dtype=torch.float64), self.group.device)
         counts = all_reduce(flags, self.group)
-        # where this rank has all of them nobody has to wait for how many others have
+        # a rank that has all gradients need not wait for the counts
         there = here if all(here) else counts.tolist()
         step, self.step = self.step, self.step + 1
         found: dict[str, Tensor] = {}
@@ -168,8 +168,8 @@ class Compressor:
     def _sums(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         small = {n: part for n, part in parts.items() if not self.codec.smaller(part.shape)}
         large = {n: self._with_error(n, part) for n, part in parts.items() if n not in small}
-        out = dict(zip(small, self._together(list(small.values()))))
-        run = self._low_rank if self.codec.kind == "powersgd" else self._few_bits
+        out = dict(zip(small, self._sum_all(list(small.values()))))
+        run = self._low_rank if self.codec.kind == "powersgd" else self._sum_codes
         for name, total in run(large, step).items():
             out[name] = self.clean(name, total.view_as(parts[name]))
             memory = self.memories[name]
@@ -183,12 +183,12 @@ class Compressor:
         matrix = part.reshape(part.shape[0], -1)
         return matrix if memory.error is None else matrix + memory.error
 
-    def _keep(self, name: str, error: Tensor) -> None:
+    def _store_error(self, name: str, error: Tensor) -> None:
         if self.codec.feedback:
             self.memories[name].error = error
 
-    def _together(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Their sums over the group, in one message."""
+    def _sum_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All-reduce tensors over the group, in one message."""
         if not tensors:
             return []
         flat = all_reduce(torch.cat([t.reshape(-1) for t in tensors]), self.group)
@@ -196,15 +196,15 @@ class Compressor:
         return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
 
     def _low_rank(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """One step of a power iteration, from where the last one ended."""
+        """Run one step of a power iteration, from the result of the last one."""
         starts = {n: self._start(n, part, step) for n, part in parts.items()}
-        firsts = self._together([part @ starts[n] for n, part in parts.items()])
+        firsts = self._sum_all([part @ starts[n] for n, part in parts.items()])
         ps = {n: orthogonal(p) for n, p in zip(parts, firsts)}
         own = {n: part.T @ ps[n] for n, part in parts.items()}
-        qs = dict(zip(parts, self._together(list(own.values()))))
+        qs = dict(zip(parts, self._sum_all(list(own.values()))))
         for name, part in parts.items():
             self.memories[name].q = qs[name]
-            self._keep(name, part - ps[name] @ own[name].T)
+            self._store_error(name, part - ps[name] @ own[name].T)
         return {name: ps[name] @ qs[name].T for name in parts}
 
     def _start(self, name: str, part: Tensor, step: int) -> Tensor:
@@ -212,16 +212,18 @@ class Compressor:
         q = part.new_zeros(part.shape[1], self.codec.rank) if q is None else q
         return started(q, name, step)
 
-    def _few_bits(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Gather what every rank has coded, and add it up in the order of ranks."""
+    def _sum_codes(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Gather the codes of every rank, and add the decoded values in the order of ranks."""
         mine: dict[str, Coded] = {}
         for name, part in parts.items():
             mine[name] = encoded(self.codec, part, name, step, self.group.rank)
-            self._keep(name, part - decoded(self.codec, mine[name], part.numel()).view_as(part))
+            self._store_error(
+                name, part - decoded(self.codec, mine[name], part.numel()).view_as(part)
+            )
         if not parts:
             return {}
-        codes = self._gathered([one.codes for one in mine.values()])
-        scales = self._gathered([one.scales for one in mine.values()])
+        codes = self._gather([one.codes for one in mine.values()])
+        scales = self._gather([one.scales for one in mine.values()])
         out = {}
         for place, (name, part) in enumerate(parts.items()):
             read = (Coded(c[place], s[place]) for c, s in zip(codes, scales))
@@ -229,8 +231,8 @@ class Compressor:
             out[name] = torch.stack(numbers).sum(0).view_as(part)
         return out
 
-    def _gathered(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Gather the tensors of each rank of the group, in one message."""
+    def _gather(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """All-gather tensors over the group, in one message."""
         flat = torch.cat([t.reshape(-1) for t in tensors])
         whole = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]
@@ -241,7 +243,7 @@ class Compressor:
 def message_bytes(
     codec: Codec, shapes: Sequence[tuple[tuple[int, ...], int]], ranks: int
 ) -> dict[str, int]:
-    """Bytes of each message of a sum as they arrive; gradients have these shapes and itemsizes."""
+    """Return the bytes of each received message of a reduction, from shapes and itemsizes."""
     found = {"there": 8 * len(shapes)}
 
     def more(what: str, count: int) -> None:
@@ -263,7 +265,7 @@ def message_bytes(
 
 
 def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Coded:
-    """A part of a gradient in few bits; draws are those of the parameter, the step and the rank."""
+    """Encode a part of a gradient; draws depend on parameter, step and rank."""
     flat = part.reshape(-1)
     if codec.kind == "onebit":
         return to_bits(flat, codec.block)
@@ -272,6 +274,6 @@ def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Cod
 
 
 def decoded(codec: Codec, coded: Coded, count: int) -> Tensor:
-    """The numbers that a code means."""
+    """Return the decoded numbers."""
     read: Callable[[Coded, int, int], Tensor] = from_bits if codec.kind == "onebit" else from_int8
     return read(coded, count, codec.block)

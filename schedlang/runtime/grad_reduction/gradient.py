@@ -1,4 +1,7 @@
-"""Gradients made whole: flat tensors they lie in, sums over ranks, and their true global norm."""
+"""Reduction of gradients over ranks: flat buckets, all-reduces, and the global norm.
+
+`sum_gradients` runs after the last backward of a step; `pipeline.overlapped_sums` begins earlier.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,10 @@ from schedlang.runtime.storage.offloaded_gradients import (
 )
 from schedlang.runtime.storage.tiers import DEVICE, tier_of
 
-# ---- The parameters of a rank, and flat tensors that their gradients are parts of from step to
-# step.
-# What is summed together lies together: the `.grad` of each parameter is a view of one tensor,
-# into which autograd adds, and which is summed as it is (DDP, Li et al. 2020, calls these buckets'
-# views). Nothing is put together before a sum, or copied back after it.
+# ---- The parameters of a rank, and flat tensors of their gradients that last from step to step.
+# The `.grad` of each parameter in a bucket is a view of one tensor, into which autograd adds, and
+# which is all-reduced as it is (gradient_as_bucket_view of DDP, Li et al. 2020). Nothing is copied
+# before a reduction or after it.
 
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
@@ -39,9 +41,9 @@ BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 
 @dataclass(frozen=True)
 class Sum:
-    """One reduction: the gradients of these parameters are parts over this group.
+    """One reduction: the gradients of these parameters are partial over this group.
 
-    bucket  bytes that are summed at once, at most, if not as usual; a larger gradient is alone
+    bucket  bytes per bucket, at most, if not the default; a larger gradient has a bucket of its own
     """
 
     group: Group
@@ -51,67 +53,69 @@ class Sum:
 
 
 class Flat:
-    """The gradients of some parameters in one tensor; behind them, how many ranks had each.
+    """The gradients of some parameters in one tensor, followed by the number of ranks that had
+    each.
 
-    Each view counts its own writes, so it is known who got a gradient in a step: the others have
+    Each view has its own version counter, which shows who got a gradient in a step: the others have
     none, as if they had no view.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.views: list[Tensor] = []
-        self.here: list[bool] = []  # which of them had a gradient on this rank when the sum began
+        self.here: list[
+            bool
+        ] = []  # whether each had a gradient on this rank when the reduction began
         self._flat: Tensor | None = None
-        self._there: Tensor | None = None
+        self._counts: Tensor | None = None
         self._before: list[int] = []
-        self._open = False  # it is yet to be seen who gets one
+        self._unsettled = False  # backward runs: who gets a gradient is not known yet
 
-    def _made(self) -> Tensor:
+    def _flat_tensor(self) -> Tensor:
         if self._flat is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             like = self.parameters[0].detach()
             self._flat = like.new_zeros(sum(sizes) + len(sizes))
-            *parts, self._there = torch.split(self._flat, [*sizes, len(sizes)])
-            # `.data` has a count of writes of its own
+            *parts, self._counts = torch.split(self._flat, [*sizes, len(sizes)])
+            # `.data` has a version counter of its own
             both = zip(parts, self.parameters)
             self.views = [part.data.view(parameter.shape) for part, parameter in both]
         return self._flat
 
     def begin(self) -> None:
-        """Zeros for a step; autograd adds to them."""
+        """Zero all gradients for a step; autograd adds to them."""
         with torch._C.DisableTorchFunction():
-            self._made().zero_()
+            self._flat_tensor().zero_()
             for parameter, view in zip(self.parameters, self.views):
                 parameter.grad = view
             self._before = self.written()
-            self._open = True
+            self._unsettled = True
 
     def written(self) -> list[int]:
         """Return the number of writes into each gradient."""
         return [view._version for view in self.views]
 
     def in_place(self) -> bool:
-        """Return whether all gradients lie here: nothing has put another tensor in the place of
-        one."""
+        """Return whether all gradients are views of this tensor: none was replaced."""
         return bool(self.views) and all(
             [p.grad is view for p, view in zip(self.parameters, self.views)]
         )
 
     def settle(self) -> None:
-        """Backward has ended: what got no gradient has none."""
-        if not self._open:
+        """Set `.grad` to None where backward made no gradient."""
+        if not self._unsettled:
             return
-        self._open = False
+        self._unsettled = False
         with torch._C.DisableTorchFunction():
             for parameter, view, before in zip(self.parameters, self.views, self._before):
                 if view._version == before and parameter.grad is view:
                     parameter.grad = None
 
     def start(self) -> Tensor:
-        """Collect what is summed: the gradients, wherever they came from, and who has one."""
+        """Return the flat tensor to reduce, with gradients from wherever they are, and flags."""
         self.settle()
         with torch._C.DisableTorchFunction():
-            flat, here = self._made(), []
+            flat, here = self._flat_tensor(), []
             for parameter, view in zip(self.parameters, self.views):
                 grad = parameter.grad
                 here.append(grad is not None)
@@ -119,30 +123,30 @@ class Flat:
                     view.zero_()
                 elif grad is not view:
                     parameter.grad = view.copy_(grad)
-            assert self._there is not None
-            self._there.fill_(1)
+            assert self._counts is not None
+            self._counts.fill_(1)
             for place in [k for k, got in enumerate(here) if not got]:
-                self._there[place] = 0
+                self._counts[place] = 0
         self.here = here
         return flat
 
     def unpack(self) -> None:
-        """The sum is there: give those a gradient who got one on other ranks alone.
+        """Set gradients that only other ranks had, after the reduction.
 
-        Counts are looked at only where this rank had none: the host waits for the device.
+        Counts are read only if this rank had none: the host waits for the device.
         """
         if all(self.here):
             return
-        assert self._there is not None
+        assert self._counts is not None
         for parameter, view, here, got in zip(
-            self.parameters, self.views, self.here, self._there.tolist()
+            self.parameters, self.views, self.here, self._counts.tolist()
         ):
             if got and not here:
                 parameter.grad = view
 
 
 class LocalParameters(dict[str, nn.Parameter]):
-    """The parameters of a rank by name, and what is constant of them while a program lives."""
+    """The parameters of a rank by name, with state that is constant while a program lives."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(parameters)
@@ -150,49 +154,51 @@ class LocalParameters(dict[str, nn.Parameter]):
         self._flat: dict[int, Flat] = {}  # by id of a parameter
         self._loose: list[nn.Parameter] | None = None
         self._buckets: dict[object, list[Flat | list[nn.Parameter]]] = {}
-        self.stepping = False  # a step computes: what its backward leaves will be summed
-        self.guarded = False  # somebody has asked for the module: see `own_loop`
+        self.stepping = False  # a step runs: its gradients will be reduced
+        self.guarded = False  # the module was handed out: see `own_loop`
 
     def flatten(self, sums: Sequence[Sum]) -> None:
-        """Let gradients that are summed together be parts of one tensor: first those of replicas.
+        """Make gradients that are reduced together views of one tensor, replicas first.
 
-        Each is part of one; what is summed again over others, lies off the device, leaves it or is
-        sliced is put together for its sum.
+        Each gradient is in one tensor; a gradient that is reduced again over another group, is off
+        the device or moves off, or is a DTensor, is copied into a bucket for its reduction.
         """
         for one in sorted(sums, key=lambda one: one.kind != "replicas"):
             for members in in_buckets([self[n] for n in one.names], one.bucket):
-                if all(map(self._free, members)):
+                if all(map(self._can_flatten, members)):
                     flat = Flat(members)
                     self.flats.append(flat)
                     self._flat.update(dict.fromkeys(map(id, members), flat))
         self._loose = None
         self._buckets.clear()
 
-    def _free(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient may be part of a flat tensor, and is of none yet."""
-        away = offloads_gradient(parameter) or tier_of(parameter) != DEVICE
-        return not away and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
+    def _can_flatten(self, parameter: nn.Parameter) -> bool:
+        """Return whether a gradient may be part of a flat tensor, and is not yet."""
+        offloaded = offloads_gradient(parameter) or tier_of(parameter) != DEVICE
+        return (
+            not offloaded and not isinstance(parameter, DTensor) and id(parameter) not in self._flat
+        )
 
     def buckets(self, names: tuple[str, ...], most: int | None) -> list[Flat | list[nn.Parameter]]:
-        """Return the buckets in which gradients are summed, each of at most so many bytes.
+        """Return the buckets in which gradients are reduced, each of at most `most` bytes.
 
-        What stands in a bucket follows from the names alone: all ranks of the group have the same
-        ones. Whether a bucket lies together is each rank's own affair, for it is sent alike.
+        The members of a bucket follow from the names alone: all ranks of the group have the same.
+        Whether a bucket is flat may differ by rank, because the message is the same.
         """
         key = names, most
         if key not in self._buckets:
             found = in_buckets([self[name] for name in names], most)
-            self._buckets[key] = [self._together(members) or members for members in found]
+            self._buckets[key] = [self._flat_of(members) or members for members in found]
         return self._buckets[key]
 
-    def _together(self, members: list[nn.Parameter]) -> Flat | None:
-        """The flat tensor of exactly these, in their order, if there is one."""
+    def _flat_of(self, members: list[nn.Parameter]) -> Flat | None:
+        """Return the flat tensor of exactly these parameters, in order, if there is one."""
         flat = self._flat.get(id(members[0]))
         same = flat is not None and list(map(id, flat.parameters)) == list(map(id, members))
         return flat if same else None
 
     def zero(self) -> None:
-        """No gradients: a step begins."""
+        """Drop all gradients, at the begin of a step."""
         for flat in self.flats:
             flat.begin()
         if self._loose is None:
@@ -200,18 +206,19 @@ class LocalParameters(dict[str, nn.Parameter]):
         drop_gradients(self._loose)
 
     def settle(self) -> None:
-        """Backward has ended: what got no gradient has none."""
+        """Set `.grad` to None where backward made no gradient."""
         for flat in self.flats:
             flat.settle()
 
 
 def held_of(parameters: Mapping[str, nn.Parameter]) -> LocalParameters:
-    """The same, with what is constant of them."""
+    """Return the parameters as LocalParameters."""
     return parameters if isinstance(parameters, LocalParameters) else LocalParameters(parameters)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients are summed together: up to so many bytes of one kind."""
+    """Return runs of parameters whose gradients are reduced together: of one kind, in bytes
+    limited."""
     sizes = [
         (part.numel() * part.element_size(), (part.dtype, gradient_device(p)))
         for p, part in ((p, local(p)) for p in parameters)
@@ -220,7 +227,7 @@ def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[lis
 
 
 def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
-    """Return runs of tensors of one kind (dtype) that are summed together; given bytes and
+    """Return runs of indices of tensors of one kind that are reduced together, from bytes and
     kinds."""
     limit = BUCKET_BYTES if most is None else most
     found: list[list[int]] = []
@@ -234,20 +241,20 @@ def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> lis
     return found
 
 
-# ---- Sums over the ranks that each had a part.
+# ---- Reductions.
 
 
-Started = tuple["Flat | Bucket", Any]  # a sum that has begun, and what to wait for
+Started = tuple["Flat | Bucket", Any]  # a reduction that has begun, and its handle
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The part of the gradient that this rank holds, as a plain tensor."""
+    """Return the local shard of a gradient as a plain tensor."""
     grad = gradient_of(parameter)
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of those parameters that have one, with few calls of Python."""
+    """Return the gradients of parameters that have one, with few calls of Python."""
     found = [
         p.grad if OFFLOADED not in p.__dict__ and not isinstance(p, DTensor) else local_gradient(p)
         for p in parameters
@@ -256,7 +263,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> None:
-    """Replace each gradient by its sum over the group, bucket by bucket, in order of the sums.
+    """All-reduce each gradient over its group, bucket by bucket, in order of the sums.
 
     A parameter that got no gradient on any rank of the group keeps none.
     """
@@ -270,7 +277,7 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -
 
 
 def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[Started]:
-    """Start sums of gradients: each bucket with the work to wait for before it is unpacked."""
+    """Start reductions: return each bucket with the work to wait for before it is unpacked."""
     held = held_of(parameters)
     return [
         begin_one(one.group, members)
@@ -280,7 +287,7 @@ def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[S
 
 
 def begin_one(group: Group, members: Flat | Sequence[nn.Parameter]) -> Started:
-    """Start the sum of one bucket: of what lies together, or is put together."""
+    """Start the reduction of one bucket, flat or copied together."""
     if isinstance(members, Flat):
         flat = members.start()
         count("all-reduce", group, flat)
@@ -291,10 +298,11 @@ def begin_one(group: Group, members: Flat | Sequence[nn.Parameter]) -> Started:
 
 
 class Bucket:
-    """The gradients of some parameters in one flat tensor, and how many ranks had each.
+    """The gradients of some parameters copied into one tensor, and the number of ranks that had
+    each.
 
-    `device`: that of the group, to which gradients that lie in host memory go for the sum; those
-    of a step without values stay where they are.
+    `device`: that of the group, to which gradients in host memory are copied for the reduction;
+    those of a dry run stay where they are.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
@@ -307,7 +315,7 @@ class Bucket:
             (g if g is not None else torch.zeros_like(p, device=home)).reshape(-1)
             for g, p in zip(grads, self.locals)
         ]
-        # one number a parameter behind the values: on how many ranks it got a gradient
+        # one number per parameter after the values: how many ranks had its gradient
         there = parts[0].new_ones(len(grads), dtype=self.locals[0].dtype)
         for place, grad in enumerate(grads):
             if grad is None:
@@ -317,9 +325,9 @@ class Bucket:
             self.flat = sent(self.flat, device) if on_host(self.flat) else self.flat
 
     def unpack(self) -> None:
-        """Give every parameter its part of the sum.
+        """Copy the reduced gradients back to the parameters.
 
-        Counts are looked at only where this rank had no gradient: the host waits for the device.
+        Counts are read only if this rank lacked a gradient: the host waits for the device.
         """
         count = len(self.parameters)
         counts = [1.0] * count if self.all_here else self.flat[-count:].tolist()
@@ -333,7 +341,7 @@ class Bucket:
 
 
 def replace_gradient(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of a gradient over the one that there is, or make it the gradient."""
+    """Write this rank's shard over the present gradient, or set it as the gradient."""
     current = local_gradient(parameter)
     if current is not None:
         current.copy_(value)
@@ -348,20 +356,21 @@ def square_sum(
     primary: Container[str],
     device: torch.device = HOST,
 ) -> Tensor:
-    """The sum of squares of the gradients that this rank counts (`primary`), in float64 or wider.
+    """Return the sum of squares of the gradients that this rank counts (`primary`), at least in
+    float64.
 
-    It lies on `device`, if that is an accelerator's.
+    On `device`, if that is an accelerator.
     """
     counted = [p for name, p in parameters.items() if name in primary]
     present = [g for g in local_gradients(counted) if g.numel()]
     if not present:
-        # without values everything lies on the meta device, wherever the rank is
+        # a dry run is on the meta device
         home = device if on_accelerator(device) else None
         return torch.zeros((), dtype=torch.float64, device=home)
     kinds = dict.fromkeys([g.device for g in present])
-    alone = len(kinds) == 1  # as almost always: nothing is asked twice
-    apart = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
-    norms = [torch.stack(torch._foreach_norm(some)).double() for some in apart]
+    alone = len(kinds) == 1  # as almost always: one pass
+    by_device = [present if alone else [g for g in present if g.device == kind] for kind in kinds]
+    norms = [torch.stack(torch._foreach_norm(some)).double() for some in by_device]
     sums = [one.square_().sum() for one in norms]
     if on_accelerator(device):
         sums = [one.to(device, non_blocking=True) for one in sums]
@@ -369,18 +378,18 @@ def square_sum(
 
 
 def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Tensor:
-    """The norm of the gradients of a world of one, which are then bounded by `clip`.
+    """Return the gradient norm of a world of one rank, and clip the gradients to `clip`.
 
-    By torch's own functions, so that a plain loop gives the same to the last bit.
+    By torch's own functions, so that a plain loop gives the same bits.
     """
     grads = [g for g in gradients_of(parameters.values()) if g is not None]
     kinds = list(dict.fromkeys([g.device for g in grads]))
     if len(kinds) < 2:
         norm = nn.utils.get_total_norm(grads)
-    else:  # torch would send the norms of the others to the first device one by one
+    else:  # torch would copy norms to the first device one by one
         there = next(filter(on_accelerator, kinds), kinds[0])
-        apart = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
-        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in apart])
+        by_device = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
+        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in by_device])
     if clip is not None and (on_accelerator(norm) or float(norm) > clip):
         for kind in kinds:
             held: Any = [SimpleNamespace(grad=g) for g in grads if g.device == kind]
@@ -389,10 +398,10 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
 
 
 def clip_factor(norm: Tensor | float, clip: float) -> float | Tensor | None:
-    """The factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_.
+    """Return the factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_.
 
-    On an accelerator it is computed there, so that the host does not wait for the norm.  On a CPU
-    the norm is at hand: None where it is below, and nothing is to be done.
+    On an accelerator it is computed there, so that the host does not wait for the norm. On a CPU it
+    is None if the norm is below `clip`: there is nothing to scale.
     """
     if isinstance(norm, Tensor) and on_accelerator(norm):
         return torch.where(norm > clip, clip / (norm + 1e-6), 1.0)

@@ -1,4 +1,7 @@
-"""Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2)."""
+"""ZeRO: data-parallel parameters, gradients and optimizer state, sharded by torch's fully_shard.
+
+`Sliced` holds the fully_shard units of one stage; `join` connects the stages of a rank.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +47,20 @@ if TYPE_CHECKING:
     from schedlang.runtime.pipeline.executor import Handler
 
 T = TypeVar("T")
-_PRIME = 2**31 - 1  # the largest that a number of 32 bits holds
+_PRIME = 2**31 - 1  # the largest prime in 32 bits
 
 # ---- Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2).
-# Rajbhandari et al., ZeRO (SC 2020).  Gradients are summed, never averaged: the loss of each part
-# already carries its weight in the whole batch.
+# Rajbhandari et al., ZeRO (SC 2020). Gradients are summed, never averaged: the loss of each part
+# is already weighted by its share of the full batch.
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The slicing of what a module holds.
+    """The settings of one fully_shard unit.
 
-    `root`: the root of its stage; `waits`: parts of it compute after its forward; `tier`: where its
-    slices lie; `low`: the dtype in which they are gathered (None: as stored; gradients are reduced
-    as stored either way).
+    `root`: the root of its stage; `waits`: parts of the module compute after its forward, so it
+    stays gathered; `tier`: the tier of its shards; `low`: the dtype in which it is gathered (None:
+    as stored; gradients are always reduced as stored).
     """
 
     root: bool = False
@@ -68,11 +71,12 @@ class Unit:
 
 
 class Sliced:
-    """The units of one stage whose parameters lie in slices over data-parallel ranks.
+    """The units of one stage whose parameters are sharded over data-parallel ranks.
 
-    stage 1 reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees the gathered
-    parameters after each forward and backward. Rows of a timeline may hold them gathered for a run
-    of operations of the stage (`unshard`, `reshard`): its gradients are then reduced once a run.
+    Stage 1 of ZeRO reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees
+    gathered parameters after each forward and backward. Rows of a timeline may hold them gathered
+    for a run of operations of the stage (`unshard`, `reshard`): gradients are then reduced once a
+    run.
     """
 
     def __init__(
@@ -84,32 +88,36 @@ class Sliced:
         asked: bool = False,
     ) -> None:
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
-        self.between = between and stage == 3  # free what is gathered between the two passes
+        self.between = (
+            between and stage == 3
+        )  # free gathered parameters between forward and backward
         self.units: list[FSDPModule] = []
         self.waiting: set[FSDPModule] = set()
         self.ahead = 0
-        self.asked = asked  # values may decide that no rank uses a parameter in a step
-        self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
-        # of each unit in this step, where values decide on them: a number made of when it is called
+        self.asked = asked  # values may decide which ranks use a parameter in a step
+        self.used: set[nn.Parameter] = set()  # parameters with a gradient on this rank in this step
+        # for each unit: a hash of its calls in this step, if values decide on them
         self.calls: list[int] = []
         self._turn = 0  # calls of units in this step
-        self._root: _Root | None = None  # where no unit is around all others: in a pipeline
-        self._new_roots: list[_Root] = []  # of all stages of this rank, until they are set up
+        self._root: _Root | None = None  # in a pipeline, where no unit contains all others
+        self._new_roots: list[_Root] = []  # of all stages of this rank, not set up yet
         self._synced: tuple[bool, bool] | None = None
         self._stepping = False  # a backward of a step runs
-        self._unshards: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
+        self._unshards: list[UnshardHandle] | None = (
+            None  # while a run holds the parameters gathered
+        )
 
     def add(
         self, module: nn.Module, mesh: DeviceMesh, unit: Unit, met: Collection[nn.Parameter]
     ) -> None:
-        """Slice over a mesh what this module holds and no module added before it does.
+        """Shard over a mesh the parameters of a module that no earlier unit holds.
 
-        `met`: what the loss depends on, whatever this rank's values are; not kept, since slices
-        take the place of these parameters.
+        `met`: parameters on which the loss depends, whatever the values on this rank; not stored,
+        because shards replace these parameters.
 
-        What the root itself holds stays gathered after its forward: the backward begins there.  So
-        does what `waits`: parts of it compute after its forward.  Slices of another tier than the
-        device's are gathered from the host.
+        The parameters of the root stay gathered after its forward, because the backward begins
+        there. So do those of a unit that `waits`. Shards of another tier than the device's are
+        gathered from the host.
         """
         pinned = unit.tier == CPU and has_streams(torch.device(mesh.device_type))
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
@@ -128,12 +136,12 @@ class Sliced:
             reshard_after_forward=self.between and not (unit.root or unit.waits),
         )
         assert isinstance(module, FSDPModule)
-        register(module)  # it has a class of torch's making now
+        register(module)  # fully_shard has changed its class
         keep_inputs(module, unit.overwrites)
         gather_for_views(module)
         self._zero_missing(module, places)
         module.set_gradient_divide_factor(1.0)
-        # a plain sum: a factor of one would go through an operator that gloo does not have
+        # a plain sum: gloo lacks the operator for a factor, even of one
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
         if unit.waits:
@@ -151,14 +159,14 @@ class Sliced:
         return count
 
     def prefetch(self, ahead: int) -> None:
-        """Let each unit gather so many units that come after it, as they are called."""
+        """Let each unit gather the next `ahead` units, in the order of calls."""
         self.ahead, units = ahead, self.units if ahead else []
         for place, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
 
     def through(self, forward: Callable[[], T]) -> T:
-        """Run a forward of this stage: to torch it is the forward of a root of its units."""
+        """Run a forward of this stage; for torch it is the forward of a root of its units."""
         assert self._root is not None
         self._set_up()
         made: list[T] = []
@@ -166,27 +174,27 @@ class Sliced:
         return made[0]
 
     def _set_up(self) -> None:
-        """Do what the first call of each root does, before anything is gathered."""
+        """Run the setup of the first call of each root, before anything is gathered."""
         while self._new_roots:
             self._new_roots.pop()(lambda: None)
 
     def settle(self) -> None:
-        """Forget what was gathered ahead for units that did not run."""
+        """Drop prefetched gathers of units that did not run."""
         self._stepping = False
         for unit in self.units if self.ahead else ():
             end_gather(unit)
 
     def _zero_missing(self, unit: FSDPModule, places: set[str]) -> None:
-        """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
+        """Set a gradient to zero if only other ranks have one (of an expert without tokens here).
 
-        fully_shard would reduce another set of parameters on each rank. Its own setting for that
-        would give one also to what no rank ever uses.
+        Otherwise fully_shard would reduce different sets of parameters on different ranks. Its own
+        setting for that would also give a gradient to parameters that no rank uses.
         """
         for group in groups_of(unit):
             met = {one for one in group.fsdp_params if name_in(unit, one) in places}
-            around_backward(group, partial(self._zeroing_missing, group, met))
+            around_backward(group, partial(self._zeroing_backward, group, met))
 
-    def _zeroing_missing(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
+    def _zeroing_backward(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
             if not self._stepping and self.mesh.size() > 1:
                 name = str(group.fsdp_params[0]._param_fqn)
@@ -206,9 +214,9 @@ class Sliced:
         return post_backward
 
     def check_calls(self) -> None:
-        """Raise Refusal S663 where values let ranks call units in another order.
+        """Raise Refusal S663 if values let ranks call units in different orders.
 
-        What they gathered, or summed, together was not one unit then.
+        Then their collectives mixed different units.
         """
         if self.asked and self.units:
             counted = [*self.calls, *(-count for count in self.calls)]
@@ -219,7 +227,7 @@ class Sliced:
             _check_calls(flags.tolist())
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
-        """Say whether the backward to come is the last of this step, and whether it reduces."""
+        """Announce whether the next backward is the last of this step, and whether it reduces."""
         self._stepping = True
         if (last, reduces) == self._synced:
             return
@@ -231,24 +239,24 @@ class Sliced:
             unit.set_reshard_after_backward(frees, recurse=False)
 
     def unshard(self) -> None:
-        """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
+        """Begin to gather all units, and keep them gathered; each unit waits for its own gather."""
         assert self.stage == 3 and self._unshards is None
         self._set_up()
-        self._hold(True)
+        self._set_held(True)
         handles = (unit.unshard(async_op=True) for unit in self.units)
         self._unshards = [handle for handle in handles if handle is not None]
 
     def reshard(self) -> None:
-        """Free what has been held since `unshard`."""
+        """Free the parameters gathered by `unshard`."""
         assert self._unshards is not None
-        for handle in self._unshards:  # a unit that did not run has not waited: it would keep the
-            handle.wait()  # values of now for its next gather
+        for handle in self._unshards:  # a unit that did not run has not waited: its next gather
+            handle.wait()  # would return the present values
         for unit in self.units:
             unit.reshard()
         self._unshards = None
-        self._hold(False)
+        self._set_held(False)
 
-    def _hold(self, held: bool) -> None:
+    def _set_held(self, held: bool) -> None:
         self._synced = None
         for unit in self.units:
             frees = self.between and not held and unit not in self.waiting
@@ -257,30 +265,30 @@ class Sliced:
 
 
 class _Root(nn.Module):
-    """A module that torch takes for the model around the units of a stage; it is empty itself."""
+    """An empty module that torch takes for the model around the units of a stage."""
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         super().__init__()
         self.units = nn.ModuleList(units)  # type: ignore[arg-type]
 
     def forward(self, run: Callable[[], None]) -> None:
-        """The forward of a stage, which calls the units."""
+        """Run the forward of a stage, which calls the units."""
         run()
 
 
 def join(stages: Sequence[Sliced]) -> None:
     """Give the units of each stage of this rank a root, and all stages the same streams.
 
-    Without one each unit is a root: it is gathered when all before it is computed, and what is
-    summed of it lies there until backward ends. With one gathers and sums run beside computation,
-    and the input of a sum is freed when the next one begins, of whatever stage.
+    Without a root each unit is a root: it is gathered after all earlier ones are computed, and the
+    input of its reduction stays until backward ends. With a root, gathers and reductions overlap
+    with computation, and the input of a reduction is freed when the next one begins, of any stage.
     """
     fresh: list[Any] = []
     for one in stages:
         one._root, one._new_roots = _Root(one.units), fresh
         fresh.append(fully_shard(one._root, mesh=one.mesh, ignored_params=one.ignored))
-        # torch would take the order of the latest forwards, which here are of other microbatches;
-        # the first unit gathers itself, which is nothing: without any torch takes its own order
+        # torch would use the order of the latest forwards, which are of other microbatches here;
+        # the first unit prefetches itself, a no-op: with an empty list torch uses its own order
         for place, unit in enumerate(one.units):
             ahead = one.units[max(place - max(one.ahead, 1), 0) : place][::-1]
             unit.set_modules_to_backward_prefetch(ahead or [unit])
@@ -290,13 +298,13 @@ def join(stages: Sequence[Sliced]) -> None:
 def used_anywhere(
     sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
 ) -> list[float]:
-    """One for each sliced parameter (by name) that got a gradient on this rank; else zero.
+    """Return 1 for each sharded parameter (by name) with a gradient on this rank, else 0.
 
-    Raises Refusal S867 for a hook on one of them: its gradient comes by no backward of the slice.
+    Raises Refusal S867 for a hook on one of them, because no backward of the shard would run it.
     """
     for name in names:
         if name in parameters and parameters[name]._backward_hooks:
-            raise _hooked(name)
+            raise _hook_refusal(name)
     used = {parameter for one in sliced.values() for parameter in one.used}
     for one in sliced.values():
         one.used.clear()
@@ -304,27 +312,28 @@ def used_anywhere(
 
 
 def packed(flags: Sequence[float], world: int, dtype: torch.dtype) -> list[float]:
-    """Ones and zeros as few numbers, whose sums over the ranks of a world are exact."""
+    """Pack flags into few numbers whose sums over the ranks of a world are exact."""
     bits, each = _fields(world, dtype)
     some = [flags[k : k + each] for k in range(0, len(flags), each)]
     return [float(sum(int(one) << bits * k for k, one in enumerate(part))) for part in some]
 
 
 def unpacked(sums: Sequence[float], count: int, world: int, dtype: torch.dtype) -> list[int]:
-    """Count the ranks that had a one for each of `count` flags, of the sums of what they packed."""
+    """Return for each of `count` flags how many ranks had a one, from sums of packed flags."""
     bits, each = _fields(world, dtype)
     last = (1 << bits) - 1
     return [int(sums[k // each]) >> bits * (k % each) & last for k in range(count)]
 
 
 def _fields(world: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The bits of a count of ranks, and how many of them a number of a dtype holds exactly."""
+    """Return the bits of a count of ranks, and how many counts a number of this dtype holds
+    exactly."""
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return world.bit_length(), digits // world.bit_length()
 
 
 def backward_of_ones_own(name: str) -> Refusal:
-    """Refuse a backward outside of a step: nobody would sum the gradient of this parameter."""
+    """Return the refusal of a backward outside of a step: nothing would reduce this gradient."""
     return Refusal.of(
         "S617",
         f"a backward of your own: only a step sums the gradient of `{name}` over ranks",
@@ -335,7 +344,7 @@ def backward_of_ones_own(name: str) -> Refusal:
     )
 
 
-def _hooked(name: str) -> Refusal:
+def _hook_refusal(name: str) -> Refusal:
     return Refusal.of(
         "S867",
         f"`{name}` has a hook, which the gradient of its slice does not meet",
@@ -344,7 +353,7 @@ def _hooked(name: str) -> Refusal:
 
 
 def _check_calls(counts: Sequence[int]) -> None:
-    """Compare, of what the calls of each unit make, the most and, negated, the least of ranks."""
+    """Compare the most and the (negated) least of all ranks' call hashes of each unit."""
     most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
     if any(high + low for high, low in zip(most, fewest)):
         raise Refusal.of(
@@ -356,7 +365,7 @@ def _check_calls(counts: Sequence[int]) -> None:
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:
-    """Free gathered parameters, so that the next forward gathers what the slices hold now."""
+    """Free gathered parameters, so that the next forward gathers the present shards."""
     for one in sliced.values():
         one.settle()
         for unit in one.units:
@@ -364,9 +373,9 @@ def reshard(sliced: Mapping[int, Sliced]) -> None:
 
 
 def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
-    """The handlers of rows that hold stages gathered.
+    """Return the handlers of rows that hold stages gathered.
 
-    REDUCE does nothing more: fully_shard reduces inside the backward before it.
+    REDUCE does nothing: fully_shard has reduced in the backward before it.
     """
     return {
         Kind.UNSHARD: lambda step, op: sliced[op.stage].unshard(),
@@ -375,13 +384,13 @@ def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
     }
 
 
-# ---- What fully_shard will do with the gradients of a built program: sum, and divide by what.
+# ---- The factors of fully_shard's reductions in a built program.
 
 
 def reduced(
     sliced: Sliced, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[frozenset[str], float]]:
-    """Yield the names of each unit's parameters, and the number that their sum is divided by."""
+    """Yield the names of each unit's parameters, and the number by which their sum is divided."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for unit in sliced.units:
         for group in groups_of(unit):

@@ -1,1 +1,1 @@
-"""Values of a model that no process holds whole: made one tensor at a time, or read from files."""
+"""Initial values of models that no process holds in full: replayed per tensor, or read."""

@@ -1,7 +1,7 @@
-"""Tensors of files under the names and in the layouts of a model.
+"""Tensors of weight files under the names and in the layouts of a model.
 
-transformers renames, fuses and splits what files hold while it loads them.  Its own loader is run
-here on a model without memory, and on tensors of which nothing is read yet.
+transformers renames, fuses and splits tensors of files while it loads them. Its own loader runs
+here on a model on the meta device, with lazy tensors, so that nothing is read yet.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 
 @dataclass(frozen=True)
 class Named:
-    """Tensors by the names of a model.
+    """Lazy tensors by the names of a model.
 
-    shapes  of those that the library has found and that are of another shape than the model's
-    errors  of the library, in its words, by the first name of what it could not make
+    shapes  of tensors that the library has found with another shape than the model's
+    errors  messages of the library, by the first name that it could not make
     """
 
     tensors: Mapping[str, Stored]
@@ -34,30 +34,30 @@ class Named:
 
 
 def named(leaves: Mapping[str, Leaf], model: nn.Module | None, parts: bool = False) -> Named:
-    """Return what files hold as tensors of a model; only their heads have been read.
+    """Return the tensors of files as tensors of a model; only heads of files have been read.
 
-    parts  the model has parts of its parameters, or layers of a program
+    parts  the model has shards of its parameters, or layers of a program
     """
     known = {name: stored(leaf) for name, leaf in leaves.items()}
     if model is None or not _is_transformers(model):
         return Named(known)
-    return _loaded(known, _again(model) if parts else _hollow(model))
+    return _run_library_loader(known, _original_on_meta(model) if parts else _meta_copy(model))
 
 
 def _is_transformers(model: nn.Module) -> bool:
-    """Return whether the library has a loader for a model, whose class it must have loaded."""
+    """Return whether a model is of transformers, and the library has a loader for it."""
     loading = sys.modules.get("transformers.core_model_loading")
     modeling = sys.modules.get("transformers.modeling_utils")
     return None not in (loading, modeling) and isinstance(model, modeling.PreTrainedModel)  # type: ignore[union-attr]
 
 
-def _hollow(model: nn.Module) -> nn.Module:
-    """The same model without memory."""
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model on the meta device."""
     return copy_with(model, lambda _, tensor: meta_parameter(tensor), lambda t: t.to("meta"))
 
 
-def _again(model: Any) -> nn.Module:
-    """The model that a program was made of, without memory: by its class and configuration."""
+def _original_on_meta(model: Any) -> nn.Module:
+    """Return the original model of a program on the meta device, by class and configuration."""
     from torch.distributed.fsdp import FSDPModule
 
     kind: Any = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
@@ -70,46 +70,47 @@ def _again(model: Any) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by all of their names."""
+    """Return parameters and buffers by all of their names."""
     every = model.named_parameters(remove_duplicate=False)
     return [*every, *model.named_buffers(remove_duplicate=False)]
 
 
-def _loaded(known: Mapping[str, Stored], on_meta: Any) -> Named:
+def _run_library_loader(known: Mapping[str, Stored], on_meta: Any) -> Named:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     rules = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(on_meta))
-    with _quiet():
-        told, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
+    with _no_progress_bar():
+        report, _ = convert_and_load_state_dict_in_model(on_meta, dict(known), rules)
     return Named(
         {name: value for name, value in _tensors(on_meta) if isinstance(value, Stored)},
-        {name: tuple(shape) for name, shape, _ in told.mismatched_keys},
-        {name: _last(lines) for name, lines in told.conversion_errors.items()},
+        {name: tuple(shape) for name, shape, _ in report.mismatched_keys},
+        {name: _last_line(lines) for name, lines in report.conversion_errors.items()},
     )
 
 
-def _last(lines: str) -> str:
+def _last_line(lines: str) -> str:
     return next((line for line in lines.splitlines()[::-1] if line.strip()), lines)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No bar of progress: nothing is read yet."""
+def _no_progress_bar() -> Iterator[None]:
+    """Disable the progress bar of the library, because nothing is read yet."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
 def other_names(names: Sequence[str], model: nn.Module | None) -> Iterator[str]:
-    """The names that a tensor may have in files, with the prefix of a base model or without."""
+    """Yield the names that a tensor may have in files, with or without the prefix of a base
+    model."""
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     yield from names
     for name in names if prefix else ():

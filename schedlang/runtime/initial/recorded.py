@@ -1,7 +1,7 @@
-"""A model is made without memory, while what gives its tensors their values is recorded.
+"""Deferred initialization: a model is made on the meta device, and its initialization is recorded.
 
-Each rank replays the record later and keeps its parts.  The idea of recording the operators of an
-initialisation is that of torchdistX's deferred initialisation and of its fake tensors.
+Each rank later replays the record and keeps its parts. The idea is that of torchdistX's deferred
+initialization and of its fake tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Storage = int  # number of a storage in the order in which they were made
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a record: elements of a storage."""
+    """A tensor of a record: a view of a storage."""
 
     storage: Storage
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class View:
     offset: int
 
     def of(self, data: torch.UntypedStorage) -> Tensor:
-        """The same elements of another storage."""
+        """Return the same view of another storage."""
         empty = torch.empty(0, dtype=self.dtype, device=data.device)
         return empty.set_(data, self.offset, self.shape, self.stride)
 
@@ -52,10 +52,10 @@ class View:
 class Entry:
     """One operator.
 
-    reads, writes  storages that existed before; `made` are those that it makes, with their views
-    over           those of `writes` of which nothing is left that was there before
-    draw           its number among those that draw from torch's generator; None: it does not
-    state          of the generator, if it was set since the draw before
+    reads, writes  existing storages; `made`: new storages, with the index of the output
+    over           those of `writes` that are completely overwritten
+    draw           its number among the draws from torch's generator; None: it does not draw
+    state          of the generator, if it was set since the previous draw
     """
 
     func: Any
@@ -69,14 +69,14 @@ class Entry:
     state: Tensor | None
 
 
-# operators that leave nothing of what they write over, whatever it was
-_OVER = {
+# operators that overwrite their target completely
+_OVERWRITING = {
     *("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_"),
     *("cauchy_", "log_normal_", "geometric_"),
 }
 
 
-# operators after which nothing is known of what they have made
+# operators that return uninitialised memory
 _EMPTY = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default),
@@ -87,29 +87,33 @@ _EMPTY = {
 class Record:
     """The operators that make a model's tensors, and the storages of these.
 
-    `_states` has that of the generator before each draw, as far as it is known: what nobody wants
-    then need not be drawn again.
+    `_states` has the states of the generator before each draw, as far as known, so that draws of
+    unneeded tensors need not be repeated.
     """
 
     device: torch.device
     entries: list[Entry] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes, by storage
-    views: dict[str, View] = field(default_factory=dict)  # of the model's parameters, by name
-    versions: dict[Storage, int] = field(default_factory=dict)  # theirs: they change by any write
+    views: dict[str, View] = field(default_factory=dict)  # of the parameters, by name
+    versions: dict[Storage, int] = field(
+        default_factory=dict
+    )  # version counters of the parameters' storages
     _numbers: dict[int, Storage] = field(default_factory=dict)
-    _kept: list[torch.UntypedStorage] = field(default_factory=list)  # an address is not used again
-    _states: Tensor | None = None  # a row a draw, of which some are known
+    _kept: list[torch.UntypedStorage] = field(default_factory=list)  # keeps addresses unique
+    _states: Tensor | None = None  # one row per draw, known up to `_known`
     _known: int = 1
-    _drawing: list[int] = field(default_factory=list)  # places of the operators that draw
-    _writers: dict[Storage, list[int]] = field(default_factory=dict)  # places, by storage
+    _drawing: list[int] = field(default_factory=list)  # indices of the operators that draw
+    _writers: dict[Storage, list[int]] = field(
+        default_factory=dict
+    )  # indices of operators, by storage
     _state: Tensor | None = None
 
     def number(self, tensor: Tensor) -> Storage | None:
-        """The storage of a tensor, if it is of this record."""
+        """Return the storage of a tensor, if it is of this record."""
         return self._numbers.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
 
     def view(self, tensor: Tensor) -> View | None:
-        """A tensor as elements of a storage of this record."""
+        """Return a tensor as a view of a storage of this record."""
         number = self.number(tensor)
         if number is None:
             return None
@@ -117,7 +121,7 @@ class Record:
         return View(number, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def add(self, tensor: Tensor) -> Storage:
-        """Number the storage of a tensor that has just been made."""
+        """Number the storage of a new tensor."""
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         self._numbers[storage._cdata] = len(self.sizes)
@@ -125,7 +129,7 @@ class Record:
         return len(self.sizes) - 1
 
     def fill(self, rooms: Sequence[Room]) -> None:
-        """Make one whole tensor at a time, and keep its parts.  Raises Refusal S623 before any."""
+        """Make one full tensor at a time, and keep its parts. Raises Refusal S623 before any."""
         of: dict[Storage, list[tuple[Room, View]]] = {}
         for room in rooms:
             view = self.view(room.original)
@@ -137,21 +141,21 @@ class Record:
                 )
             of.setdefault(view.storage, []).append((room, view))
 
-        def given(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
+        def fill_rooms(some: list[tuple[Room, View]], data: torch.UntypedStorage) -> None:
             for room, view in some:
                 with torch.no_grad():
                     copied(view.of(data), whole(room.shape), room.part, room.cells)
 
-        self.replay({storage: partial(given, some) for storage, some in of.items()})
+        self.replay({storage: partial(fill_rooms, some) for storage, some in of.items()})
 
     def digest(self) -> str:
-        """Equal for records that make the same values."""
-        told = hashlib.blake2b(repr(sorted(self.views.items())).encode(), digest_size=8)
+        """Return a text that is equal for records that make the same values."""
+        hasher = hashlib.blake2b(repr(sorted(self.views.items())).encode(), digest_size=8)
         for entry in self.entries:
             parts = pytree.tree_leaves((entry.args, dict(entry.kwargs), entry.state))
             for part in (entry.func, *parts):
-                told.update((checksum(part) if isinstance(part, Tensor) else repr(part)).encode())
-        return told.hexdigest()
+                hasher.update((checksum(part) if isinstance(part, Tensor) else repr(part)).encode())
+        return hasher.hexdigest()
 
     def note(self, entry: Entry) -> None:
         """Add an operator."""
@@ -168,7 +172,7 @@ class Record:
         return len(self._drawing)
 
     def seeded(self) -> Tensor | None:
-        """The state of torch's generator, if it is not the one that was told last."""
+        """Return the state of torch's generator, if it has changed since the last call."""
         state = torch.get_rng_state()
         if self._state is not None and torch.equal(state, self._state):
             return None
@@ -176,11 +180,11 @@ class Record:
         return state
 
     def replay(self, wanted: Mapping[Storage, Callable[[torch.UntypedStorage], None]]) -> None:
-        """Make the values of some storages one after the other, each given to its function.
+        """Make the values of some storages one after the other, each passed to its function.
 
-        Only what one of them is made of is held at a time.  Each draw begins with the state of the
-        generator that it had in turn, so they are made in any order; in that of their first draws
-        no draw is made twice only to know the next state.  Torch's generator is left as it was.
+        Only the storages that one of them needs are held at a time. Each draw starts with the state
+        that the generator had in the recording, so any order is right; in the order of first draws,
+        no draw is repeated only to find the next state. torch's generator is unchanged afterwards.
         """
         slices = {number: self._slice(number) for number in wanted}
         first = {number: self._first_draw(some) for number, some in slices.items()}
@@ -195,7 +199,7 @@ class Record:
         return next((draw for draw in found if draw is not None), 0)
 
     def _slice(self, number: Storage) -> list[int]:
-        """The places of all operators that the last contents of a storage come from, in order."""
+        """Return the operators, in order, on which the final contents of a storage depend."""
         found: set[int] = set()
         open_ = [(number, len(self.entries))]
         while open_:
@@ -235,14 +239,14 @@ class Record:
         return held
 
     def _empty(self, number: Storage) -> torch.UntypedStorage:
-        """Memory of a storage; of the host by pages, which go back to the system when it goes."""
+        """Return memory for a storage; on the host by mmap, so that it returns to the system."""
         size = self.sizes[number]
         if size >= mmap.PAGESIZE and on_host(self.device):
             return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
         return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _state_before(self, draw: int) -> Tensor:
-        """The state of the generator before a draw: draws that come before it are made for it."""
+        """Return the state of the generator before a draw; earlier draws are run for it."""
         given = self.entries[self._drawing[draw]].state
         if given is not None:
             return given
@@ -250,13 +254,12 @@ class Record:
             place = self._drawing[self._known - 1]
             entry = self.entries[place]
             self._run([place] if entry.writes == entry.over else self._before(place))
-        return self._all_states()[draw].clone()  # a generator reads the memory, not the view
+        return self._all_states()[draw].clone()  # a generator reads the storage, not the view
 
     def _all_states(self) -> Tensor:
-        """Room for the states before all draws.
+        """Return the tensor for the states before all draws.
 
-        One tensor: small ones, made between large ones that come and go, would keep the memory of
-        these from being used again.
+        It is one tensor: small ones between large temporary ones would fragment the memory.
         """
         if self._states is None or len(self._states) < self.drawn:
             grown = torch.empty(self.drawn, len(torch.get_rng_state()), dtype=torch.uint8)
@@ -266,7 +269,7 @@ class Record:
         return self._states
 
     def _before(self, place: int) -> list[int]:
-        """An operator that draws, behind all that it reads."""
+        """Return an operator that draws, after all operators on which it depends."""
         entry = self.entries[place]
         found = {place}
         for number in entry.reads | (entry.writes - entry.over):
@@ -274,7 +277,7 @@ class Record:
         return sorted(found)
 
     def values(self, views: Sequence[View]) -> list[Tensor]:
-        """Tensors with the values that they have by now; those of one storage share one."""
+        """Return tensors with their present values; those of one storage share one."""
         found: dict[Storage, torch.UntypedStorage] = {}
         self.replay({view.storage: partial(found.__setitem__, view.storage) for view in views})
         with _disable_current_modes():
@@ -282,7 +285,7 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes tensors on the meta device instead of the record's, and notes what is done to them."""
+    """A mode that makes meta tensors in place of real ones, and records the operators on them."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -301,35 +304,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not ours and not self._makes(func, tensors, kwargs):
             if draws:
-                raise _refused(func, "draws into a tensor that was there before")
+                raise _refusal(func, "draws into a tensor that was there before")
             return func(*args, **kwargs)
         if draws and kwargs.get("generator") is not None:
-            raise _refused(func, "draws from a generator of its own")
-        return self._noted(func, args, kwargs, draws)
+            raise _refusal(func, "draws from a generator of its own")
+        return self._record_call(func, args, kwargs, draws)
 
     def _makes(self, func: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator makes a tensor on the device of the record, from none of it."""
-        if tensors:  # `torch.tensor([..])`, which may be drawn over; by `[]` the device is asked
+        """Return whether an operator creates a tensor on the device of the record."""
+        if tensors:  # `torch.tensor([..])`, which may be overwritten; `[]` only tests a device
             given = tensors[0]
             lifted = func is _aten.lift_fresh.default and given.device == self.record.device
             return lifted and given.numel() > 0
         if not _takes_device(func):
             return False
-        asked = kwargs.get("device")
-        return asked is None or torch.device(asked) in (self.record.device, torch.device("meta"))
+        device = kwargs.get("device")
+        return device is None or torch.device(device) in (self.record.device, torch.device("meta"))
 
-    def _noted(self, func: Any, args: Any, kwargs: dict[str, Any], draws: bool) -> Any:
+    def _record_call(self, func: Any, args: Any, kwargs: dict[str, Any], draws: bool) -> Any:
         record = self.record
         state = record.seeded() if draws else None
-        told, by_name = pytree.tree_map(self._told, (args, kwargs))
+        recorded, by_name = pytree.tree_map(self._as_recorded, (args, kwargs))
         on_meta = pytree.tree_map(lambda v: v.to("meta") if _is_real(v) else v, (args, kwargs))
         if _takes_device(func):
             on_meta[1]["device"] = torch.device("meta")
-            if _is_type(by_name.get("device"), "meta"):  # that of another tensor of the record
+            if _is_type(by_name.get("device"), "meta"):  # from another tensor of the record
                 by_name["device"] = record.device
         if func is _aten.lift_fresh.default:
             func = _aten.clone.default
-        writes, over = _written(func, args, kwargs, record)
+        writes, over = _written_storages(func, args, kwargs, record)
         out = func(*on_meta[0], **on_meta[1])
         made = [
             (place, record.add(one))
@@ -337,30 +340,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(one, Tensor) and record.number(one) is None
         ]
         if (writes or made or draws) and func not in _EMPTY:
-            leaves = pytree.tree_leaves((told, by_name))
+            leaves = pytree.tree_leaves((recorded, by_name))
             reads = {leaf.storage for leaf in leaves if isinstance(leaf, View)} - writes
             some = (frozenset(reads), frozenset(writes), frozenset(over), tuple(made))
-            record.note(Entry(func, told, by_name, *some, record.drawn if draws else None, state))
+            record.note(
+                Entry(func, recorded, by_name, *some, record.drawn if draws else None, state)
+            )
         return out
 
-    def _told(self, value: Any) -> Any:
-        """An argument as the record keeps it: a tensor of it by its place, any other as it is."""
+    def _as_recorded(self, value: Any) -> Any:
+        """Return an argument as stored in the record: its tensors as views, other tensors
+        copied."""
         if not isinstance(value, Tensor):
             return value
         view = self.record.view(value)
         return value.detach().clone() if view is None else view
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """The value that a tensor has now: code that makes the model asks for it."""
+        """Return the present value of a tensor, for code of the model that reads it."""
         view = self.record.view(tensor)
         assert view is not None, "only tensors of the record are asked for"
         return self.record.values([view])[0]
 
 
 class Pretence(TorchFunctionMode):
-    """Tensors of a record say that they lie on its device, so that code goes the way it would.
+    """A mode under which tensors of a record report the device of the record.
 
-    torch's `trunc_normal_`, for one, leaves what is on the meta device alone.
+    So code takes its usual branches: torch's `trunc_normal_`, for one, skips meta tensors.
     """
 
     def __init__(self, record: Record) -> None:
@@ -370,30 +376,31 @@ class Pretence(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ASKED and self.record.number(args[0]) is not None:
+        if func in _DEVICE_PROPERTIES and self.record.number(args[0]) is not None:
             with _disable_current_modes():
                 return func(torch.empty(0, device=self.record.device))
-        if func in _READ and (view := self.record.view(args[0])) is not None:
+        if func in _READING and (view := self.record.view(args[0])) is not None:
             return func(self.record.values([view])[0], *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-# what a function mode sees where these properties of a tensor are asked
-_ASKED = frozenset(
+# the functions of these properties of a tensor, as function modes see them
+_DEVICE_PROPERTIES = frozenset(
     inspect.getattr_static(Tensor, name).__get__
     for name in ("device", "is_meta", "is_cpu", "is_cuda")
 )
-_READ = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 @at_the_callers_line()
 def deferred_init(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """Return `make(*args, **kwargs)` with parameters on the meta device, and a record of the rest.
+    """Return `make(*args, **kwargs)` with parameters on the meta device, and a record of their
+    values.
 
-    Nothing but buffers takes memory.  A program that is built of the model has the values that the
-    model would have had, bit by bit, if it had been made here; each rank makes one parameter at a
-    time and keeps its part.  Torch's generator is left as it was.  Raises Refusal S626 where what
-    is done cannot be recorded: draws from a generator of one's own, or into tensors of before.
+    Only buffers take memory. A program that is built of the model has bit by bit the values that
+    the model would have had if it had been made here; each rank makes one parameter at a time and
+    keeps its part. torch's generator is unchanged. Raises Refusal S626 if a call cannot be
+    recorded: draws from another generator, or into tensors that existed before.
     """
     record = Record(torch.get_default_device())
     with torch.random.fork_rng(devices=[]), Pretence(record), Recorder(record):
@@ -401,7 +408,7 @@ def deferred_init(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> 
     if not isinstance(model, nn.Module):
         title = f"`deferred_init` takes a function that returns a module, not {kind_of(model)}"
         raise Refusal.of("S626", title)
-    _settle(model, record)
+    _fill_buffers(model, record)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (view := record.view(parameter)) is not None:
             record.views[name] = view
@@ -411,14 +418,14 @@ def deferred_init(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> 
 
 
 def record_of(model: nn.Module) -> Record | None:
-    """The record of a model that `deferred_init` has made."""
+    """Return the record of a model of `deferred_init`, or None."""
     return _RECORDS.get(model)
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
 
 
-def _settle(model: nn.Module, record: Record) -> None:
+def _fill_buffers(model: nn.Module, record: Record) -> None:
     """Give buffers, and tensors that are plain attributes, their values."""
     parameters = {id(p) for p in model.parameters()}
     places = [
@@ -435,10 +442,11 @@ def _settle(model: nn.Module, record: Record) -> None:
             table[name] = found[view]
 
 
-def _written(
+def _written_storages(
     func: Any, args: Any, kwargs: Mapping[str, Any], record: Record
 ) -> tuple[set[Storage], set[Storage]]:
-    """The storages that an operator writes into, and those of them that it writes all over."""
+    """Return the storages into which an operator writes, and those that it overwrites
+    completely."""
     writes, over = set(), set()
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -447,13 +455,13 @@ def _written(
         for tensor in pytree.tree_leaves(value):
             if isinstance(tensor, Tensor) and (number := record.number(tensor)) is not None:
                 writes.add(number)
-                if func._schema.name.removeprefix("aten::") in _OVER and _is_whole(tensor):
+                if func._schema.name.removeprefix("aten::") in _OVERWRITING and _is_whole(tensor):
                     over.add(number)
     return writes, over
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor has all elements of its storage."""
+    """Return whether a tensor covers its storage."""
     count = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride != count:
@@ -474,7 +482,7 @@ def _is_type(device: Any, kind: str) -> bool:
     return device is not None and torch.device(device).type == kind
 
 
-def _refused(func: Any, why: str) -> Refusal:
+def _refusal(func: Any, why: str) -> Refusal:
     return Refusal.of(
         "S626",
         f"`deferred_init` cannot record `{func._schema.name.removeprefix('aten::')}`: it {why}",

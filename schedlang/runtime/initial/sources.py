@@ -1,4 +1,5 @@
-"""The values that a program is built with, where the model has none."""
+"""The source of the initial values of a program whose model has none: a record, files, a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ class Source(Protocol):
     """Gives parts of tensors their values."""
 
     def fill(self, rooms: Sequence[Room]) -> None:
-        """Write all parts in place; raise Refusal where one cannot be had."""
+        """Write all parts in place; raise Refusal if a value is not available."""
 
     def digest(self) -> str:
-        """Equal on ranks that will have the same values."""
+        """Return a text that is equal on ranks that will have the same values."""
 
 
 class Later:
-    """A checkpoint, which is read into the program once it is built."""
+    """A checkpoint, which is loaded into the program after it is built."""
 
     def fill(self, rooms: Sequence[Room]) -> None:
-        """Leave the parts as they are."""
+        """Leave the parts unchanged."""
 
     def digest(self) -> str:
-        """Ranks compare what they load."""
+        """Return "": ranks compare the checkpoints that they load."""
         return ""
 
 
 def source_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> Source:
-    """Return where the values of a model without any come from.  Raises Refusal S623, S643."""
+    """Return the source of the values of a model without any. Raises Refusal S623, S643."""
     if weights is not None:
         later = is_checkpoint(weights) or is_dcps(weights)
         return Later() if later else files_of(weights, model)

@@ -1,7 +1,7 @@
-"""Tensors in files that are cut, joined and laid out anew before any of them is read.
+"""Lazy tensors of files: operators cut, join and transpose them before any value is read.
 
-A library's loader is given these in place of values.  What it makes of them knows of each box of
-elements from which boxes of which files it comes, and reads no others.
+The loader of a library gets them in place of values. Each result knows the boxes of files from
+which a box of its elements comes, and reads only these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from schedlang.runtime.checkpointing.index import DTYPES
 from schedlang.runtime.device import HOST
 from schedlang.runtime.redistribution.sharding import Part, box_part, overlaps
 
-Box = tuple[tuple[int, int], ...]  # dim by dim where it begins and where it ends
+Box = tuple[tuple[int, int], ...]  # begin and end of each dim
 Read = Callable[[Box], Tensor]
 _aten = torch.ops.aten
 _PLACES = count(1)
@@ -38,16 +38,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a file of safetensors."""
+    """A tensor of a safetensors file."""
 
     file: Path
     name: str
-    kind: str  # as the file tells it
+    kind: str  # dtype in the file
     shape: tuple[int, ...]
-    open_: dict[Path, Any] = field(repr=False, compare=False)  # files that are being read
+    open_: dict[Path, Any] = field(repr=False, compare=False)  # open files
 
     def read(self, box: Box) -> Tensor:
-        """Read some of its elements."""
+        """Read a box of its elements."""
         from safetensors import safe_open
 
         if self.file not in self.open_:
@@ -61,24 +61,25 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Memory:
-    """Stands for the memory of a tensor that has none: where it would lie, and its bytes."""
+    """A fake storage of a lazy tensor: its address and its bytes."""
 
     place: int
     size: int
 
     def data_ptr(self) -> int:
-        """A number of this tensor alone."""
+        """Return an address that no other tensor has."""
         return self.place
 
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """Return the bytes of all elements."""
         return self.size
 
 
 class Stored(Tensor):
-    """A tensor whose elements are read box by box: `part`.  Operators give further ones.
+    """A tensor whose elements are read box by box, by `part`; operators return further lazy
+    tensors.
 
-    Libraries that ask what is tied, or how large, find each in a memory of its own.
+    Each has a fake address of its own, for libraries that look for ties and sizes of storages.
     """
 
     part: Read
@@ -91,15 +92,15 @@ class Stored(Tensor):
     ) -> Stored:
         made: Stored = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=HOST)
         made.part, made.leaves = part, leaves
-        made.place = next(_PLACES) << 40  # further apart than any is long
+        made.place = next(_PLACES) << 40  # farther apart than any tensor is long
         return made
 
     def data_ptr(self) -> int:
-        """Return where it would lie."""
+        """Return the fake address."""
         return self.place
 
     def untyped_storage(self) -> Any:
-        """The memory that it would have."""
+        """Return the fake storage."""
         return Memory(self.place, self.numel() * self.element_size())
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -109,11 +110,11 @@ class Stored(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _laid(func, args, dict(kwargs or {}))
+        return _lazy_result(func, args, dict(kwargs or {}))
 
 
 def stored(leaf: Leaf) -> Stored:
-    """Return a tensor of a file; of numbers that torch has no name for it is one of bytes."""
+    """Return a tensor of a file as a lazy tensor; of bytes if torch lacks its dtype."""
     return Stored(leaf.read, leaf.shape, DTYPES[KINDS.get(leaf.kind, "uint8")], (leaf,))
 
 
@@ -123,7 +124,7 @@ def read_box(one: Stored, corner: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def read_part(one: Stored, part: Tensor, cells: Part, most: int = 1 << 62) -> None:
-    """Read a rank's part, written in place, some rows of the whole at a time."""
+    """Read a rank's part in place, `most` bytes of the full tensor at a time."""
     shape = tuple(one.shape)
     rows = max(most // max(math.prod(shape[1:]) * part.element_size(), 1), 1)
     for at in range(0, shape[0], rows) if shape else (0,):
@@ -133,8 +134,8 @@ def read_part(one: Stored, part: Tensor, cells: Part, most: int = 1 << 62) -> No
             box.view(part, box.there).copy_(read_box(one, low, box.size))
 
 
-def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of an operator, of which nothing is read yet."""
+def _lazy_result(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the lazy result of an operator."""
     used = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Stored)]
     leaves = tuple(dict.fromkeys(leaf for one in used for leaf in one.leaves))
 
@@ -145,13 +146,13 @@ def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     there = {"device": "meta"} if kwargs.get("device") is not None else {}
     shapes = func(*pytree.tree_map(on_meta, args), **pytree.tree_map(on_meta, kwargs | there))
-    given = _RULES.get(func.overloadpacket)
+    rule = _RULES.get(func.overloadpacket)
 
     def made(number: int | None, like: Tensor) -> Stored:
-        read = given(number, like, args, kwargs) if given is not None else None
-        read = read or partial(_whole, func, args, kwargs, number)
+        read = rule(number, like, args, kwargs) if rule is not None else None
+        read = read or partial(_read_full, func, args, kwargs, number)
         one = Stored(read, like.shape, like.dtype, leaves)
-        one.place = _within(func.overloadpacket, args, one.place)
+        one.place = _result_address(func.overloadpacket, args, one.place)
         return one
 
     if isinstance(shapes, Tensor):
@@ -159,8 +160,8 @@ def _laid(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return type(shapes)(made(number, like) for number, like in enumerate(shapes))
 
 
-def _within(operator: Any, args: Any, new: int) -> int:
-    """Return where a result would lie: within its source, for what asks where a tensor ends."""
+def _result_address(operator: Any, args: Any, new: int) -> int:
+    """Return the address of a result: inside its source for views, as libraries compare ends."""
     if operator in (_aten.view, _aten.alias, _aten.detach):
         return int(args[0].place)
     if operator is _aten.select:
@@ -170,8 +171,8 @@ def _within(operator: Any, args: Any, new: int) -> int:
     return new
 
 
-def _whole(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> Tensor:
-    """Any operator: on whole tensors, of which a box is kept."""
+def _read_full(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> Tensor:
+    """Return a box of the result of any operator, computed on full tensors."""
 
     def read(value: Any) -> Any:
         return value.part(everything(value.shape)) if isinstance(value, Stored) else value
@@ -181,31 +182,31 @@ def _whole(func: Any, args: Any, kwargs: Any, number: int | None, box: Box) -> T
 
 
 def everything(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box of a full tensor."""
     return tuple((0, size) for size in shape)
 
 
 def cut(value: Tensor, box: Box) -> Tensor:
-    """The elements of a box."""
+    """Return the elements of a box."""
     return value[tuple(slice(low, high) for low, high in box)] if box else value
 
 
-def _with(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
-    """The same with other spans in place of that of one dim."""
+def _replace_span(box: Box, dim: int, *spans: tuple[int, int]) -> Box:
+    """Return the box with other spans in place of that of one dim."""
     return (*box[:dim], *spans, *box[dim + 1 :])
 
 
-# -- operators that only lay elements out: for each, what it reads for a box of its result ---------
-# `number` of the result, where it is one of several; `like` has its shape and dtype
+# -- operators that only move elements: for each, the function that reads a box of its result ------
+# `number`: index of the result among several; `like` has its shape and dtype
 
 
-def _same(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _copy_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     if args[0].dtype == like.dtype:
         return args[0].part  # type: ignore[no-any-return]
     return lambda box: args[0].part(box).to(like.dtype)
 
 
-def _permuted(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _permute_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, *dims = args
     order = list(range(source.ndim))
     if len(dims) == 2:
@@ -221,41 +222,41 @@ def _permuted(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     return read
 
 
-def _sliced(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+def _slice_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
     more: tuple[Any, ...] = (0, None, None, 1)
     source, dim, start, end, step = tuple(args) + more[len(args) - 1 :]
     if step != 1:
         return None
     low = slice(start, end).indices(source.shape[dim])[0]
-    return _moved(source, dim % source.ndim, low)
+    return _read_shifted(source, dim % source.ndim, low)
 
 
-def _moved(source: Stored, dim: int, by: int) -> Read:
-    return lambda box: source.part(_with(box, dim, (box[dim][0] + by, box[dim][1] + by)))
+def _read_shifted(source: Stored, dim: int, by: int) -> Read:
+    return lambda box: source.part(_replace_span(box, dim, (box[dim][0] + by, box[dim][1] + by)))
 
 
-def _pieces(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _split_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, sizes = args[:2]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % source.ndim
     at = (number or 0) * sizes if isinstance(sizes, int) else sum(sizes[:number])
-    return _moved(source, dim, at)
+    return _read_shifted(source, dim, at)
 
 
-def _selected(source: Stored, dim: int, at: int) -> Read:
+def _read_selected(source: Stored, dim: int, at: int) -> Read:
     inner = dim % source.ndim
     return lambda box: source.part((*box[:inner], (at, at + 1), *box[inner:])).squeeze(inner)
 
 
-def _unbound(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
-    return _selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
+def _unbind_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+    return _read_selected(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), number or 0)
 
 
-def _one(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _select_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     source, dim, at = args
-    return _selected(source, dim, at % source.shape[dim])
+    return _read_selected(source, dim, at % source.shape[dim])
 
 
-def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _cat_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
     ends = [0, *accumulate(one.shape[dim] for one in parts)]
@@ -264,7 +265,7 @@ def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
         low, high = box[dim]
         spans = ((max(low, at), min(high, end), at) for at, end in zip(ends, ends[1:]))
         found = [
-            _read(one, _with(box, dim, (first - at, last - at)))
+            _read(one, _replace_span(box, dim, (first - at, last - at)))
             for one, (first, last, at) in zip(parts, spans)
             if first < last
         ]
@@ -273,12 +274,12 @@ def _joined(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     return read
 
 
-def _stacked(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
+def _stack_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read:
     parts = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % like.ndim
 
     def read(box: Box) -> Tensor:
-        found = [_read(one, _with(box, dim)) for one in parts[slice(*box[dim])]]
+        found = [_read(one, _replace_span(box, dim)) for one in parts[slice(*box[dim])]]
         return torch.stack(found, dim) if found else torch.empty(_size(box), dtype=like.dtype)
 
     return read
@@ -292,8 +293,8 @@ def _size(box: Box) -> list[int]:
     return [high - low for low, high in box]
 
 
-def _viewed(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
-    """Dims that are split or merged: of each group the rows that a box touches, then the box."""
+def _view_rule(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | None:
+    """Return the rule for a view that splits or merges dims: read the touched rows, then crop."""
     source = args[0]
     if source.dtype != like.dtype or like.numel() == 0:
         return None
@@ -323,12 +324,12 @@ def _viewed(number: int | None, like: Tensor, args: Any, kwargs: Any) -> Read | 
 def _groups(
     a: tuple[int, ...], b: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """The shortest runs of dims of the same number of elements, and where each begins in `b`."""
+    """Yield the shortest runs of dims with equal numbers of elements, and their start in `b`."""
     i = j = 0
     while i < len(a) or j < len(b):
         start, begin = i, j
         ours, theirs = a[i : i + 1], b[j : j + 1]
-        if 1 in (*ours, *theirs) and ours != theirs:  # a dim of one that comes or goes
+        if 1 in (*ours, *theirs) and ours != theirs:  # a dim of size one that is added or removed
             i, j = i + (ours == (1,)), j + (ours != (1,))
             yield a[start:i], b[begin:j], begin
             continue
@@ -339,13 +340,13 @@ def _groups(
 
 
 _RULES: dict[Any, Callable[[int | None, Tensor, Any, Any], Read | None]] = {
-    **dict.fromkeys((_aten.detach, _aten.alias, _aten.clone, _aten._to_copy), _same),
-    **dict.fromkeys((_aten.transpose, _aten.permute, _aten.t), _permuted),
-    **dict.fromkeys((_aten.split, _aten.split_with_sizes), _pieces),
-    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten.squeeze, _aten.unsqueeze), _viewed),
-    _aten.slice: _sliced,
-    _aten.unbind: _unbound,
-    _aten.select: _one,
-    _aten.cat: _joined,
-    _aten.stack: _stacked,
+    **dict.fromkeys((_aten.detach, _aten.alias, _aten.clone, _aten._to_copy), _copy_rule),
+    **dict.fromkeys((_aten.transpose, _aten.permute, _aten.t), _permute_rule),
+    **dict.fromkeys((_aten.split, _aten.split_with_sizes), _split_rule),
+    **dict.fromkeys((_aten.view, _aten._unsafe_view, _aten.squeeze, _aten.unsqueeze), _view_rule),
+    _aten.slice: _slice_rule,
+    _aten.unbind: _unbind_rule,
+    _aten.select: _select_rule,
+    _aten.cat: _cat_rule,
+    _aten.stack: _stack_rule,
 }

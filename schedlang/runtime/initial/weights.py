@@ -1,4 +1,7 @@
-"""Values of a model from files of safetensors: each rank reads the slices that it holds."""
+"""Values of a model from safetensors files: each rank reads the slices that it holds.
+
+`files_of` reads the heads of the files; `Files.fill` reads the values.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from schedlang.runtime.initial.converted import Named, named, other_names
 from schedlang.runtime.initial.stored import KINDS, Box, Leaf, Stored, read_part
 from schedlang.runtime.redistribution.sharding import Part
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # by their names there; any is cast to that of the model
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors; all are cast to the model's dtype
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A box of a tensor in a file; its bytes there."""
+    """A box of a tensor in a file, and its bytes."""
 
     file: str
     name: str
@@ -35,28 +38,28 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class _Noted(Leaf):
-    """A tensor of a file that notes what is asked of it, and gives no values."""
+class _RecordingLeaf(Leaf):
+    """A tensor of a file that records the boxes that are read, and returns meta tensors."""
 
-    asked: list[Slice] = field(repr=False, compare=False)
+    boxes: list[Slice] = field(repr=False, compare=False)
 
     def read(self, box: Box) -> Tensor:
-        """Note a box."""
+        """Record a box."""
         shape = [high - low for low, high in box]
         made = torch.empty(shape, dtype=DTYPES[KINDS.get(self.kind, "uint8")], device="meta")
         size = math.prod(shape) * made.element_size()
-        self.asked.append(Slice(self.file.name, self.name, box, size))
+        self.boxes.append(Slice(self.file.name, self.name, box, size))
         return made
 
 
 @dataclass(frozen=True)
 class Room:
-    """A part of a tensor on this rank, whose values are still to come.
+    """A part of a tensor on this rank whose values are to be filled in.
 
-    names     of the whole tensor: more than one where it is tied
-    original  the whole in the model that was scheduled, without values or with others
-    part      written in place
-    cells     dim by dim the runs that it has: in the part, in the whole, how long
+    names     of the full tensor: several if it is tied
+    original  the full tensor in the scheduled model, without values or with other ones
+    part      the local tensor, written in place
+    cells     by dim the runs of the part: start in the part, in the full tensor, length
     """
 
     names: tuple[str, ...]
@@ -66,17 +69,17 @@ class Room:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return tuple(self.original.shape)
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of safetensors that together hold the tensors of a model.
+    """Safetensors files that together hold the tensors of a model.
 
     leaves  the tensors of the files, by their names there
-    model   whose library may rename, split and fuse them
-    config  what the folder tells of the model that it is of
+    model   the model, whose library may rename, split and fuse tensors
+    config  the configuration in the folder
     """
 
     path: Path
@@ -85,16 +88,16 @@ class Files:
     config: Mapping[str, Any]
 
     def digest(self) -> str:
-        """Equal where files of the same names hold tensors of the same names, shapes and kinds."""
+        """Return a text that is equal for files with equal names, shapes and dtypes of tensors."""
         every = self.leaves.values()
-        told = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
-        return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+        facts = sorted((leaf.file.name, leaf.name, leaf.kind, leaf.shape) for leaf in every)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     def fill(self, rooms: Sequence[Room]) -> None:
-        """Read all parts, slice by slice.  Raises Refusal S643 before any is written."""
+        """Read all parts, slice by slice. Raises Refusal S643 before any is written."""
         self._check_model()
         every = named(self.leaves, self.model)
-        found = [self._found(room, every) for room in rooms]
+        found = [self._find(room, every) for room in rooms]
         try:
             with torch.no_grad():
                 for room, one in zip(rooms, found, strict=True):
@@ -104,29 +107,29 @@ class Files:
                 leaf.open_.clear()
 
     def reads(self, rooms: Sequence[Room]) -> tuple[Slice, ...]:
-        """Find what `fill` would read, of parts on the meta device; raises what it would."""
-        asked: list[Slice] = []
+        """Return the slices that `fill` would read, for parts on the meta device; raises alike."""
+        boxes: list[Slice] = []
         noted = {
-            name: _Noted(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, asked)
+            name: _RecordingLeaf(leaf.file, leaf.name, leaf.kind, leaf.shape, leaf.open_, boxes)
             for name, leaf in self.leaves.items()
         }
         replace(self, leaves=noted).fill(rooms)
-        return tuple(asked)
+        return tuple(boxes)
 
-    def _found(self, room: Room, every: Named) -> Stored:
-        """The tensor of the files for a part, of its shape and kind of numbers."""
+    def _find(self, room: Room, every: Named) -> Stored:
+        """Return the tensor of the files for a part, after checks of shape and dtype."""
         for name in other_names(room.names, self.model):
             if name in every.tensors:
                 self._check(room, name, every.tensors[name])
                 return every.tensors[name]
             if name in every.shapes:
-                raise self._misshapen(name, every.shapes[name], room)
-        near = closest(room.names[0], tuple(self.leaves))
+                raise self._wrong_shape(name, every.shapes[name], room)
+        nearest = closest(room.names[0], tuple(self.leaves))
         why = [line for name, line in every.errors.items() if name in room.names]
-        raise self._unread(
+        raise self._unreadable(
             f"there is no `{room.names[0]}`",
             *(f"its library cannot make it of what is there: {line}" for line in why),
-            *((f"the nearest name there is `{near}`",) if near else ()),
+            *((f"the nearest name there is `{nearest}`",) if nearest else ()),
             helps=(
                 "give files with the names of the model, as `program.export` writes them",
                 "or load them into the model as its library does, and build it with its values",
@@ -135,34 +138,34 @@ class Files:
 
     def _check(self, room: Room, name: str, one: Stored) -> None:
         if tuple(one.shape) != room.shape:
-            raise self._misshapen(name, tuple(one.shape), room)
+            raise self._wrong_shape(name, tuple(one.shape), room)
         for leaf in one.leaves:
             if (leaf.kind in FLOATS) != room.part.is_floating_point():
                 kind = str(room.part.dtype).removeprefix("torch.")
-                raise self._unread(
+                raise self._unreadable(
                     f"`{leaf.name}` is {leaf.kind}, in the model {kind}", *QUANTISED, helps=BEFORE
                 )
 
     def _check_model(self) -> None:
-        """Refuse files of a model of another type, and quantised ones, by what the folder tells."""
+        """Refuse files of a model of another type, and quantised ones, by their configuration."""
         if "quantization_config" in self.config:
-            told = self.config["quantization_config"]
-            method = told.get("quant_method") if isinstance(told, dict) else None
+            quantization = self.config["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
             method = f" by {method}" if method else ""
-            raise self._unread(f"the values are quantised{method}", *QUANTISED, helps=BEFORE)
+            raise self._unreadable(f"the values are quantised{method}", *QUANTISED, helps=BEFORE)
         ours = getattr(getattr(self.model, "config", None), "model_type", None)
         theirs = self.config.get("model_type")
         parts = [part for part in self.config.values() if isinstance(part, dict)]
         if ours and theirs and ours not in (theirs, *(part.get("model_type") for part in parts)):
-            raise self._unread(
+            raise self._unreadable(
                 f"they are of a model of type `{theirs}`, and this one is of type `{ours}`",
                 helps=("give the weights of this model, or make the model of that type",),
             )
 
-    def _misshapen(self, name: str, shape: tuple[int, ...], room: Room) -> Refusal:
-        return self._unread(f"`{name}` has the shape {shape}, in the model {room.shape}")
+    def _wrong_shape(self, name: str, shape: tuple[int, ...], room: Room) -> Refusal:
+        return self._unreadable(f"`{name}` has the shape {shape}, in the model {room.shape}")
 
-    def _unread(self, *notes: str, helps: Sequence[str] = ()) -> Refusal:
+    def _unreadable(self, *notes: str, helps: Sequence[str] = ()) -> Refusal:
         return unread(self.path, *notes, helps=helps)
 
 
@@ -172,9 +175,9 @@ BEFORE = ("give the weights as they were before they were quantised",)
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of files, and of their folder its configuration.
+    """The heads of files, and the configuration of their folder.
 
-    also   other names of tensors -> those that they have there
+    also   other names of tensors -> their names in the files
     """
 
     leaves: Mapping[str, Leaf]
@@ -183,44 +186,44 @@ class Heads:
 
 
 def files_of(path: str | os.PathLike[str], model: nn.Module) -> Files:
-    """Return the files of a path for a model.  Raises Refusal S643."""
+    """Return the files of a path for a model. Raises Refusal S643."""
     found = heads_of(Path(path))
     return Files(Path(path), found.leaves, model, found.config)
 
 
 def is_weights(path: Path) -> bool:
-    """Return whether a path is a file of safetensors, or a folder of such."""
+    """Return whether a path is a safetensors file, or a folder of such."""
     where = _snapshot(path)
     return where.is_file() or any((where / mark).is_file() for mark in (ONE, INDEX))
 
 
-def heads_of(given: Path) -> Heads:
-    """Read the heads of the files of a path: one, a folder with one or with an index of several.
+def heads_of(path: Path) -> Heads:
+    """Read the heads of the files of a path: one file, or a folder with one or with an index.
 
-    A folder of a hub's cache is that of the revision `main`.  Raises Refusal S643 where there are
-    none, where a file that the index names is missing, or where one cannot be read.
+    In a folder of a hub's cache, the revision `main` is read. Raises Refusal S643 if there are no
+    files, if a file of the index is missing, or if one cannot be read.
     """
-    where = _snapshot(given)
+    where = _snapshot(path)
     if where.is_dir():
         where = where / (INDEX if (where / INDEX).exists() else ONE)
     if not where.exists():
         raise unread(
-            given,
-            f"there is no `{where.name}`" if given.is_dir() else "it does not exist",
+            path,
+            f"there is no `{where.name}`" if path.is_dir() else "it does not exist",
             helps=(
                 f"give a file of safetensors, or a folder with `{ONE}` or `{INDEX}`",
                 "or a folder that `program.save` has written",
             ),
         )
     names: dict[str, set[str]] = {where.name: set()}
-    if where.suffix == ".json":  # an index, whatever its name: there are ones of variants
+    if where.suffix == ".json":  # an index, also of a variant with another name
         names = {}
-        for name, file in _read(given, where)["weight_map"].items():
+        for name, file in _read(path, where)["weight_map"].items():
             names.setdefault(Path(file).name, set()).add(name)
     for name in sorted(names):
         if not (where.parent / name).exists():
             raise unread(
-                given,
+                path,
                 f"the index names `{name}`, which is not there",
                 helps=("fetch all files of the model",),
             )
@@ -228,34 +231,34 @@ def heads_of(given: Path) -> Heads:
     also: dict[str, str] = {}
     open_: dict[Path, Any] = {}
     for name, wanted in sorted(names.items()):
-        found, told = _leaves(given, where.parent / name, open_)
+        found, others = _leaves(path, where.parent / name, open_)
         leaves |= {n: leaf for n, leaf in found.items() if not wanted or n in wanted}
-        also |= told
+        also |= others
     config = where.parent / CONFIG
-    return Heads(leaves, also, _read(given, config) if config.is_file() else {})
+    return Heads(leaves, also, _read(path, config) if config.is_file() else {})
 
 
 def _snapshot(path: Path) -> Path:
-    """The files of a folder of a hub's cache, which has one folder for each revision."""
+    """Return the folder of the files in a hub's cache, which has one for each revision."""
     revision = path / "refs" / "main"
     return path / "snapshots" / revision.read_text().strip() if revision.is_file() else path
 
 
-def _read(given: Path, file: Path) -> dict[str, Any]:
-    """Read a file of JSON, which holds names."""
+def _read(path: Path, file: Path) -> dict[str, Any]:
+    """Read a JSON file that maps names."""
     try:
         found = json.loads(file.read_text())
         if not isinstance(found, dict) or file.name != CONFIG and "weight_map" not in found:
             raise ValueError("it does not map names to files")
     except (OSError, ValueError) as error:
-        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
+        raise unread(path, f"`{file.name}` cannot be read: {error}") from error
     return found
 
 
 def _leaves(
-    given: Path, file: Path, open_: dict[Path, Any]
+    path: Path, file: Path, open_: dict[Path, Any]
 ) -> tuple[dict[str, Leaf], dict[str, str]]:
-    """The tensors of a file, of which only the head is read, and their other names."""
+    """Return the tensors of a file, of which only the head is read, and their other names."""
     from safetensors import safe_open
 
     try:
@@ -265,10 +268,10 @@ def _leaves(
                 name: Leaf(file, name, one.get_dtype(), tuple(one.get_shape()), open_)
                 for name, one in slices.items()
             }
-            told = (head.metadata() or {}).items()
-            return leaves, {other: name for other, name in told if name in leaves}
-    except Exception as error:  # a file of any contents
-        raise unread(given, f"`{file.name}` cannot be read: {error}") from error
+            metadata = (head.metadata() or {}).items()
+            return leaves, {other: name for other, name in metadata if name in leaves}
+    except Exception as error:  # a file may have any contents
+        raise unread(path, f"`{file.name}` cannot be read: {error}") from error
 
 
 def unread(path: Path, *notes: str, helps: Sequence[str] = ()) -> Refusal:

@@ -1,1 +1,1 @@
-"""Logits that wait for their loss, or stay split over the vocabulary: stand-ins for them."""
+"""Stand-ins for logits: computed together with the loss, or sharded over the vocabulary."""

@@ -1,11 +1,10 @@
-"""A head whose product waits for the loss, and the stand-in for its logits until then.
+"""Lazy logits: `lm_head` and cross-entropy are computed together in chunks, in any model.
 
-* Logits that are not computed: a stand-in that a model's own loss code may handle. A head that is
-  given one returns it in training.  It follows casts, views, scaling, a soft cap and slices of
-  the leading dims; at `cross_entropy` (or `logsumexp`, for a z-loss) the product and the loss are
-  computed together, chunk by chunk (kernels/linear_cross_entropy.py).  For anything else the
-  logits are computed as the head would have: any model still gets what it asked for.
-* A head whose product waits for the loss: `lm_head` and cross-entropy in chunks, in any model.
+In training the head returns `LazyLogits`, a stand-in that the model's own loss code handles like
+logits.  It records casts, views, scaling, a soft cap and slices of the leading dims.  At
+`cross_entropy` (or `logsumexp`, for a z-loss) the product and the loss are computed together, chunk
+by chunk (kernels/linear_cross_entropy.py).  Any other function gets the logits as the head computes
+them.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """The classes of this rank: `mine` from `first` on, of `classes` over the ranks of a group.
+    """This rank's classes: `mine` from `first` on, of all `classes` over the ranks of a group.
 
-    Rows of its weight beyond `mine` are padding.
+    Rows of the rank's weight beyond `mine` are padding.
     """
 
     first: int
@@ -55,17 +54,17 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, width: int, classes: int) -> Part:
-        """The part of a rank that holds `width` rows of the weight, as every rank does."""
+        """Return the classes of a rank of `group`; every rank holds `width` rows of the weight."""
         first = group.rank * width
         return cls(first, max(0, min(width, classes - first)), classes, group)
 
 
-class _Joined(torch.autograd.Function):
-    """The statistics of whole rows from those of parts: two collectives for all tokens."""
+class _ReducedStatistics(torch.autograd.Function):
+    """Combines the ranks' statistics of their classes into those of full rows: two all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, lse: Tensor, picked: Tensor, total: Tensor, group: Group) -> Three:
-        """Sums of exponentials under the largest of all ranks."""
+        """Sum the exponentials over the ranks, shifted by the largest log-sum-exp."""
         largest = lse.clone()
         collectives.count("all-reduce", group, largest)
         world.all_reduce(largest, group.pg, largest=True)
@@ -76,21 +75,21 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Each rank's own share of the exponentials; the loss is alike on all ranks."""
+        """Scale by the rank's share of the exponentials; the loss is equal on all ranks."""
         lse, whole = ctx.saved_tensors
         return grads[0] * (lse - whole).exp(), grads[1], grads[2], None
 
 
 @dataclass(eq=False)
 class LazyLogits(StandIn):
-    """x @ weight.T + bias [..., classes], and what was done to it since.
+    """Logits x @ weight.T + bias [..., classes] that are not computed, and later steps.
 
-    `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done,
-    and are cap * tanh(scale * z), or scale * z where `cap` is 0, but for casts.  `budget` bytes of
-    them may exist at a time; `held`: all of them, from the loss to its backward.
+    `like` is an empty tensor of the current dtype.  `steps` repeat the steps; apart from casts they
+    are cap * tanh(scale * z), or scale * z if `cap` is 0.  At most `budget` bytes of logits exist
+    at a time; `held`: all logits exist from the loss to its backward.
 
-    torch.compile follows them, and gives them out of a graph: their fields are what it can make
-    there, which a frozen dataclass is not.
+    torch.compile traces this class, and returns it from graphs: therefore its fields are of types
+    that torch.compile can construct, and the dataclass is not frozen.
     """
 
     x: Tensor
@@ -103,9 +102,9 @@ class LazyLogits(StandIn):
     scale: float = 1.0
     cap: float = 0.0
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    real: Tensor | None = None  # computed, and perhaps written into
+    real: Tensor | None = None  # the logits once computed; may be written into
 
-    # -- what is read ----------------------------------------------------------------------------
+    # -- attributes of a tensor --------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
@@ -114,7 +113,7 @@ class LazyLogits(StandIn):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the logits have now."""
+        """The current dtype of the logits."""
         return self.like.dtype
 
     @property
@@ -124,7 +123,7 @@ class LazyLogits(StandIn):
 
     @property
     def requires_grad(self) -> bool:
-        """True where a gradient flows through them."""
+        """Whether a gradient flows through the logits."""
         return self.x.requires_grad or self.weight.requires_grad
 
     def dim(self) -> int:
@@ -135,7 +134,7 @@ class LazyLogits(StandIn):
         return self.shape[0]
 
     def whole(self) -> Tensor:
-        """The logits, as the head and what followed it would have made them; made once."""
+        """Return the logits as the head and the later steps compute them; computed once."""
         if self.real is None:
             z = F.linear(self.x, self.weight, self.bias)
             if self.part.group is not None:
@@ -146,23 +145,23 @@ class LazyLogits(StandIn):
             self.real = z
         return self.real
 
-    # -- what keeps them lazy --------------------------------------------------------------------
+    # -- steps that stay lazy ----------------------------------------------------------------------
 
-    def _then(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
-        """Note one more step, or apply it if the logits are computed already."""
+    def _add_step(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
+        """Record one more step, or apply it if the logits are computed already."""
         if self.real is not None:
             return step(self.real)
         return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
 
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._then(lambda z: getattr(z, name)(*args, **kwargs))
+        return self._add_step(lambda z: getattr(z, name)(*args, **kwargs))
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
         if not factor:
             return step(self.whole())
         if self.cap:
-            return self._then(step, cap=self.cap * factor)
-        return self._then(step, scale=self.scale * factor)
+            return self._add_step(step, cap=self.cap * factor)
+        return self._add_step(step, scale=self.scale * factor)
 
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
@@ -180,8 +179,8 @@ class LazyLogits(StandIn):
     div = __truediv__
 
     def tanh(self) -> Any:
-        """Apply Tensor.tanh; a second time there is no kernel for it."""
-        return self.whole().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
+        """Apply Tensor.tanh; a second tanh computes the logits, as no kernel has two."""
+        return self.whole().tanh() if self.cap else self._add_step(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
         """Detach as Tensor.detach."""
@@ -192,11 +191,11 @@ class LazyLogits(StandIn):
 
     @property
     def lines(self) -> Tensor:
-        """The inputs of the head: each step so far acts on each logit by itself."""
+        """The inputs of the head: all recorded steps are elementwise."""
         return self.x
 
     def with_lines(self, lines: Tensor) -> LazyLogits:
-        """The same classes of other inputs."""
+        """Return the logits of other inputs of the head."""
         return replace(self, x=lines)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -205,12 +204,14 @@ class LazyLogits(StandIn):
     # -- the losses ------------------------------------------------------------------------------
 
     def has_loss(self) -> bool:
-        """Return whether the loss can still be computed in their place: they are not computed
-        yet."""
+        """Return whether the fused loss can be used: the logits are not computed yet."""
         return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:
-        """Return statistics of whole rows; `target` are indices among all classes, or negative."""
+        """Return the statistics of full rows for the loss.
+
+        `target` are indices among all classes, or negative.
+        """
         rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
         if part.group is None:
             return statistics(rows, self.weight, self.bias, target, form)
@@ -219,25 +220,25 @@ class LazyLogits(StandIn):
         if part.mine:
             bias = None if self.bias is None else self.bias[: part.mine]
             found = statistics(rows, self.weight[: part.mine], bias, local, form)
-        else:  # padding alone: nothing of a sum of exponentials
+        else:  # only padding: its sum of exponentials is 0
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
-        joined: Three = _Joined.apply(*found, part.group)  # type: ignore[no-untyped-call]
+        joined: Three = _ReducedStatistics.apply(*found, part.group)  # type: ignore[no-untyped-call]
         return joined
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
-        """Reduce as Tensor.logsumexp; over the classes chunk by chunk."""
+        """Reduce as Tensor.logsumexp; over the classes, chunk by chunk."""
         if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.whole().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
-        # apart from the loss: held, it would be a second tensor of logits
+        # not `held`: besides the loss this would be a second tensor of logits
         form = Form(self.scale, self.cap, self.budget)
         lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
     def known(cls) -> Mapping[Any, Callable[..., Any]]:
-        """The fused loss, and what keeps them lazy."""
+        """Return the functions that keep the logits lazy, and the fused loss."""
         return _LAZY
 
 
@@ -245,10 +246,10 @@ class LazyLogits(StandIn):
 def cross_entropy(
     logits: LazyLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
+    """Compute `torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
     form = Form(logits.scale, logits.cap, logits.budget, logits.held)
     target = target.masked_fill(~counts, -1)
-    # a gradient made in forward has not been scaled yet, and float16 has no room below
+    # a gradient that is computed in forward is not loss-scaled yet, and would underflow in float16
     if (
         not form.held
         and reduction != "none"
@@ -259,7 +260,7 @@ def cross_entropy(
         share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
         by = torch.where(counts, share, 0.0)
         loss = weighed(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
-        # without any label the mean is not a number, and the gradient is zero, as torch's are
+        # without labels the mean is NaN, and the gradient is zero, as in torch
         return torch.where(number > 0, loss, torch.nan).to(logits.dtype)
     lse, picked, total = logits.statistics(target, form)
     loss = lse - (1 - smoothing) * picked - smoothing * total / logits.part.classes
@@ -303,15 +304,15 @@ _LAZY: dict[Any, Callable[..., Any]] = {
 
 
 # -- the head --------------------------------------------------------------------------------------
-# In training the head returns LazyLogits, and the model's own forward goes on with them to its own
-# loss; without gradients, and in eval mode, it computes logits as ever.
+# In training the head returns LazyLogits, which the model's forward passes to its own loss; without
+# gradients, and in eval mode, the head computes logits.
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer: [..., width] to [..., classes]; `weight` and `bias` are its parameters.
+    """A linear layer [..., width] -> [..., classes]; `weight` and `bias` name its parameters.
 
-    `held`: its logits are to be made once and overwritten by their gradient.
+    `held`: its logits are computed once, and overwritten by their gradient.
     """
 
     weight: str
@@ -321,7 +322,7 @@ class Head:
     held: bool = False
 
     def cases(self) -> list[Any]:
-        """Runs of the kernel on as many classes, or fewer where there are very many."""
+        """Return test cases of the kernel: with all classes, but at most 512."""
         shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
         runs = [("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1)]
         return [
@@ -331,13 +332,13 @@ class Head:
 
 
 def probe_held(module: nn.Module) -> Head | Mismatch:
-    """Probe as `probe_head`, for logits in place."""
+    """Probe as `probe_head`, for logits that are overwritten by their gradient."""
     found = probe_head(module)
     return found if isinstance(found, Mismatch) else replace(found, held=True)
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
-    """Match a linear layer against a module, or return the measured reason why it is none."""
+    """Return the head that a module is, or the measured reason why it is not a linear layer."""
     params = dict(module.named_parameters())
     weights = [name for name, p in params.items() if p.ndim == 2]
     others = [name for name in params if name not in weights]
@@ -350,14 +351,18 @@ def probe_head(module: nn.Module) -> Head | Mismatch:
         return Mismatch("has a replaced forward already")
     classes, width = params[weights[0]].shape
     found = Head(weights[0], others[0] if others else None, width, classes)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Mismatch("has a hook on gradients: those of logits that wait are never made")
     if type(module).forward is nn.Linear.forward:
-        return found  # nothing to be found out, and a copy in float64 may be large
+        if found.weight != "weight" or found.bias not in (None, "bias"):
+            return Mismatch(f"computes its weight from `{found.weight}` at each call")
+        return found  # needs no run; a copy in float64 may be large
     if next(module.buffers(), None) is not None:
         return Mismatch("has buffers: a linear layer has none")
-    return _probed(module, found)
+    return _compare_with_linear(module, found)
 
 
-def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
+def _compare_with_linear(module: nn.Module, found: Head) -> Head | Mismatch:
     copied = bare_copy(module, torch.float64)
     params = dict(copied.named_parameters())
     weight, bias = params[found.weight], params[found.bias] if found.bias else None
@@ -368,31 +373,31 @@ def _probed(module: nn.Module, found: Head) -> Head | Mismatch:
         with torch.random.fork_rng(devices=[]):
             try:
                 y, plain = copied(x), F.linear(x, weight, bias)
-                apart = gradients_apart(y, plain, [x, *params.values()])
-                worst = max(worst, relative(y.detach(), plain.detach()), apart)
-            except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+                gradient_error = gradients_apart(y, plain, [x, *params.values()])
+                worst = max(worst, relative(y.detach(), plain.detach()), gradient_error)
+            except Exception as raised:  # the module's own code: any error is a mismatch
                 return Mismatch.raised(f"does not run on rows of {found.width} alone", raised)
     return found if worst <= TOLERANCE else Mismatch("differs from a linear layer", worst)
 
 
 class LazyHead:
-    """The layer of a head: lazy logits in training, its own product otherwise."""
+    """The layer around a head's forward: lazy logits in training, else the head's own product."""
 
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
         self.module, self.head, self.budget = module, head, budget
         self.kernel = "cross_entropy" if head.held else "linear_cross_entropy"
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wait where there will be a gradient."""
+        """Return lazy logits in training, else call the head's forward `inner`."""
         x = the_input(self.module, args, kwargs)
         return self.lazy(x) if self.waits() else inner(x)
 
     def waits(self) -> bool:
-        """Tell whether logits of this call are for a loss: in training, with gradients."""
+        """Return whether logits of this call are for a loss: in training, with gradients."""
         return self.module.training and torch.is_grad_enabled()
 
     def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
-        """The logits of `x`, not computed yet; of `classes` that lie over the ranks of a group."""
+        """Return the lazy logits of `x`; `classes` are split over the ranks of a given `group`."""
         if torch.compiler.is_compiling():
             follow_losses()
         weight: Tensor = getattr(self.module, self.head.weight)
@@ -407,6 +412,6 @@ class LazyHead:
 
 
 def waiting(module: nn.Module) -> LazyHead | None:
-    """The layer of a head that waits now, if this module has one."""
+    """Return the module's `LazyHead` if it would return lazy logits now, else None."""
     found = layer_of(module, "kernel")
     return found if isinstance(found, LazyHead) and found.waits() else None

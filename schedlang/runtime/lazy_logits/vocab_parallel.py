@@ -1,13 +1,11 @@
-"""Stand-ins for logits that a model's own loss handles, and logits split over the vocabulary.
+"""Stand-ins for logits in a model's own loss code, and logits that are sharded over the vocabulary.
 
-* Base of stand-ins for logits: calls of torch's functions, indices, and the loss's arguments. A
-  stand-in goes through a model's own code in place of logits that are nowhere whole.  It knows a
-  few functions; for anything else it gives the whole, so that any model gets what it asked for.
-* Logits split over the vocabulary: a stand-in that a model's own loss code may handle. The cross-
-  entropy over split logits needs three numbers per token from each rank, never the whole row
-  (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of the
-  leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits are
-  gathered first, so that any model still gets what it asked for.
+* `StandIn`: the base class.  A stand-in passes through the model's code in place of logits that no
+  rank has as one tensor.  It implements a few functions; any other function gets the full logits.
+* `ShardedLogits`: logits that are split over the vocabulary.  Their cross-entropy needs three
+  numbers per token from each rank, never the full row (Shoeybi et al. 2019, section 3).  The
+  stand-in follows casts, views, scaling and slices of the leading dims, and computes the parallel
+  loss at `cross_entropy`; for any other function the logits are gathered first.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from schedlang.runtime.modes import again
 
 
 class StandIn:
-    """Logits [..., classes] that are not there as one tensor."""
+    """Logits [..., classes] that do not exist as one tensor."""
 
     @property
     def ndim(self) -> int:
@@ -38,24 +36,24 @@ class StandIn:
 
     @property
     def shape(self) -> Size:
-        """The shape of the whole."""
+        """The shape of the full logits."""
         raise NotImplementedError
 
     def whole(self) -> Tensor:
-        """The logits, as a plain tensor."""
+        """Return the full logits, as a plain tensor."""
         raise NotImplementedError
 
     @property
     def lines(self) -> Tensor:
-        """The tensor with the same leading dims, of whose last dim the logits are made."""
+        """The tensor with the same leading dims, from whose last dim the logits are computed."""
         raise NotImplementedError
 
     def with_lines(self, lines: Tensor) -> Any:
-        """The logits of other leading dims."""
+        """Return the logits of another tensor in place of `lines`."""
         raise NotImplementedError
 
     def view(self, *shape: Any) -> Any:
-        """View as Tensor.view where the last dim stays whole; of the whole otherwise."""
+        """View as Tensor.view; a stand-in if the last dim is kept, else of the full logits."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if self.has_loss() and sizes and _keeps_last(sizes, self.shape):
             return self.with_lines(self.lines.reshape(*sizes[:-1], self.lines.shape[-1]))
@@ -74,12 +72,12 @@ class StandIn:
         return getattr(self.whole(), name)
 
     def has_loss(self) -> bool:
-        """Tell whether the loss can be computed without the whole logits."""
+        """Return whether the loss can be computed without the full logits."""
         return True
 
     @classmethod
     def known(cls) -> Mapping[Any, Callable[..., Any]]:
-        """Functions of torch whose first argument may be a stand-in, and what is done for them."""
+        """Return functions of torch that accept a stand-in as first argument -> replacements."""
         raise NotImplementedError
 
     def size(self, dim: int | None = None) -> Any:
@@ -87,7 +85,7 @@ class StandIn:
         return self.shape if dim is None else self.shape[dim]
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """Flatten as Tensor.flatten; a view where the last dim stays whole."""
+        """Flatten as Tensor.flatten; a stand-in if the last dim is kept."""
         first, last = start_dim % self.ndim, end_dim % self.ndim
         if not first <= last < self.ndim - 1:
             return self.whole().flatten(start_dim, end_dim)
@@ -98,11 +96,11 @@ class StandIn:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Functions of torch: what is known here, or a call with the whole."""
+        """Call the function's replacement, or the function with the full logits."""
         kwargs, known = dict(kwargs or {}), cls.known().get(func)
         if "input" in kwargs and known is not None:
             args = (kwargs.pop("input"), *args)
-        with again():  # a mode that saw the call first is off inside of it
+        with again():  # a function mode that called this is off inside
             if known is not None and args and isinstance(args[0], cls):
                 return known(*args, **kwargs)
             whole = {name: made_whole(value) for name, value in kwargs.items()}
@@ -110,14 +108,14 @@ class StandIn:
 
 
 def made_whole(value: Any) -> Any:
-    """Any stand-in in an argument as a tensor."""
+    """Return an argument with full logits in place of stand-ins."""
     if isinstance(value, StandIn):
         return value.whole()
     return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value
 
 
 def _takes_rows(index: Any, ndim: int) -> bool:
-    """Tell whether an index keeps the last dim whole, and picks among the others by numbers."""
+    """Return whether an index keeps the last dim, and indexes others by integers and slices."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
         return False
@@ -125,7 +123,7 @@ def _takes_rows(index: Any, ndim: int) -> bool:
 
 
 def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
-    """Tell whether a view by these sizes keeps the last dim."""
+    """Return whether a view with these sizes keeps the last dim."""
     if sizes.count(-1) > 1 or sizes[-1] not in (-1, shape[-1]):
         return False
     known = torch.Size(s for s in sizes[:-1] if s != -1).numel()
@@ -137,10 +135,11 @@ Loss = Callable[[Any, Tensor, Tensor, str, float], Tensor]
 
 
 def as_torchs(loss: Loss) -> Callable[..., Tensor]:
-    """`torch.nn.functional.cross_entropy` of a stand-in [tokens, classes] by `loss`.
+    """Return `torch.nn.functional.cross_entropy` for stand-ins [tokens, classes], by `loss`.
 
-    It is given the stand-in, the classes, which of them count, the reduction and the smoothing.
-    Weights of classes and labels that are probabilities are left to torch, on the whole.
+    `loss` gets the stand-in, the labels, a mask of labels that count, the reduction and the
+    smoothing.  Calls with class weights, or with probabilities as labels, use torch's function on
+    the full logits.
     """
 
     def cross_entropy(
@@ -176,32 +175,32 @@ def as_torchs(loss: Loss) -> Callable[..., Tensor]:
 
 
 def reduced(loss: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """The losses of tokens as torch reduces them; of those that do not count nothing."""
+    """Reduce the losses of tokens as torch does; tokens whose label does not count give 0."""
     loss = loss.masked_fill(~counts, 0.0)
     if reduction == "none":
         return loss
     return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
 
 
-def _held(x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return where in this rank's part of the last dim the targets lie, and which of them do."""
-    local = target - group.rank * x.shape[-1]  # every rank holds as many, padding included
+def _local_targets(x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the targets as indices of this rank's shard, and a mask of those inside of it."""
+    local = target - group.rank * x.shape[-1]  # shards are of equal size, with padding
     mine = (local >= 0) & (local < x.shape[-1])
     return local.clamp_(0, x.shape[-1] - 1), mine
 
 
 class _Statistics(torch.autograd.Function):
-    """log-sum-exp, the target's logit, and if asked the sum of logits, over the split last dim."""
+    """Log-sum-exp, the target's logit and, if `summed`, the sum of logits over the split dim."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, target: Tensor, group: Group, summed: bool
     ) -> tuple[Tensor, ...]:
-        """Shift by the largest logit of all ranks, and sum over them in one collective."""
+        """Shift by the largest logit of all ranks, and sum over the ranks in one all-reduce."""
         largest = x.amax(-1)
         collectives.count("all-reduce", group, largest)
         world.all_reduce(largest, group.pg, largest=True)
-        local, mine = _held(x, target, group)
+        local, mine = _local_targets(x, target, group)
         picked = torch.where(mine, x.gather(-1, local[..., None])[..., 0], 0.0)
         exps = (x - largest[..., None]).exp_().sum(-1)
         parts = [exps, picked]
@@ -216,15 +215,15 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        """Softmax, one-hot and ones, each by its gradient: of this rank's words only.
+        """Add softmax, one-hot and ones, each times its gradient, for this rank's classes only.
 
-        Nothing as large as the logits lives beside them and their gradient.
+        The logits and their gradient are the only tensors of their size.
         """
         x, logsumexp, target = ctx.saved_tensors
-        local, mine = _held(x, target, ctx.group)
+        local, mine = _local_targets(x, target, ctx.group)
         by_lse, by_target, *by_sum = grads
         out = (x - logsumexp[..., None]).exp_().mul_(by_lse[..., None])
-        for one in by_sum:  # labels are smoothed
+        for one in by_sum:  # with label smoothing
             out += one[..., None] * (x != -torch.inf)
         out.scatter_add_(-1, local[..., None], (by_target * mine)[..., None])
         return out, None, None, None
@@ -234,7 +233,7 @@ class _Statistics(torch.autograd.Function):
 def cross_entropy(
     logits: ShardedLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` on logits (..., classes) split over the last dim."""
+    """Compute `torch.nn.functional.cross_entropy` of logits that are split over the last dim."""
     given = (logits.local, target, logits.group, bool(smoothing))
     stats = _Statistics.apply(*given)  # type: ignore[no-untyped-call]
     logsumexp, picked, *total = cast(tuple[Tensor, ...], stats)
@@ -247,20 +246,20 @@ def cross_entropy(
 
 @dataclass(eq=False)  # fully_shard looks for tensors in dataclasses, to gather before backward
 class ShardedLogits(StandIn):
-    """Logits (..., classes) of which each rank holds an equal part of the last dim.
+    """Logits (..., classes) of which each rank holds an equal shard of the last dim.
 
-    `classes` is the true number; what lies beyond is padding and must hold -inf.
+    `classes` is the number without padding; logits of padding must be -inf.
     """
 
     local: Tensor
     group: Group
     classes: int
 
-    # -- what is read ----------------------------------------------------------------------------
+    # -- attributes of a tensor --------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole."""
+        """The shape of the full logits."""
         return torch.Size((*self.local.shape[:-1], self.classes))
 
     def __getattr__(self, name: str) -> Any:
@@ -271,19 +270,19 @@ class ShardedLogits(StandIn):
         return super().__getattr__(name)
 
     def whole(self) -> Tensor:
-        """Gather the whole, on every rank alike."""
+        """All-gather the full logits."""
         whole = collectives.gather(self.local, -1, self.group, consumers_differ=False)
         return whole[..., : self.classes]
 
-    # -- what keeps the split --------------------------------------------------------------------
+    # -- steps that keep the split -----------------------------------------------------------------
 
     @property
     def lines(self) -> Tensor:
-        """This rank's part of the logits."""
+        """This rank's shard of the logits."""
         return self.local
 
     def with_lines(self, lines: Tensor) -> ShardedLogits:
-        """The same classes of other logits."""
+        """Return sharded logits with another local shard."""
         return ShardedLogits(lines, self.group, self.classes)
 
     def __mul__(self, other: Any) -> Any:
@@ -300,11 +299,11 @@ class ShardedLogits(StandIn):
 
     @classmethod
     def known(cls) -> Mapping[Any, Callable[..., Any]]:
-        """The parallel loss, and what keeps the split."""
+        """Return the functions that keep the split, and the parallel loss."""
         return {F.cross_entropy: cross_entropy, torch.flatten: ShardedLogits.flatten}
 
 
-# methods that act on each element, or that need no whole last dim
+# methods that are elementwise, or do not need the full last dim
 _ALONG = frozenset(["float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach"])
 
 
@@ -317,7 +316,7 @@ def _made(children: Iterable[Any], context: Any) -> ShardedLogits:
     return ShardedLogits(local, *context)
 
 
-# whoever looks for tensors in an output (hooks of fully_shard, stages) finds the local one
+# code that looks for tensors in an output (hooks of fully_shard, stages) finds the local shard
 pytree.register_pytree_node(
     ShardedLogits,
     _parts,

@@ -1,1 +1,1 @@
-"""Experts on several ranks."""
+"""Experts that are sharded over ranks: routing of tokens, capacity, and probes of modules."""

@@ -1,4 +1,7 @@
-"""Notes what discrete operators choose, by place and sample: rounding may tip them."""
+"""A recorder of the results of discrete operators (topk, argmax, ...), by place and sample.
+
+Rounding may change such choices; a comparison can force the recorded ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.comm import world
 from schedlang.runtime.modes import ATTRIBUTE, Carrying
 
-Where = tuple[int, str, str, int, int]  # step, site, operator, how manyth there, sample
+Where = tuple[int, str, str, int, int]  # step, site, operator, number of the call, sample
 
 _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "mode")
 CHOOSING: dict[Any, str] = {
@@ -21,9 +24,9 @@ CHOOSING: dict[Any, str] = {
 
 
 class Choices(Carrying):
-    """`found` holds the indices that were chosen, inside a scope; a recomputation chooses again.
+    """Records the chosen indices in `found`, within a scope; a recomputation records them again.
 
-    What is in `forced` is chosen as it says there.
+    Choices in `forced` replace those of the operator.
     """
 
     carried = True
@@ -42,16 +45,16 @@ class Choices(Carrying):
                 return func(*args)
             return self.ask(func, types, args, kwargs or {})
         out = self.run(func, types, args, kwargs or {})
-        # rounding tips no choice among whole numbers
+        # rounding changes no choice among integers
         if func in CHOOSING and scope.current() is not None and of_floats(args, kwargs or {}):
             with self.beneath():
-                right = self._note(CHOOSING[func], out)
+                right = self._record(CHOOSING[func], out)
                 if right is not None:
                     return as_chosen(CHOOSING[func], out, right, args, kwargs or {})
         return out
 
-    def _note(self, name: str, out: Any) -> Tensor | None:
-        """Note the indices of a result, sample by sample; give those that are forced, if others."""
+    def _record(self, name: str, out: Any) -> Tensor | None:
+        """Record the indices of a result by sample; return forced indices if they differ."""
         where = scope.current()
         chosen = out if isinstance(out, Tensor) else out[1]
         assert where is not None
@@ -64,15 +67,15 @@ class Choices(Carrying):
         right = []
         for sample, part in zip(samples, parts):
             key = (where.step, scope.site(), name, call, sample)
-            told = self.forced.get(key)
-            right.append(part if told is None or told.shape != part.shape else told)
+            forced = self.forced.get(key)
+            right.append(part if forced is None or forced.shape != part.shape else forced)
             self.found.setdefault(key, right[-1].clone())
         if all(one is part for one, part in zip(right, parts)):
             return None
         return torch.cat(right).to(chosen.device)
 
     def everyone(self) -> dict[Where, Tensor]:
-        """Gather the choices of all ranks; where several have one place, the first rank's count."""
+        """Return the choices of all ranks; for equal keys, those of the first rank."""
         if world.size() == 1:
             return self.found
         out: dict[Where, Tensor] = {}
@@ -82,18 +85,18 @@ class Choices(Carrying):
 
 
 def of_floats(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator is given floats."""
-    given = args[0] if args else kwargs.get("input")
-    return isinstance(given, Tensor) and given.is_floating_point()
+    """Return whether the input of an operator is a float tensor."""
+    tensor = args[0] if args else kwargs.get("input")
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()
 
 
 def as_chosen(name: str, out: Any, right: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator that chooses as it is told."""
+    """Return the result of an operator with forced indices."""
     if isinstance(out, Tensor):
         return right
-    given = args[0] if args else kwargs["input"]
+    tensor = args[0] if args else kwargs["input"]
     place = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-    if right.dim() == given.dim():
-        return type(out)((given.gather(dim, right), right))
-    return type(out)((given.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))
+    if right.dim() == tensor.dim():
+        return type(out)((tensor.gather(dim, right), right))
+    return type(out)((tensor.gather(dim, right.unsqueeze(dim)).squeeze(dim), right))

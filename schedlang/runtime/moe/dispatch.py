@@ -1,8 +1,8 @@
-"""The way of rows to the ranks that hold their experts, and back, axis by axis.
+"""Dispatch of token rows to the ranks that hold their experts, and back, axis by axis.
 
-How many rows go from where to which expert all ranks are told first (FastMoE, He et al. 2021), so
-that each host knows every exchange from there on; over several axes each is a step of its own, so
-that a row crosses every axis once (as HetuMoE, Nie et al. 2022).
+First all ranks exchange how many rows go to which expert (FastMoE, He et al. 2021), so that each
+host knows the sizes of all exchanges. Over several axes each is a step of its own, so that a row
+crosses every axis once (as HetuMoE, Nie et al. 2022).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.comm.collectives import Group, all_gather, count, exchange, exchanged
 from schedlang.runtime.device import sent
 
-Places = Sequence[tuple[int, ...]]  # of every expert, its place on each axis
+Places = Sequence[tuple[int, ...]]  # for each expert its place on each axis
 
 
 def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Return each expert's place on each of some axes: equal runs, the last axis fastest."""
+    """Return the place of each expert on each axis: equal runs, the last axis fastest."""
     ranks = 1
     for size in sizes:
         ranks *= size
@@ -39,12 +39,12 @@ def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def first(mask: Tensor, count: int) -> Tensor:
-    """The places of the `count` that are true, in order; the host need not look for them."""
+    """Return the indices of the first `count` true elements, without a wait of the host."""
     return torch.argsort(~mask, stable=True)[:count]
 
 
 def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
-    """A row of every rank along the axes of some steps, the last one fastest."""
+    """Gather one row of each rank along the axes of the steps, the last axis fastest."""
     found = x.flatten()[None]
     for step in reversed(steps):
         found = all_gather(found, 0, step.group)
@@ -52,21 +52,21 @@ def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
 
 
 def sent_by(
-    experts: Tensor, away: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
+    experts: Tensor, leaving: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
 ) -> Tensor:
-    """Count the rows that each rank sends to each expert, by chunk; only those `away`."""
-    goes = torch.ones_like(experts) if away is None else away.long()
-    at, number = goes.cumsum(0) - goes, goes.sum()  # as tensor_split cuts: larger ones first
+    """Count the rows that each rank sends to each expert, by chunk; only those `leaving`."""
+    sends = torch.ones_like(experts) if leaving is None else leaving.long()
+    at, number = sends.cumsum(0) - sends, sends.sum()  # as tensor_split: larger chunks first
     size, larger = number // chunks, number % chunks
     beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
     chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
-    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, goes)
+    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, sends)
     return everywhere(table, steps).flatten()
 
 
 @dataclass(frozen=True)
 class Told:
-    """Row counts of one step: given and taken by place, and by expert."""
+    """Row counts of one step: sent and received by place, and received by expert."""
 
     give: list[int]
     take: list[int]
@@ -75,21 +75,21 @@ class Told:
 
 @dataclass(frozen=True)
 class Counts:
-    """Row counts of each step, by chunk, as the host knows them."""
+    """Row counts of each step, by chunk, on the host."""
 
     chunks: list[list[Told]]
 
     @staticmethod
-    def of(told: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
-        """Read the numbers that `sent_by` gives; None from none."""
-        if not told:
+    def of(numbers: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
+        """Return the counts from the numbers of `sent_by`; None if there are none."""
+        if not numbers:
             return None
-        table = np.array(told).reshape(*(step.group.size for step in steps), chunks, count)
+        table = np.array(numbers).reshape(*(step.group.size for step in steps), chunks, count)
         found = []
         for chunk in range(chunks):
             here, made = table[..., chunk, :], []
             for k, step in enumerate(steps):
-                rows = here  # of each place, those that go on as this rank does: by expert
+                rows = here  # by place and expert: rows with this rank's places on later axes
                 for later in steps[k + 1 :]:
                     rows = rows[:, later.group.rank]
                 own = rows[step.group.rank]
@@ -102,8 +102,8 @@ class Counts:
         return Counts(found)
 
 
-class _Begun(torch.autograd.Function):
-    """An exchange that is under way when it returns: wait before looking at the rows."""
+class _AsyncExchange(torch.autograd.Function):
+    """An exchange that is in flight on return: wait before the rows are read."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ class _Begun(torch.autograd.Function):
         out = x.new_empty((sum(take), *x.shape[1:]))
         count("all-to-all", group, x)
         work = world.all_to_all_single(out, x, take, give, group.pg)
-        works.append((work, x))  # what is sent stays until it is gone
+        works.append((work, x))  # holds the sent tensor until the exchange ends
         return out
 
     @staticmethod
@@ -123,21 +123,21 @@ class _Begun(torch.autograd.Function):
 
 @dataclass
 class Way:
-    """Rows under way: those that are here now, the expert of each, and how they go home."""
+    """Rows in dispatch: the rows that are here now, their experts, and the steps back."""
 
     rows: Tensor
     experts: Tensor
-    told: list[Told] | None = None  # of the steps that are to come; None without values
+    told: list[Told] | None = None  # of the remaining steps; None without values
     back: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)  # to be waited for before they are used
+    works: list[Any] = field(default_factory=list)  # to wait for before the rows are used
 
     def arrive(self) -> None:
-        """Wait for the rows that are still on their way."""
+        """Wait for the rows in flight."""
         while self.works:
             self.works.pop()[0].wait()
 
     def home(self, y: Tensor) -> Tensor:
-        """Return the results of the rows to where they started, in their first order."""
+        """Return the results of the rows to the ranks where they started, in the first order."""
         for step in reversed(self.back):
             y = step(y)
         return y
@@ -145,14 +145,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Step:
-    """One axis of the way: its group, and at each place the experts that are reached there."""
+    """One axis of a dispatch: its group, and at each place the experts that are reached there."""
 
     group: Group
     table: tuple[tuple[int, ...], ...]
     _known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def take(self, way: Way, ahead: bool = False) -> Way:
-        """The rows that come along this axis, in place of those that were here.
+        """Dispatch rows along this axis; return those that arrive.
 
         ahead: do not wait for them; `arrive` does.
         """
@@ -160,28 +160,29 @@ class Step:
             return self._without_values(way)
         way.arrive()
         assert way.told is not None
-        group, told, device = self.group, way.told[0], way.rows.device
+        group, counts, device = self.group, way.told[0], way.rows.device
         key, mine = self._constants(device)
         order = torch.argsort(key[way.experts], stable=True)
-        give, take = told.give, told.take
+        give, take = counts.give, counts.take
         works: list[Any] = []
         rows = way.rows[order]
         if ahead and group.pg is not None:
-            came: Tensor = _Begun.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
+            arrived: Tensor = _AsyncExchange.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
         else:
-            came = exchange(rows, group, give, take)
-        coming = sent(torch.tensor(told.coming), device)
+            arrived = exchange(rows, group, give, take)
+        coming = sent(torch.tensor(counts.coming), device)
         experts = mine.repeat_interleave(coming, output_size=sum(take))
 
         def home(y: Tensor) -> Tensor:
             return exchange(y, group, take, give)[torch.argsort(order)]
 
-        return Way(came, experts, way.told[1:], [*way.back, home], works)
+        return Way(arrived, experts, way.told[1:], [*way.back, home], works)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return each expert's place in the table, and the experts of arriving rows, by rank."""
+        """Return the place of each expert in the table, and the experts of arriving rows, by
+        rank."""
         if device not in self._known:
-            with _disable_current_modes():  # a second run of this call makes them no more
+            with _disable_current_modes():  # a second run finds them cached
                 flat = [expert for row in self.table for expert in row]
                 key = torch.zeros(1 + max(flat), dtype=torch.long)
                 key[flat] = torch.arange(len(flat))
@@ -190,10 +191,10 @@ class Step:
         return self._known[device]
 
     def _without_values(self, way: Way) -> Way:
-        """The same for as many rows as if all experts were chosen equally often."""
+        """Dispatch on the meta device, as if all experts were chosen equally often."""
         group, count = self.group, way.rows.shape[0]
         share = count // group.size
         sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
-        came = exchange(way.rows, group, sizes, sizes)
+        arrived = exchange(way.rows, group, sizes, sizes)
         back = [*way.back, lambda y: exchange(y, group, sizes, sizes)]
-        return Way(came, way.experts, None, back)
+        return Way(arrived, way.experts, None, back)

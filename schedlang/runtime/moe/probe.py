@@ -1,4 +1,5 @@
-"""Tell by running a copy what a module of experts computes, and what its inner products are."""
+"""Probes that run a small copy of a module to find whether it is a module of experts, and how its
+experts can be sharded along their inner dim."""
 
 from __future__ import annotations
 
@@ -20,13 +21,12 @@ from schedlang.runtime.tracing.meta import copy_with
 
 # -- experts ---------------------------------------------------------------------------------------
 # A small copy with random float64 values and the module's own forward is called with tokens, the
-# experts of each and their weights.  What it gives has to be the sum over a token's experts of
-# weight times what that expert alone gives for that token alone; and a copy that holds some of the
-# experts has to give the same for them.  That is all that is relied on when tokens go to other
-# ranks.
+# experts of each and their weights. Its output must be the sum, over the experts of a token, of the
+# weight times the output of that expert alone for that token alone; and a copy with some of the
+# experts must give the same output for them. Dispatch to other ranks relies on nothing else.
 
 
-TOKENS = 12  # of the trial; each goes to two experts
+TOKENS = 12  # tokens of a trial; each goes to two experts
 LARGEST = 1 << 25  # elements of a trial's parameters
 
 
@@ -34,8 +34,8 @@ LARGEST = 1 << 25  # elements of a trial's parameters
 class Experts:
     """A module of experts: their number, their parameters, and the attributes that count them.
 
-    split    its parameters, whose first dim are the experts
-    numbers  attributes that hold the number of experts, to be set where fewer are held
+    split    parameters whose first dim is the expert
+    numbers  attributes that hold the number of experts, to be set if fewer are held
     """
 
     count: int
@@ -45,9 +45,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """The reason why a module holds no experts, and the relative difference if it ran.
+    """The reason why a module is no module of experts, and the relative error if it ran.
 
-    helps   what can be done with what it is
+    helps   possible remedies
     """
 
     reason: str
@@ -58,15 +58,15 @@ class NoExperts:
 
     @property
     def said(self) -> str:
-        """The reason, with the difference."""
+        """The reason, with the error."""
         return self.reason + (f" (by {self.error:.1e})" if self.error is not None else "")
 
 
 def probe_experts(module: nn.Module) -> Experts | NoExperts:
-    """The experts that a module holds, or the measured reason why it does not."""
+    """Return the experts of a module, or the measured reason why it has none."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     cubes = {shape[0] for shape in shapes.values() if len(shape) >= 3}
-    listed = _listed(module)
+    listed = _find_list(module)
     if not cubes and listed is not None:
         return listed
     if len(cubes) != 1:
@@ -83,7 +83,7 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     error: NoExperts | None = None
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         for scale in scales([shapes[name] for name in split]):
-            found = _tried(module, count, split, scale)
+            found = _try_module(module, count, split, scale)
             if isinstance(found, Experts):
                 return found
             error = error if error is not None and error.error is not None else found
@@ -91,14 +91,14 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     return error
 
 
-def _listed(module: nn.Module) -> NoExperts | None:
-    """Experts that are modules of their own, one behind the other in a list."""
+def _find_list(module: nn.Module) -> NoExperts | None:
+    """Return a refusal for experts that are modules in a list; None if there is no such list."""
     for name, child in module.named_modules():
-        alike = {
+        kinds = {
             (type(one), tuple((n, p.shape) for n, p in one.named_parameters()))
             for one in child.children()
         }
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(alike) == 1:
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(kinds) == 1:
             where = f"`{name}` holds" if name else "it is a list of"
             return NoExperts(
                 f"{where} {len(child)} modules of their own, which are called one by one",
@@ -112,14 +112,14 @@ def _listed(module: nn.Module) -> NoExperts | None:
 
 
 def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
-    """Yield the divisors of sizes in a trial: as large as is sure to differ, then 1."""
+    """Yield divisors of the sizes in a trial: the largest with sizes still distinct, then 1."""
     common = math.gcd(*(size for shape in shapes for size in shape[1:]))
     least = min(size for shape in shapes for size in shape[1:])
     scale = max((d for d in range(1, common + 1) if common % d == 0 and least // d >= 4), default=1)
     yield from dict.fromkeys((scale, 1))
 
 
-def _tried(
+def _try_module(
     module: nn.Module, count: int, split: tuple[str, ...], scale: int
 ) -> Experts | NoExperts:
     small = small_copy(module, split, scale)
@@ -127,21 +127,21 @@ def _tried(
         return NoExperts("it is too large to be tried on a small copy")
     try:
         trial = Trial(small, count, split)
-    except Exception as raised:  # the module's own code: whatever it raises is a reason
+    except Exception as raised:  # the module's own code: any error is a reason
         what = "it does not run with (tokens, expert indices, routing weights)"
         return NoExperts(f"{what}: {first_line(raised)}")
     for reason, error in trial.faults():
         if not error <= TOLERANCE:
             return NoExperts(reason, error)
     errors: list[float] = []
-    for numbers in _countings(small, count):
+    for numbers in _count_attributes(small, count):
         errors.append(trial.with_some(numbers))
         if errors[-1] <= TOLERANCE:
             return Experts(count, split, numbers)
     return NoExperts("a copy with some of its experts returns something else", min(errors))
 
 
-def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
+def _count_attributes(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
     """Yield sets of attributes that may be the number of experts: none, all, or some."""
     own = [path for path, value in numbers_of(module) if value == count]
     named = [path for path in own if "expert" in path.lower()]
@@ -151,7 +151,7 @@ def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
 
 
 def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
-    """A copy with random values whose sizes, and the numbers that say them, are divided."""
+    """Return a copy with random values, with sizes and the attributes of sizes divided."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
         keep = parameter.shape[:1] if name in split else ()
@@ -181,13 +181,13 @@ def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Modu
 
 
 class Trial:
-    """Calls of a small copy: what it gives for tokens, and for each of their experts alone."""
+    """Calls of a small copy: its output for tokens, and for each of their experts alone."""
 
     def __init__(self, module: nn.Module, count: int, split: tuple[str, ...]) -> None:
         self.module, self.count, self.split = module, count, split
         generator = torch.Generator().manual_seed(1)
         width = _width(module, split)
-        self.x, self.index, self.weights = _routed(width, count, generator)
+        self.x, self.index, self.weights = _trial_inputs(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
         again = self.call(self.module, self.x, self.index, self.weights)
         self.drawn = relative(again, self.whole)
@@ -208,7 +208,7 @@ class Trial:
         return out
 
     def faults(self) -> Iterator[tuple[str, float]]:
-        """Yield what a module of experts must not do, each with the measured difference."""
+        """Yield properties that a module of experts must not have, with the measured error."""
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
@@ -218,7 +218,7 @@ class Trial:
         yield "its output for a token depends on other tokens", relative(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
-        """Return the difference of a copy with the second half of the experts, for their tokens."""
+        """Return the error of a copy with the second half of the experts, for their tokens."""
         first = self.count // 2
         part = copy.deepcopy(self.module)
         held = part_of(part, self.split, slice(first, None), numbers, self.count - first)
@@ -226,7 +226,7 @@ class Trial:
         ones = torch.ones(len(mine), 1, dtype=torch.float64)
         try:
             got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
-        except Exception:  # a number that counts something else was changed
+        except Exception:  # an attribute with another meaning was changed
             return math.inf
         return relative(got, self.alone[0][mine])
 
@@ -234,7 +234,7 @@ class Trial:
 def part_of(
     module: nn.Module, split: tuple[str, ...], held: slice, numbers: tuple[str, ...], count: int
 ) -> nn.Module:
-    """The module with some of its experts, in place."""
+    """Reduce a module to some of its experts, in place."""
     for name in split:
         owner, _, last = name.rpartition(".")
         parameter = module.get_parameter(name)
@@ -246,7 +246,7 @@ def part_of(
 
 
 def _width(module: nn.Module, split: tuple[str, ...]) -> int:
-    """The size of a token: one that a call with zeros takes."""
+    """Return the size of a token: the first one with which a call with zeros succeeds."""
     sizes = [n for name in split for n in module.get_parameter(name).shape[1:]]
     index = torch.zeros(2, 1, dtype=torch.long)
     failed: Exception | None = None
@@ -261,8 +261,10 @@ def _width(module: nn.Module, split: tuple[str, ...]) -> int:
     raise failed
 
 
-def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, two different experts of each (all are used), and weights."""
+def _trial_inputs(
+    width: int, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, two different experts of each (all are used), and weights."""
     x = torch.randn(TOKENS, width, generator=generator, dtype=torch.float64)
     first = torch.arange(TOKENS) * count // TOKENS
     index = torch.stack([first, (first + 1 + torch.arange(TOKENS) % (count - 1)) % count], 1)
@@ -271,20 +273,20 @@ def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor,
 
 
 # -- the inner dim of experts ----------------------------------------------------------------------
-# Megatron-LM's pair of a column and a row (Shoeybi et al. 2019), of weights that hold all experts:
-# which dims of which parameters, and in how many blocks, is found on a small copy.  A bias that is
-# added behind the sum is whole on every rank, and each adds its share of it.
+# Megatron-LM's pair of a column-parallel and a row-parallel layer (Shoeybi et al. 2019), for
+# weights that hold all experts: the dims and blocks of each parameter are found on a small copy. A
+# bias that is added after the sum is replicated, and each rank adds its share of it.
 
 
-PARTS = 2  # of the trial
-Cut = tuple[int, int] | None  # a dim and its blocks; None: whole on every rank
+PARTS = 2  # shards in a trial
+Cut = tuple[int, int] | None  # a dim and its blocks; None: replicated
 
 
 @dataclass(frozen=True)
 class Inner:
-    """The way to shard experts along their inner dim.
+    """A sharding of experts along their inner dim.
 
-    cuts     parameter -> dim and blocks; `whole` are those of which every rank adds a share
+    cuts     parameter -> dim and blocks; `whole`: biases of which every rank adds a share
     numbers  attributes that hold the inner size, to be divided by the ranks
     """
 
@@ -294,7 +296,7 @@ class Inner:
 
 
 def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
-    """Find a way to shard the experts of a module along their inner dim; None if none is right."""
+    """Return a sharding of the experts of a module along their inner dim; None if none is right."""
     shapes = [tuple(module.get_parameter(name).shape) for name in experts.split]
     with torch.random.fork_rng(devices=[]), ambient(Float64()):
         for scale in scales(shapes):
@@ -305,26 +307,26 @@ def probe_inner(module: nn.Module, experts: Experts) -> Inner | None:
                 trial = Trial(small, experts.count, experts.split)
             except Exception:  # its own code: at this size it does not run
                 continue
-            found = _found(trial, experts.split)
+            found = _find_split(trial, experts.split)
             if found is not None:
                 return found
     return None
 
 
-def _found(trial: Trial, split: tuple[str, ...]) -> Inner | None:
-    """The first way of cutting a small copy whose parts add up to the whole."""
-    options = [tuple(_cuts(trial, name)) for name in split]
+def _find_split(trial: Trial, split: tuple[str, ...]) -> Inner | None:
+    """Return the first sharding of a small copy whose shards add up to the full output."""
+    options = [tuple(_split_options(trial, name)) for name in split]
     for chosen in itertools.product(*options):
         cuts = {name: cut for name, cut in zip(split, chosen)}
-        for numbers in _numbers(trial, cuts):
-            if _gap(trial, cuts, numbers) <= TOLERANCE:
-                told = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
-                return Inner(told, tuple(n for n, cut in cuts.items() if cut is None), numbers)
+        for numbers in _size_attributes(trial, cuts):
+            if _split_error(trial, cuts, numbers) <= TOLERANCE:
+                sharded = tuple((n, *cut) for n, cut in cuts.items() if cut is not None)
+                return Inner(sharded, tuple(n for n, cut in cuts.items() if cut is None), numbers)
     return None
 
 
-def _cuts(trial: Trial, name: str) -> Iterator[Cut]:
-    """The ways in which a parameter may be cut: matrices along a dim that is not a token's."""
+def _split_options(trial: Trial, name: str) -> Iterator[Cut]:
+    """Yield the ways to shard a parameter: matrices along a dim that is not the token size."""
     shape, width = trial.module.get_parameter(name).shape, trial.x.shape[1]
     dims = [dim for dim in range(1, len(shape)) if shape[dim] != width]
     if len(shape) == 2:
@@ -338,10 +340,10 @@ def _cuts(trial: Trial, name: str) -> Iterator[Cut]:
         yield from ((dim, blocks) for blocks in (1, 2) if shape[dim] % (PARTS * blocks) == 0)
 
 
-def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
+def _size_attributes(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
     """Yield sets of attributes that may be the inner size: none, all, or one.
 
-    First those that cannot be the size of a token.
+    Attributes that cannot be the token size come first.
     """
     module, width = trial.module, trial.x.shape[1]
     sizes = {
@@ -358,8 +360,8 @@ def _numbers(trial: Trial, cuts: dict[str, Cut]) -> Iterator[tuple[str, ...]]:
     yield from dict.fromkeys(tuple(some) for some in ways)
 
 
-def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
-    """Return the relative difference of the summed parts from the whole."""
+def _split_error(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
+    """Return the relative error of the sum of the shards."""
     total = torch.zeros_like(trial.whole)
     for place in range(PARTS):
         part = copy.deepcopy(trial.module)
@@ -373,7 +375,7 @@ def _gap(trial: Trial, cuts: dict[str, Cut], numbers: tuple[str, ...]) -> float:
             set_number(part, path, value // PARTS)
         try:
             total += Trial.call(part, trial.x, trial.index, trial.weights)
-        except Exception:  # what does not fit together was cut
+        except Exception:  # the sharded sizes do not fit together
             return float("inf")
     return relative(total, trial.whole)
 

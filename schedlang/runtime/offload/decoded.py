@@ -1,7 +1,7 @@
-"""Projections whose frozen weight lies in codes, and has values for each pass only.
+"""Projections whose frozen weight is stored in codes, and decoded for each pass.
 
-A module's weight is decoded for its forward.  What autograd would keep of it, it keeps as a note,
-and whoever asks in backward has it decoded once more: between the two nothing lies there but codes.
+The weight of a module is decoded for its forward. Autograd saves a reference instead of the decoded
+values, and a backward decodes them again: between the two passes only codes are in memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from schedlang.runtime.storage.saved import Pack, View, Viewed, outside, place, 
 
 
 class Decoding:
-    """The layer around the forward of a module; where it is cast, the weight is decoded cast."""
+    """The layer around the forward of a module; if the module is cast, the weight is decoded
+    cast."""
 
     def __init__(self, module: nn.Module, held: Coded) -> None:
         self.module, self.held = module, held
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` with the weight's values."""
+        """Run `inner` with the decoded weight."""
         held = self.held
         dtype = used_as(self.module, held.scales, device_of(args, kwargs))
-        weight = held.show(dtype)  # nothing else comes to lie in its place before this ends
+        weight = held.show(dtype)  # its memory is not reused before this ends
         try:
             if not torch.is_grad_enabled() or not weight.numel():
                 return inner(*args, **kwargs)
@@ -39,13 +40,13 @@ class Decoding:
             held.hide()
 
 
-def _pack(held: Coded, dtype: torch.dtype, lies: int) -> Pack:
-    """Keep a note of the weight, which lies there; anything else as the hooks around keep it."""
+def _pack(held: Coded, dtype: torch.dtype, weight_key: int) -> Pack:
+    """Return a pack function: a reference for the weight; other tensors go to the outer hooks."""
     outer = outside()
 
     def pack(tensor: Tensor) -> Any:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and place(tensor) == lies:
+        if plain and place(tensor) == weight_key:
             return Viewed(partial(held.value, dtype), View.of(tensor))
         return outer(tensor)
 
@@ -53,5 +54,5 @@ def _pack(held: Coded, dtype: torch.dtype, lies: int) -> Pack:
 
 
 def decode(module: nn.Module, held: Coded) -> None:
-    """Give `module` its weight for its forwards and backwards only, in place."""
+    """Decode the weight of `module` for its forwards and backwards only, in place."""
     wrap(module, "decode", Decoding(module, held))

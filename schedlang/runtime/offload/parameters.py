@@ -1,10 +1,10 @@
-"""Parameters that come to the device for a module's forward and backward, and lie elsewhere else.
+"""Parameters that are copied to the device for forward and backward of a module, else off it.
 
-A module is given its parameters for the time of its forward.  What autograd would keep of them it
-keeps as a note of which parameter and which view; whoever asks in backward gets them again.  So
-nothing depends on knowing when a backward ends: what was given back too early is fetched once more,
-and never wrong.  As many modules as the window holds have their parameters on the device, however
-deep the model is (Pudipeddi et al., L2L, 2020; Rajbhandari et al., ZeRO-Infinity, 2021).
+A module has its parameters for the time of its forward. Autograd saves a reference (parameter and
+view) instead of the copy, and a backward fetches the copy again. So nothing depends on the end of a
+backward being known: a copy that was dropped too early is fetched once more, and never wrong. As
+many modules as the window holds have their parameters on the device, however deep the model is
+(Pudipeddi et al., L2L, 2020; Rajbhandari et al., ZeRO-Infinity, 2021).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from schedlang.runtime.storage.saved import Pack, View, Viewed, outside, slot
 
 
 class StreamedParameter:
-    """One parameter: `home` off the device, and its copy there while a module has it."""
+    """One parameter: `home` off the device, and its copy while a module needs it."""
 
     def __init__(self, parameter: nn.Parameter, home: Tensor) -> None:
         self.parameter = parameter
         self.device = parameter.device
-        self.shown = 0  # modules in forward that have it
-        self.users = 0  # modules that are on the device with it
+        self.shown = 0  # modules in forward that use it
+        self.users = 0  # modules in the window that use it
         self.copy: Tensor | None = None
         self._event: Any = None
         self._version = 0
@@ -37,38 +37,38 @@ class StreamedParameter:
 
     @property
     def home(self) -> Tensor:
-        """The tensor off the device, as it lies between steps."""
+        """The tensor off the device, between steps."""
         return self._home
 
     def laid(self, value: Tensor) -> Tensor:
-        """New values as they would lie there."""
+        """Return new values as they are stored."""
         return value
 
     def settle(self, home: Tensor) -> None:
-        """Let the parameter lie there from now on."""
+        """Store the parameter in this tensor from now on."""
         self._home = home
         if not self.shown:
             self.parameter.data = home
 
     def bring(self, device: torch.device) -> None:
-        """Begin to copy it to the device, unless it is there."""
+        """Start the copy to the device, unless it is there."""
         if self.copy is None or self.copy.device != device:
             self.copy, self._event = copies.to_device(self._home, device)
 
-    def there(self) -> Tensor:
-        """The copy on the device, ready for the current stream."""
+    def on_device(self) -> Tensor:
+        """Return the copy on the device, ready for the current stream."""
         assert self.copy is not None
         return copies.ready(self.copy, self._event)
 
     def show(self) -> None:
-        """Let the parameter be the copy, for a forward."""
+        """Point the parameter to the copy, for a forward."""
         if not self.shown:
-            self.parameter.data = self.there()
+            self.parameter.data = self.on_device()
             self._version = self.parameter._version
         self.shown += 1
 
     def hide(self) -> None:
-        """The forward is over; what it wrote into the parameter is not lost."""
+        """Point the parameter to its home after a forward; writes of the forward are kept."""
         self.shown -= 1
         if not self.shown:
             if self.parameter._version != self._version:
@@ -76,65 +76,65 @@ class StreamedParameter:
             self.parameter.data = self._home
 
     def leave(self) -> None:
-        """Let go of the copy; whoever still computes with it holds it."""
+        """Drop the copy; computations that use it hold it."""
         self.copy = self._event = None
 
 
 class Window:
-    """The modules whose parameters are on the device: the one at work, and those that come next.
+    """The modules whose parameters are on the device: the running one, and the next ones.
 
-    The order of calls is learnt from the forward of a step; the backward goes the other way.
+    The order of calls is learned from the forward of a step; the backward goes in reverse.
     """
 
     def __init__(self) -> None:
-        self.there: dict[int, Streamed] = {}  # in the order in which they came
+        self.on_device: dict[int, Streamed] = {}  # in the order of loading
         self.order: list[Streamed] = []
         self.loads = 0  # of modules, so far
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Window:
-        """Copies of a module go on using the same window."""
+        """Return self: copies of a module share the window."""
         return self
 
     def turn(self, unit: Streamed, back: bool) -> None:
-        """A module is at work: it is there, those that come next are on their way, others go."""
+        """Load the running module, start to load the next ones, and drop all others."""
         self._bring(unit, unit.device)
         keep = {id(unit)}
-        for one in self._next(unit, back):
+        for one in self._neighbours(unit, back):
             self._bring(one, unit.device)
             keep.add(id(one))
-        for key, one in list(self.there.items()):
+        for key, one in list(self.on_device.items()):
             if key not in keep and not one.working:
                 self.drop(one)
 
     def called(self, unit: Streamed) -> None:
-        """A forward of a module begins, outside of any backward."""
+        """Begin a forward of a module, outside of any backward."""
         if unit not in self.order:
             self.order.append(unit)
         self.turn(unit, back=False)
 
     def drop(self, unit: Streamed) -> None:
-        """A module's parameters leave the device, but for those that another one there has."""
-        if self.there.pop(id(unit), None) is not None:
+        """Drop the parameters of a module, except those that another loaded module uses."""
+        if self.on_device.pop(id(unit), None) is not None:
             for held in unit.held:
                 held.users -= 1
                 if not held.users:
                     held.leave()
 
     def clear(self) -> None:
-        """Nothing of a step is left on the device."""
-        for unit in list(self.there.values()):
+        """Drop the parameters of all modules."""
+        for unit in list(self.on_device.values()):
             self.drop(unit)
 
     def _bring(self, unit: Streamed, device: torch.device) -> None:
-        if id(unit) not in self.there:
+        if id(unit) not in self.on_device:
             self.loads += 1
-            self.there[id(unit)] = unit
+            self.on_device[id(unit)] = unit
             for held in unit.held:
                 held.users += 1
         for held in unit.held:
             held.bring(device)
 
-    def _next(self, unit: Streamed, back: bool) -> Sequence[Streamed]:
+    def _neighbours(self, unit: Streamed, back: bool) -> Sequence[Streamed]:
         if unit not in self.order:
             return ()
         at = self.order.index(unit)
@@ -151,11 +151,11 @@ class Streamed:
         self.working = 0  # forwards that run now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
-        """A copy of the module would have parameters of its own, which lie nowhere."""
+        """Raise TypeError: a copy of the module would have parameters without storage."""
         raise TypeError("a module with streamed parameters cannot be copied; its state can")
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` with the parameters on the device where its arguments are."""
+        """Run `inner` with the parameters on the device of its arguments."""
         self.device = _device((args, kwargs), self.device)
         if _in_backward():  # a recomputation
             self.window.turn(self, back=True)
@@ -183,42 +183,45 @@ class Streamed:
             self.window.drop(self)
 
     def _pack(self) -> Pack:
-        """Keep a note of a parameter; anything else as the hooks around keep it."""
-        places = {h.there().untyped_storage().data_ptr(): h for h in self.held if h.home.numel()}
+        """Return a pack function: a reference for parameters; other tensors go to the outer
+        hooks."""
+        places = {
+            h.on_device().untyped_storage().data_ptr(): h for h in self.held if h.home.numel()
+        }
         outer = outside()
 
         def pack(tensor: Tensor) -> Any:
-            held = None if tensor.is_meta else places.get(_place(tensor))
+            held = None if tensor.is_meta else places.get(_storage_address(tensor))
             if held is None:
                 return outer(tensor)
-            return Viewed(partial(self._again, held), View.of(tensor))
+            return Viewed(partial(self._fetch_again, held), View.of(tensor))
 
         return pack
 
-    def _again(self, held: StreamedParameter) -> Tensor:
-        """A parameter on the device, for backward."""
+    def _fetch_again(self, held: StreamedParameter) -> Tensor:
+        """Return a parameter on the device, for backward."""
         self.window.turn(self, back=True)
-        return held.there()
+        return held.on_device()
 
 
 def stream(
     module: nn.Module, held: Sequence[StreamedParameter], window: Window, ahead: int
 ) -> None:
-    """Give `module` these parameters for its forwards and backwards only, in place."""
+    """Load these parameters of `module` for its forwards and backwards only, in place."""
     wrap(module, "stream", Streamed(held, window, ahead))
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
 
 
-def _device(given: Any, usual: torch.device) -> torch.device:
-    """The device of the first tensor of the arguments."""
-    return next((v.device for v in pytree.tree_leaves(given) if isinstance(v, Tensor)), usual)
+def _device(arguments: Any, usual: torch.device) -> torch.device:
+    """Return the device of the first tensor among the arguments."""
+    return next((v.device for v in pytree.tree_leaves(arguments) if isinstance(v, Tensor)), usual)
 
 
 def _in_backward() -> bool:
-    """Return whether autograd is at work: this is a recomputation."""
+    """Return whether autograd runs a backward: then a forward is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)

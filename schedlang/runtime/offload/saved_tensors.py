@@ -1,16 +1,14 @@
-"""Keep a module's saved activations in host memory, on disk or on another rank until backward.
+"""Saved activations of a module in host memory, on disk or on another rank until backward.
 
-* Keep a module's saved activations in host memory, or on disk, between forward and backward.
-  Saved-tensor hooks around the forward of one module instance copy every storage that autograd
-  wants to keep, once however many views of it are saved, and let go of the original (Rhu et al.,
-  "vDNN", 2016).  Parameters and buffers stay where they are.  On an accelerator copies go through
-  pinned memory on a stream of their own; backward of one module starts the reload of the one
-  before it.  On a CPU the copies are as real, so that a `Ledger` shows what lies where.
-* A module whose saved activations another rank may hold between its forward and its backward. It
-  puts them into the bag of the forward that runs, which the rows of the timeline carry away and
-  back (`pipeline.parking`). Where nothing is carried away they stay, and an outer checkpoint does
-  not see them either: it counts what it sees, and must see as much again when it runs a second
-  time.
+* `offload`: saved-tensor hooks around the forward of one module instance copy every saved storage
+  to the host, once even if several views of it are saved, and drop the original (Rhu et al.,
+  "vDNN", 2016). Parameters and buffers stay. On an accelerator, copies use pinned memory and a
+  stream of their own; the backward of a module starts the reload of the module before it. On a CPU
+  the copies are real, too, so that a `Ledger` shows the bytes of each tier.
+* `park`: activations that another rank may hold between forward and backward. The module puts them
+  into the bag of the running forward, which rows of the timeline move away and back
+  (`pipeline.parking`). Without such rows they stay. An outer checkpoint does not see them: it
+  counts the tensors that it sees, and must see as many in the second run.
 """
 
 from __future__ import annotations
@@ -46,21 +44,21 @@ from schedlang.runtime.storage.saved import (
 )
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, Scratch, gone, reference_to
 
-SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
+SMALLEST = 1 << 16  # bytes; smaller storages cost more to move than to keep
 
 
 @dataclass
 class Store:
-    """The store of the offloaded activations of one program; share it among its modules.
+    """The offloaded activations of one program; all its modules share one store.
 
     `prefetch` modules are reloaded ahead of the one whose backward runs; 0 reloads each tensor when
-    it is asked for.  Storages of fewer than `smallest` bytes stay.  With `scratch` they go to disk.
-    `paced`: when a call ends, what the call before it has copied is waited for, so that no more
-    than two of them are on their way at a time.
+    it is needed. Storages of fewer than `smallest` bytes stay. With `scratch` they go to disk.
+    `paced`: the end of a call waits for the copies of the call before it, so that the copies of at
+    most two calls are in flight.
     """
 
     prefetch: int = 1
-    smallest: int = field(default_factory=lambda: 0 if _all_moves.get() else SMALLEST)
+    smallest: int = field(default_factory=lambda: 0 if _all_sizes.get() else SMALLEST)
     ledger: Tracks | None = None
     scratch: Scratch | None = None
     paced: bool = False
@@ -72,40 +70,40 @@ class Store:
 
     def __post_init__(self) -> None:
         if self.ledger is None:
-            self.ledger = _watching
+            self.ledger = _listener
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        """Copies of a module go on using the same store."""
+        """Return self: copies of a module share the store."""
         return self
 
     def track(self, tier: str, tensor: Tensor) -> None:
-        """Tell the ledger, if there is one."""
+        """Report a tensor on a tier to the ledger, if there is one."""
         if self.ledger is not None:
             self.ledger.track(tier, tensor)
 
     def begin(self) -> _Call:
-        """A new call of a module, after the one before it in the same forward of a microbatch.
+        """Begin a call of a module, linked to the call before it in the same forward.
 
-        What another stage of this rank saved is wanted much later, if it has several.
+        Activations of another stage of this rank are needed much later, so they are not linked.
         """
         here, forward = scope.current(), scope.noted()
         key = here.microbatch if here is not None else None
         last = self._last.get(key)
         before = last() if last is not None else None
-        near = before is not None and before.forward is forward
-        call = _Call(self, before if near else None, forward)
+        same_forward = before is not None and before.forward is forward
+        call = _Call(self, before if same_forward else None, forward)
         self._last[key] = weakref.ref(call)
         self._seen = {key: entry for key, entry in self._seen.items() if not gone(entry[0])}
         return call
 
     def end(self) -> None:
-        """A call has ended, its copies are on their way."""
+        """End a call, whose copies are in flight."""
         if self.paced and self._device is not None:
-            under_way, self._mark = self._mark, copies.mark(self._device)
-            settled(under_way)
+            pending, self._mark = self._mark, copies.mark(self._device)
+            settled(pending)
 
     def copy_of(self, tensor: Tensor) -> _Copy:
-        """The host copy of the storage behind a tensor, made now or shared with another view."""
+        """Return the host copy of the storage of a tensor, new or shared with another view."""
         reference = reference_to(tensor)
         version = tensor._version
         known = self._seen.get(reference.cdata)
@@ -123,63 +121,63 @@ class Tracks(Protocol):
     """A listener to the storages of a store."""
 
     def track(self, tier: str, tensor: Tensor) -> None:
-        """A storage lies on a tier."""
+        """Record a storage on a tier."""
 
 
-_all_moves: ContextVar[bool] = ContextVar("all_moves", default=False)
+_all_sizes: ContextVar[bool] = ContextVar("all_moves", default=False)
 
 
 @contextmanager
 def everything_moves() -> Iterator[None]:
-    """Stores that are made inside move storages of any size: a proof's models are small."""
-    token = _all_moves.set(True)
+    """Let stores that are created within a block move storages of any size, as for small models."""
+    token = _all_sizes.set(True)
     try:
         yield
     finally:
-        _all_moves.reset(token)
+        _all_sizes.reset(token)
 
 
-_watching: Tracks | None = None
+_listener: Tracks | None = None
 
 
 @contextmanager
 def watched(ledger: Tracks) -> Iterator[None]:
-    """Stores that are made inside tell this ledger, if they are given none."""
-    global _watching
-    before, _watching = _watching, ledger
+    """Let stores that are created within a block, without a ledger, report to this one."""
+    global _listener
+    before, _listener = _listener, ledger
     try:
         yield
     finally:
-        _watching = before
+        _listener = before
 
 
 def offload(module: nn.Module, store: Store) -> None:
-    """Keep what `module` saves for backward in host memory, in place; gradients stay bit-equal.
+    """Offload the tensors that `module` saves for backward, in place; gradients are bit-equal.
 
-    With a checkpoint on the same module the layer lies around it: the inputs of the checkpoint are
-    offloaded, and nothing else is kept.  Tensors on other devices than the module, tensors of
+    With a checkpoint on the same module, the offload is the outer layer: it moves the inputs of the
+    checkpoint, and nothing else is saved. Tensors on other devices than the module, tensors of
     special layouts and tensor subclasses stay.
     """
     wrap(module, "offload", Offload(module, store))
 
 
 class Offload(Policy):
-    """Off the device, in a store."""
+    """The policy that moves saved tensors to a store off the device."""
 
     def __init__(self, module: nn.Module, store: Store) -> None:
         self.module = module
         self.store = store
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `inner`, whose storages go to the host; what a policy inside makes of them, too."""
+        """Run `inner`; its saved storages go to the host, also after a policy inside."""
         call, own = self.store.begin(), Addresses(self.module)
 
         def pack(tensor: Tensor) -> Any:
             if self._stays(tensor, own):
                 return as_it_is(tensor)
-            if _counts_apart(tensor):
+            if _has_own_versions(tensor):
                 tensor = tensor.detach().clone()
-            return Viewed(partial(call.give, call.keep(tensor)), View.of(tensor))
+            return Viewed(partial(call.fetch, call.keep(tensor)), View.of(tensor))
 
         with within(offload=pack), slot(pack):
             output = inner(*args, **kwargs)
@@ -199,42 +197,42 @@ class Offload(Policy):
         return False
 
 
-def _counts_apart(tensor: Tensor) -> bool:
-    """Return whether a tensor is a part of a storage whose other parts count their own writes.
+def _has_own_versions(tensor: Tensor) -> bool:
+    """Return whether a tensor is a part of a storage, with a version counter of its own.
 
-    So it is with `unsafe_chunk`, by which torch's recurrent cells take their gates apart and write
-    them one by one: their versions do not tell that the rest of the storage has changed since.
+    torch's recurrent cells split their gates by `unsafe_chunk` and write them one by one: the
+    version of one part does not show that the rest of the storage has changed.
     """
     part = tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
     return part and not tensor._is_view()
 
 
 class _Call:
-    """One call of an offloaded module: the copies that its backward will want."""
+    """One call of an offloaded module: the copies that its backward needs."""
 
     def __init__(self, store: Store, before: _Call | None, forward: object) -> None:
         self.store, self.forward = store, forward
-        # weak: the calls of a step that is over must not live on behind the next
+        # weak: the calls of a step must not outlive the step
         self.before = weakref.ref(before) if before is not None else None
         self.copies: list[weakref.ref[_Copy]] = []
-        self.touched = False
+        self.started = False
 
     def keep(self, tensor: Tensor) -> _Copy:
-        """The host copy of a tensor that this call saves."""
+        """Return the host copy of a tensor that this call saves."""
         copied = self.store.copy_of(tensor)
         self.copies.append(weakref.ref(copied))
         return copied
 
-    def give(self, copied: _Copy) -> Tensor:
-        """The bytes of a storage on the device again, for backward."""
-        self.touch()
+    def fetch(self, copied: _Copy) -> Tensor:
+        """Return the bytes of a storage on the device, for backward."""
+        self.begin_backward()
         return copied.use()
 
-    def touch(self) -> None:
-        """Backward of this call begins: reload its tensors and those of the calls before it."""
-        if self.touched or not self.store.prefetch:
+    def begin_backward(self) -> None:
+        """Start the reload of this call and of the calls before it."""
+        if self.started or not self.store.prefetch:
             return
-        self.touched = True
+        self.started = True
         call: _Call | None = self
         for _ in range(self.store.prefetch + 1):
             if call is None:
@@ -243,7 +241,7 @@ class _Call:
             call = call.before() if call.before is not None else None
 
     def reload(self) -> None:
-        """Start to bring everything back, what was saved last first."""
+        """Start the copies back to the device, in reverse order."""
         for reference in reversed(self.copies):
             copied = reference()
             if copied is not None:
@@ -251,7 +249,7 @@ class _Call:
 
 
 class _Copy:
-    """One storage: on the host after forward, on the device again from its reload on."""
+    """One storage: on the host after forward, on the device after its reload."""
 
     def __init__(self, store: Store, tensor: Tensor) -> None:
         self.store = store
@@ -264,7 +262,7 @@ class _Copy:
         store.track(CPU if store.scratch is None else DISK, self.host)
 
     def reload(self) -> None:
-        """Start the copy back, once; the host's memory is given up."""
+        """Start the copy back, once, and drop the host memory."""
         if self.host is None:
             return
         self.raw, self.ready = copies.to_device(self.host, self.device)
@@ -272,7 +270,7 @@ class _Copy:
         self.store.track(DEVICE, self.raw)
 
     def use(self) -> Tensor:
-        """The bytes on the device, ready for the current stream."""
+        """Return the bytes on the device, ready for the current stream."""
         self.reload()
         assert self.raw is not None
         return copies.ready(self.raw, self.ready)
@@ -283,14 +281,14 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class Lodged(Policy):
-    """The policy that keeps tensors in the bag of the forward that runs, if there is one."""
+    """The policy that puts saved tensors into the bag of the running forward, if there is one."""
 
     def saving(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `inner`; what stays is kept without its history, which would live on with it."""
+        """Run `inner`; tensors that stay are saved detached, because their graph would stay too."""
         with slot(policies.park or Kept):
             return inner(*args, **kwargs)
 
 
 def park(module: nn.Module) -> None:
-    """Let what `module` saves be carried away with the bag of a forward."""
+    """Let the tensors that `module` saves move away with the bag of a forward."""
     wrap(module, "offload", Lodged())

@@ -1,15 +1,14 @@
-"""A step where parameters, gradients or the optimizer's state lie off the device, or on a peer.
+"""Optimizer steps whose parameters, gradients or optimizer state are off the device, or on a peer.
 
-* The optimizer's state in the memory of the next rank of a pipeline; it comes for the step. State
-  travels in rounds, the same number on all ranks of a ring: the state of some parameters comes
-  home, they step, it goes out again.  Each half of a round starts all of its messages before it
-  waits for any, so no two ranks wait for each other.  What is out is a tensor on the meta device
-  in the optimizer's own state: its shape is known, and nothing can be read of it by mistake.
-* A step where parameters, gradients or the optimizer's state lie off the device. Some parameters
-  at a time: their values, gradients and state are brought together in host memory, the user's own
-  optimizer steps on these, and everything goes back to where it lies (Ren et al., ZeRO-Offload,
-  2021).  What is on disk is written anew, and takes the old one's place only when all ranks have
-  written all of theirs: a full disk leaves everything as it was before the step.
+* `Peer`: optimizer state in the memory of the next rank of a pipeline. State moves in rounds, the
+  same number on all ranks of a ring: the state of some parameters is received, they step, the state
+  is sent out again. Each half of a round starts all of its messages before it waits for any, so no
+  two ranks wait for each other. State that is out is a meta tensor in the optimizer's own state:
+  its shape is known, and reading it by mistake fails.
+* `Offloaded`: a step over batches of parameters: their values, gradients and state are copied to
+  host memory, the user's own optimizer steps on these, and all goes back to its tier (Ren et al.,
+  ZeRO-Offload, 2021). Tensors on disk are written to new files, which replace the old ones only
+  when all ranks have written all of theirs: a full disk leaves the state before the step.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from schedlang.runtime.storage.offloaded_gradients import (
 )
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, Scratch, mark, plain_copy
 
-_KEPT = -1  # a header that says: what you hold is still right
+_UNCHANGED = -1  # a header: the held bytes are still valid
 
 
 @dataclass
 class Peer:
-    """This rank's place in a ring, the parameters whose state is out, and what it holds.
+    """This rank's place in a ring, the parameters whose state is out, and the state it holds.
 
-    rounds  the names of each round, of this rank; `most` is how many rounds the ring makes
-    hosts   the same ring for hosts, who tell each other how many bytes come
-    held    by round: what lies here for the rank before, as bytes
+    rounds  names of the parameters of each round of this rank; `most`: rounds of the ring
+    hosts   the process group of hosts in the ring, which exchange numbers of bytes
+    held    by round: bytes held for the previous rank
     """
 
     group: Group
@@ -61,29 +60,30 @@ class Peer:
     held: dict[int, Tensor] = field(default_factory=dict)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> Iterator[Sequence[str]]:
-        """Round by round the names whose state is home; it goes out when the next is asked for."""
+        """Yield, round by round, the names whose state is here; send it out before the next
+        round."""
         for turn in range(self.most):
-            self._bring(turn, optimizer)
+            self._receive_round(turn, optimizer)
             yield self._names(turn)
-            self._send(turn, optimizer)
+            self._send_round(turn, optimizer)
 
     @contextmanager
     def home(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """All state is where its parameters are, while something reads or saves it."""
+        """Receive all state for the time of a block, to read or save it."""
         for turn in range(self.most):
-            self._bring(turn, optimizer)
+            self._receive_round(turn, optimizer)
         try:
             yield
         finally:
             self.settle(optimizer)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send out all that is home, after it was loaded or read."""
+        """Send out all state that is here, after it was loaded or read."""
         for turn in range(self.most):
-            self._send(turn, optimizer)
+            self._send_round(turn, optimizer)
 
     def held_bytes(self) -> int:
-        """The bytes that lie here for the rank before."""
+        """Return the bytes that are held for the previous rank."""
         return sum(one.nbytes for one in self.held.values())
 
     # -- a round -----------------------------------------------------------------------------------
@@ -91,10 +91,11 @@ class Peer:
     def _names(self, turn: int) -> Sequence[str]:
         return self.rounds[turn] if turn < len(self.rounds) else ()
 
-    def _moving(
+    def _moved_entries(
         self, turn: int, optimizer: torch.optim.Optimizer
     ) -> list[tuple[dict[str, Any], str]]:
-        """The places in the optimizer's state that travel: those shaped as their parameter."""
+        """Return the entries of the optimizer's state that move: those shaped as their
+        parameter."""
         found = []
         for name in self._names(turn):
             parameter = self.parameters[name]
@@ -106,8 +107,8 @@ class Peer:
             ]
         return found
 
-    def _bring(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
-        places = self._moving(turn, optimizer)
+    def _receive_round(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
+        places = self._moved_entries(turn, optimizer)
         out = self.held.pop(turn, None)
         flat = self._empty(sum(state[key].nbytes for state, key in places if state[key].is_meta))
         self._exchange(out, flat, home=True)
@@ -119,21 +120,21 @@ class Peer:
                 _raw(made).copy_(flat[at : at + made.nbytes])
                 state[key], at = made, at + made.nbytes
 
-    def _send(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
-        places = self._moving(turn, optimizer)
-        there = [state[key].is_meta for state, key in places]
-        assert all(there) or not any(there), "state of one round is half out"
-        kept = any(there)
-        parts = [] if kept else [_raw(_dense(local(state[key]))) for state, key in places]
+    def _send_round(self, turn: int, optimizer: torch.optim.Optimizer) -> None:
+        places = self._moved_entries(turn, optimizer)
+        are_out = [state[key].is_meta for state, key in places]
+        assert all(are_out) or not any(are_out), "state of one round is half out"
+        unchanged = any(are_out)
+        parts = [] if unchanged else [_raw(_dense(local(state[key]))) for state, key in places]
         out = torch.cat(parts) if parts else self._empty(0)
-        size = self._told(_KEPT if kept else out.numel())
+        size = self._exchange_size(_UNCHANGED if unchanged else out.numel())
         into = self._empty(max(size, 0))
         self._exchange(out, into, home=False)
-        if size != _KEPT:
+        if size != _UNCHANGED:
             self.held.pop(turn, None)
             if size:
                 self.held[turn] = mark(into, PEER)
-        for state, key in () if kept else places:
+        for state, key in () if unchanged else places:
             state[key] = torch.empty_like(local(state[key]), device="meta")
 
     # -- messages ----------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class Peer:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _exchange(self, out: Tensor | None, into: Tensor, *, home: bool) -> None:
-        """Send `out` one way round the ring and fill `into` from the other; wait for both."""
-        to, source = self._beside(-1 if home else 1)
+        """Send `out` in one direction of the ring, fill `into` from the other; wait for both."""
+        to, source = self._neighbours(-1 if home else 1)
         with torch._C.DisableTorchFunction():
             sent = [] if out is None or not out.numel() else [(out, to)]
             if sent:
@@ -156,9 +157,9 @@ class Peer:
             for work in world.batch_isend_irecv(sent, wanted, self.group.pg):
                 work.wait()
 
-    def _told(self, number: int) -> int:
-        """Tell the next rank's host a number, and hear that of the rank before."""
-        to, source = self._beside(1)
+    def _exchange_size(self, number: int) -> int:
+        """Send a number to the next rank's host, and return that of the previous rank."""
+        to, source = self._neighbours(1)
         with torch._C.DisableTorchFunction():
             mine = torch.tensor([number], dtype=torch.int64, device=HOST)
             theirs = torch.empty_like(mine)
@@ -166,19 +167,19 @@ class Peer:
                 work.wait()
             return int(theirs)
 
-    def _beside(self, by: int) -> tuple[int, int]:
-        """The ranks so many places behind this one in the ring, and before it."""
+    def _neighbours(self, by: int) -> tuple[int, int]:
+        """Return the ranks `by` places behind this one in the ring, and before it."""
         ranks, place = self.group.ranks, self.group.rank
         return ranks[(place + by) % len(ranks)], ranks[(place - by) % len(ranks)]
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, laid in memory as one made like it is."""
+    """Return the tensor, contiguous as `empty_like` would make it."""
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, as it lies in memory."""
+    """Return the bytes of a dense tensor, in memory order."""
     with torch._C.DisableTorchFunction():
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         return flat.view(torch.uint8)
@@ -189,7 +190,7 @@ UNDONE = "nothing was changed: the state is that before the step"
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of a parameter, of its gradients until the step, and of its state."""
+    """The tiers of a parameter, of its gradients until the step, and of its optimizer state."""
 
     parameter: str = DEVICE
     gradient: str = DEVICE
@@ -197,7 +198,7 @@ class Tiers:
 
     @property
     def each(self) -> tuple[str, str, str]:
-        """All three."""
+        """The three tiers."""
         return self.parameter, self.gradient, self.state
 
     @property
@@ -208,53 +209,53 @@ class Tiers:
 
 
 class Home(Protocol):
-    """A parameter off the device: whole (`StreamedParameter`), or its slice (`Shard`)."""
+    """Storage of a parameter off the device: full (`StreamedParameter`), or its shard (`Shard`)."""
 
     @property
     def home(self) -> Tensor:
-        """The tensor that lies there."""
+        """The stored tensor."""
 
     def laid(self, value: Tensor) -> Tensor:
-        """New values as they would lie there."""
+        """Return new values in the layout of the stored tensor."""
 
     def settle(self, home: Tensor) -> None:
-        """Let it lie there from now on."""
+        """Store the parameter in this tensor from now on."""
 
 
 @dataclass
-class _Made:
-    """A parameter after a step, and before it; nothing else knows of it yet."""
+class _Update:
+    """A parameter after a step and before it; not committed yet."""
 
     name: str
     parameter: nn.Parameter
     master: nn.Parameter
     old: dict[str, Any]
     state: dict[str, Any] = field(default_factory=dict)
-    home: Tensor | None = None  # where the parameter will lie, on disk
+    home: Tensor | None = None  # the new file of the parameter
 
 
 @dataclass(frozen=True)
-class _Fetched:
-    """A parameter's values and gradient where its step is computed; wait for the event first."""
+class _StepInput:
+    """A parameter's value and gradient where its step is computed; wait for the event first."""
 
     name: str
     value: Tensor
     grad: Tensor
-    event: torch.Event | None = None  # of a gradient that comes to the device
+    event: torch.Event | None = None  # of a gradient that is copied to the device
 
 
 class _Batch(NamedTuple):
-    """Parameters that step together, and the events to wait for before the host reads them."""
+    """Parameters that step together, and events to wait for before the host reads them."""
 
-    each: Sequence[_Fetched]
+    each: Sequence[_StepInput]
     copied: Sequence[torch.Event | None]
 
 
 T = TypeVar("T")
 
 
-def _ahead(some: Iterable[T]) -> Iterator[T]:
-    """Each, after the one behind it was asked for: its copies run while this one is computed."""
+def _prefetch(some: Iterable[T]) -> Iterator[T]:
+    """Yield each item after the next one was requested: its copies overlap with computation."""
     before: list[T] = []
     for one in some:
         yield from before
@@ -264,12 +265,12 @@ def _ahead(some: Iterable[T]) -> Iterator[T]:
 
 @dataclass
 class Offloaded:
-    """This rank's parameters, and where each of their parts lies.
+    """This rank's parameters, and the tiers of each.
 
-    disk        whether any row puts anything on disk, on any rank
+    disk        whether a row puts anything on disk, on any rank
     rewritten   whether a step writes files, on any rank
     tensorwise  whether the optimizer may step on some parameters at a time
-    peer        where state goes that lies on another rank
+    peer        optimizer state that is held by another rank
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -284,7 +285,7 @@ class Offloaded:
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def check_whole(self, whole: WholeStep | None) -> None:
-        """Refuse a step on whole tensors where it would have to be undone (S855)."""
+        """Refuse a step on full tensors that could not be undone (S855)."""
         if whole is not None and self.rewritten:
             raise Refusal.of(
                 "S855",
@@ -297,18 +298,18 @@ class Offloaded:
             )
 
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
-        """A step begins; where it may fail, buffers are noted as they are."""
+        """Begin a step; if it may fail, copy the buffers."""
         self._buffers = [(b, b.detach().clone()) for b in buffers.values()] if self.disk else []
 
     def arrived(self) -> None:
-        """All gradients have been made: those that left are there, and parameters are gone."""
+        """End the backwards: wait for offloaded gradients, drop parameters from the device."""
         self.window.clear()
         wait_for_offloaded(self.parameters.values())
 
     def step(self, optimizer: torch.optim.Optimizer | None, whole: WholeStep | None) -> None:
-        """The optimizer's step.
+        """Run the step of the optimizer.
 
-        Raises Refusal S850 on all ranks, with nothing changed, where a disk is full.
+        Raises Refusal S850 on all ranks, with nothing changed, if a disk is full.
         """
         if whole is not None:
             for parameter in self.parameters.values():
@@ -319,10 +320,10 @@ class Offloaded:
             return
         if self.peer is not None and optimizer is not None:
             for names in self.peer.steps(optimizer):
-                fetched = self._fetched(names, {})
+                fetched = self._fetch(names, {})
                 self._commit(optimizer, self._step(optimizer, fetched) if names else ())
-        made: list[_Made] = []
-        for fetched in self._coming() if optimizer is not None else ():
+        made: list[_Update] = []
+        for fetched in self._prefetched_batches() if optimizer is not None else ():
             assert optimizer is not None
             made += self._step(optimizer, fetched)
             if not self.disk:
@@ -336,7 +337,7 @@ class Offloaded:
                 optimizer.state[one.parameter] = one.old
             raise
         if optimizer is None:
-            for parameter in self.parameters.values():  # the step is the caller's own
+            for parameter in self.parameters.values():  # the caller runs the step
                 restore_gradient(parameter)
             return
         self._commit(optimizer, made)
@@ -345,7 +346,7 @@ class Offloaded:
             step_on(optimizer, rest)
 
     def check(self, consequence: str) -> None:
-        """Raise Refusal S850 on all ranks if anything could not be written on one."""
+        """Raise Refusal S850 on all ranks if a write has failed on one."""
         if self.disk:
             try:
                 self.scratch.check(consequence)
@@ -355,13 +356,15 @@ class Offloaded:
                 raise
 
     def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Put everything where it lies, after it was loaded or otherwise made anew."""
+        """Move everything to its tier, after it was loaded or otherwise created."""
         for name, tiers in self.tiers.items():
             parameter = self.parameters[name]
             state = optimizer.state.get(parameter) if optimizer is not None else None
             if state:
                 assert optimizer is not None
-                optimizer.state[parameter] = self._laid(state, tiers, local(parameter).shape)
+                optimizer.state[parameter] = self._stored_state(
+                    state, tiers, local(parameter).shape
+                )
             if tiers.parameter == DISK:
                 self.homes[name].settle(self.scratch.put(self.homes[name].home))
         if self.peer is not None and optimizer is not None:
@@ -369,8 +372,7 @@ class Offloaded:
         self.check("the state that could not be written stays in memory")
 
     def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
-        """Bring the state that other ranks hold here, for the time of a block; all ranks enter
-        it."""
+        """Receive state that other ranks hold, for the time of a block; all ranks must enter."""
         if self.peer is None or optimizer is None:
             return nullcontext()
         return self.peer.home(optimizer)
@@ -378,7 +380,7 @@ class Offloaded:
     # -- some parameters ---------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[list[str]]:
-        """The parameters that step together; all, where the optimizer looks at all."""
+        """Yield the names that step together; all, if the optimizer looks at all."""
         if not self.tensorwise and self.tiers:
             yield list(self.parameters)
             return
@@ -389,30 +391,30 @@ class Offloaded:
         for bucket in buckets(sizes):
             yield [names[k] for k in bucket]
 
-    def _coming(self) -> Iterator[_Batch]:
-        """The batches that step together; where they are copied, the next one ahead.
+    def _prefetched_batches(self) -> Iterator[_Batch]:
+        """Yield the batches that step together; if they are copied, prefetch the next one.
 
-        All is there when the step begins: no copy waits for what goes back of the batches before.
+        All inputs exist when the step begins: no copy waits for the results of earlier batches.
         """
         behind = {device: record(current_stream(device)) for device in self._devices}
-        fetched = (self._fetched(names, behind) for names in self._batches())
-        return _ahead(fetched) if behind else fetched
+        fetched = (self._fetch(names, behind) for names in self._batches())
+        return _prefetch(fetched) if behind else fetched
 
     @property
     def _devices(self) -> list[torch.device]:
-        """Return the devices from which copies to the host run without waiting."""
+        """Return the devices from which copies to the host are asynchronous."""
         some = list(self.parameters.values())
-        there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
-        lies = dict.fromkeys(one.device for one in there)
-        return [device for device in lies if has_streams(device)]
+        tensors = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
+        devices = dict.fromkeys(one.device for one in tensors)
+        return [device for device in devices if has_streams(device)]
 
-    def _fetched(
+    def _fetch(
         self, names: Sequence[str], behind: Mapping[torch.device, torch.Event | None]
     ) -> _Batch:
-        """Bring what the step on some parameters needs to where it is computed."""
+        """Bring the inputs of the step on some parameters to where it is computed."""
         found, copied = [], False
 
-        def came(value: Tensor) -> Tensor:
+        def fetch(value: Tensor) -> Tensor:
             return copies.to_host(value, behind=behind.get(value.device))
 
         for name in names:
@@ -422,44 +424,46 @@ class Offloaded:
                 continue
             if tiers.step == CPU:
                 own = tiers.parameter == CPU and not self.disk
-                value = value if own else came(value)
-                grad = grad if tiers.gradient != DEVICE else came(grad)
+                value = value if own else fetch(value)
+                grad = grad if tiers.gradient != DEVICE else fetch(grad)
                 copied |= not own or tiers.gradient == DEVICE
-                found.append(_Fetched(name, value, grad))
+                found.append(_StepInput(name, value, grad))
             else:
                 value = value.clone() if self.disk else value
-                near = tiers.gradient == DEVICE
-                grad, event = (grad, None) if near else copies.to_device(grad, value.device)
-                found.append(_Fetched(name, value, grad, event))
+                on_device = tiers.gradient == DEVICE
+                grad, event = (grad, None) if on_device else copies.to_device(grad, value.device)
+                found.append(_StepInput(name, value, grad, event))
         return _Batch(found, [copies.mark(device) for device in self._devices if copied])
 
-    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Made]:
+    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Update]:
         for event in fetched.copied:
             settled(event)
         made = [self._master(optimizer, one) for one in fetched.each]
         step_on(optimizer, {id(one.parameter): one.master for one in made})
         for one in made:
             tiers = self.tiers.get(one.name, Tiers())
-            one.state = self._laid(optimizer.state.pop(one.master, {}), tiers, one.master.shape)
+            one.state = self._stored_state(
+                optimizer.state.pop(one.master, {}), tiers, one.master.shape
+            )
             one.master.grad = None
             if tiers.parameter == DISK:
                 one.home = self.scratch.put(self.homes[one.name].laid(one.master.detach()))
         return made
 
-    def _master(self, optimizer: torch.optim.Optimizer, fetched: _Fetched) -> _Made:
-        """Make a parameter for the step: of a copy, or of the parameter's own values."""
+    def _master(self, optimizer: torch.optim.Optimizer, fetched: _StepInput) -> _Update:
+        """Make a parameter for the step: of a copy, or of the values of the parameter itself."""
         parameter = self.parameters[fetched.name]
         old, master = optimizer.state.pop(parameter, {}), nn.Parameter(fetched.value)
         master.grad = copies.ready(fetched.grad, fetched.event)
-        # what was loaded, or made with the optimizer (Adagrad's), lies as the parameter does
+        # loaded state, and state made with the optimizer (Adagrad's), has the parameter's layout
         state = {key: local(v) if hasattr(v, "to_local") else v for key, v in old.items()}
-        if self.disk:  # what is on disk, or may have to be as it was, is not stepped on
+        if self.disk:  # a step that may be undone must not change the old state
             state = copy.deepcopy(state)
         if state:
             optimizer.state[master] = state
-        return _Made(fetched.name, parameter, master, old)
+        return _Update(fetched.name, parameter, master, old)
 
-    def _commit(self, optimizer: torch.optim.Optimizer, made: Sequence[_Made]) -> None:
+    def _commit(self, optimizer: torch.optim.Optimizer, made: Sequence[_Update]) -> None:
         for one in made:
             if one.state:
                 optimizer.state[one.parameter] = one.state
@@ -470,14 +474,17 @@ class Offloaded:
             if value.data_ptr() != one.master.data_ptr():
                 copies.onto(value, one.master.detach())
 
-    def _laid(self, state: Mapping[str, Any], tiers: Tiers, shape: torch.Size) -> dict[str, Any]:
-        """The state of a parameter where it lies; what is not shaped like it stays in memory."""
+    def _stored_state(
+        self, state: Mapping[str, Any], tiers: Tiers, shape: torch.Size
+    ) -> dict[str, Any]:
+        """Return optimizer state on its tier; entries not shaped as the parameter stay in
+        memory."""
 
         def laid(value: Tensor) -> Tensor:
             part = local(value)
             if tiers.state == DISK and part.shape == shape:
                 return self.scratch.put(part)
-            if not part.is_meta:  # as it is where a step is played
+            if not part.is_meta:  # meta in a dry run
                 part = mark(part, CPU) if part.is_cpu else plain_copy(part)
             return of_whole(part) if hasattr(value, "of_whole") else part
 
@@ -490,7 +497,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_peer_state(method: F) -> F:
-    """A program's method that finds here what of the optimizer's state other ranks hold."""
+    """Wrap a method of a program: it runs with optimizer state that other ranks hold received."""
 
     @wraps(method)
     def run(program: Any, *args: Any, **kwargs: Any) -> Any:

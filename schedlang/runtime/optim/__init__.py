@@ -1,1 +1,1 @@
-"""Optimizers on parts: matrices that are looked at whole, and the scale of a loss."""
+"""Optimizers on shards of parameters: full-tensor updates, and the scale of a loss."""

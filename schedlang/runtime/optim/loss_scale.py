@@ -1,8 +1,8 @@
-"""The scale of a loss whose gradients would vanish in float16, and the steps that it skips.
+"""The dynamic loss scale for gradients that would underflow in float16.
 
-torch.amp.GradScaler's rule (Micikevicius et al., Mixed precision training, 2018), for parameters
-that lie in parts on many ranks: where any rank finds a gradient that is not finite, none steps and
-the scale is halved; after `growth` steps without one it is doubled.  All ranks hold the same scale.
+The rule of torch.amp.GradScaler (Micikevicius et al., Mixed precision training, 2018) for sharded
+parameters: if any rank finds a gradient that is not finite, no rank steps and the scale is halved;
+after `growth` good steps it is doubled. All ranks hold the same scale.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BACKOFF, GROWTH = 0.5, 2.0
 
 @dataclass
 class LossScale:
-    """The factor of a loss before backward, doubled after `growth` steps that all could be made.
+    """The factor of the loss before backward, doubled after `growth` good steps.
 
-    good      steps that have followed the last change
+    good      good steps since the last change
     overflow  the last step was skipped, on all ranks
-    last      what the loss of the last step was multiplied by
-    noted     whether this rank found one, on each device where it looked: nobody waits for it
+    last      the factor of the loss in the last step
+    noted     whether this rank found an overflow, by device, without a wait of the host
     """
 
     scale: float
@@ -37,29 +37,29 @@ class LossScale:
     noted: list[Tensor] = field(default_factory=list)
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Divide this rank's gradients, and note whether any of them is infinite or no number."""
+        """Divide this rank's gradients by the scale, and note whether any is infinite or NaN."""
         grads = [g for g in local_gradients(parameters.values()) if g.numel()]
         self.last, self.overflow = self.scale, False
         with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
-            real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
+            real = [g for g in grads if not g.is_meta]  # a dry run has no values
             self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
     def told(self, like: Tensor) -> Tensor:
-        """This rank's note, to be added up over all ranks."""
+        """Return this rank's note, to be all-reduced."""
         found = like.new_zeros(1)
         for one in self.noted:
             found += one.to(like)
         return found
 
     def hear(self, total: Tensor) -> None:
-        """Take over what all ranks together have noted."""
+        """Set the overflow from the sum of all notes."""
         self.overflow, self.noted = not total.is_meta and bool(total.any()), []
 
     def next(self) -> bool:
-        """Change the scale for the next step; whether this step's update is to be made."""
-        if self.noted:  # alone: nobody was told, and nobody else can have found any
+        """Update the scale for the next step; return whether the optimizer may step now."""
+        if self.noted:  # a single rank: `hear` was not called
             self.overflow, self.noted = any(map(bool, self.noted)), []
         if self.overflow:
             self.scale, self.good = self.scale * BACKOFF, 0
@@ -70,17 +70,18 @@ class LossScale:
         return not self.overflow
 
     def described(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
-    def put_back(self, told: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint; from where this began if it was saved without a scale."""
-        if told is not None:
-            self.scale, self.good = told["scale"], told["good"]
+    def put_back(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore the state of a checkpoint; unchanged if it was saved without a scale."""
+        if saved is not None:
+            self.scale, self.good = saved["scale"], saved["good"]
 
 
 def _largest(grads: list[Tensor]) -> list[list[Tensor]]:
-    """The largest element of each, in size, device by device; infinite or NaN where any is."""
+    """Return the max norm of each gradient, by device and dtype; infinite or NaN if any element
+    is."""
     kinds = dict.fromkeys((g.device, g.dtype) for g in grads)
     return [
         list(torch._foreach_norm([g for g in grads if (g.device, g.dtype) == kind], float("inf")))

@@ -1,21 +1,21 @@
-"""Optimizer steps on parts of parameters: element by element, or on whole tensors put together.
+"""Optimizer steps on sharded parameters: elementwise on shards, or on full tensors put together.
 
-* Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones.
-* A step of an optimizer whose groups hold sliced parameters beside plain ones. An update of
-  single elements is made on the local parts of DTensors: on DTensors themselves each operator of
-  it passes through Python's dispatch, some twenty for a parameter.
-* A step of an optimizer that looks at whole tensors (Muon, Adafactor, LAMB), on parts of them.
-  Some parameters at a time are put together with their gradients and state on the ranks that hold
-  a part; the user's own optimizer steps on these, and each rank takes its parts back. Between
-  steps nothing is whole: state that is shaped like a parameter lies as the parameter does,
-  anything else (rows and columns of Adafactor's) is the same on all of its ranks.
+* `is_elementwise`, `is_tensorwise`: trials on small tensors show how an optimizer updates.
+* `step_by_kinds`: a step of an optimizer whose groups mix DTensors and plain tensors. Elementwise
+  updates run on the local shards: on DTensors, each of some twenty operators per parameter passes
+  through Python's dispatch.
+* `WholeStep`: a step of an optimizer that needs full tensors (Muon, Adafactor, LAMB). Batches of
+  parameters are assembled with gradients and state on the ranks that hold a shard; the user's own
+  optimizer steps on these, and each rank stores its shards. Between steps nothing is full: state
+  shaped as a parameter is sharded as the parameter, other state (rows and columns of Adafactor) is
+  replicated on its ranks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,67 +32,78 @@ from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.grad_reduction.gradient import local_gradient
 from schedlang.runtime.storage.offloaded_gradients import local, placed_like
 
-# shapes, and the size of gradients in each step: rules may begin with large tensors (factors,
-# blocks), late, or where a norm is above a bound (that of two matrices is 1.41 times that of one)
+# shapes, and the size of gradients in each step: a rule may apply to large tensors only (factors,
+# blocks), late, or above a norm (that of two matrices is 1.41 times that of one)
 TRIED = (((4, 6), [1e-3 * 1.35**k for k in range(46)]), ((128, 192), [1.0]))
 Make = Callable[[Any], torch.optim.Optimizer]
 Dims = Mapping[str, int]
 MADE_UP: Dims = {"probe.0.weight": 2, "probe.1.weight": 2}
-# settings of a group that are names, or factors of its step
-_ASIDE = {
+# settings of a group that are names, or rates of its step
+_IGNORED = {
     *("params", "param_names", "name", "group_name"),
     *("lr", "initial_lr", "lr_scale", "weight_decay"),
 }
 
 
 def dims_of(holdings: Mapping[str, Holding]) -> Dims:
-    """Count the dims of the parameters that a program holds, by name."""
+    """Return the number of dims of each parameter of a program, by name."""
     return {name: len(holding.layout.shape) for name, holding in holdings.items()}
 
 
 def is_elementwise(optimizer: Make, dims: Dims = MADE_UP) -> bool:
-    """Return whether a matrix, updated whole, moves as its quarters do when updated alone.
+    """Return whether a matrix, updated in full, moves as its quarters do when updated alone.
 
-    Steps with unequal gradients, in float64, equal to the last bit; torch's own need no trial.
-    `dims`: how many dims each parameter has that the function may be given, by name.  It is called
-    with small ones under these names; one of each kind that it treats alike is tried.
+    Trial steps with unequal gradients, in float64, must be bit-equal; torch's own optimizers need
+    no trial. `dims`: the number of dims of each parameter, by name. `optimizer` is called with
+    small parameters under these names; one parameter of each group with equal settings is tried, as
+    a matrix, and one that is a vector also as a vector.
     """
-    if _known(optimizer, dims):
+    if _is_torch_elementwise(optimizer, dims):
         return True
+    kinds = _group_names(optimizer, dims)
+    vectors = (name for kind in kinds for name in [n for n in kind if dims[n] == 1][:1])
     return all(
-        _by_quarters(optimizer, dims, kind[0], *draws)
-        for kind in _kinds(optimizer, dims)
-        for draws in _drawn(1)
+        _moves_by_quarters(optimizer, dims, kind[0], *draws)
+        for kind in kinds
+        for draws in _trial_values(1)
+    ) and all(
+        _moves_by_quarters(optimizer, dims, name, *draws.flatten(-2))
+        for name in vectors
+        for draws in _trial_values(1)
     )
 
 
 def is_tensorwise(optimizer: Make, dims: Dims = MADE_UP, *, in_turns: bool = True) -> bool:
-    """Do two matrices move in one step as they do in two calls, one for each?
+    """Return whether two matrices move in one step as in two calls, one for each.
 
-    Steps in float64, equal to the last bit.  An optimizer that looks at all tensors together, or
-    counts its calls, is not; unless `in_turns`, each matrix has an optimizer of its own, which may
-    count them.  `dims` as for `is_elementwise`.
+    Trial steps in float64 must be bit-equal. An optimizer that looks at all tensors together, or
+    counts its calls, is not tensorwise; unless `in_turns`, each matrix has an optimizer of its own,
+    which may count its calls. `dims` as for `is_elementwise`.
     """
-    if _known(optimizer, dims):
+    if _is_torch_elementwise(optimizer, dims):
         return True
-    pairs = ([*kind, *(n for n in dims if n not in kind)][:2] for kind in _kinds(optimizer, dims))
+    pairs = (
+        [*kind, *(n for n in dims if n not in kind)][:2] for kind in _group_names(optimizer, dims)
+    )
     return all(
-        _one_by_one(optimizer, dims, pair, draws, in_turns)
+        _moves_one_by_one(optimizer, dims, pair, draws, in_turns)
         for pair in pairs
-        for draws in _drawn(len(pair))
+        for draws in _trial_values(len(pair))
     )
 
 
-def _known(optimizer: Make, dims: Dims) -> bool:
-    """Return whether it makes one of torch's own by elements, whose step is torch's as well."""
-    made = optimizer(_named(dims, {}))
+def _is_torch_elementwise(optimizer: Make, dims: Dims) -> bool:
+    """Return whether the optimizer is one of torch's own elementwise ones, without changes."""
+    made = optimizer(_small_parameters(dims, {}))
     check_closure(made)
     own = type(made) in _BY_ELEMENT and "step" not in vars(made)
     return own and not (made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
 
 
-def _named(dims: Dims, own: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Small parameters under all names, but for some that are given."""
+def _small_parameters(
+    dims: Dims, own: Mapping[str, nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """Return small parameters under all names, except those in `own`."""
 
     def small(count: int) -> nn.Parameter:
         return nn.Parameter(torch.zeros((4, 6, *(1,) * count)[:count], dtype=torch.float64))
@@ -100,9 +111,11 @@ def _named(dims: Dims, own: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Pa
     return [(name, own[name] if name in own else small(dims[name])) for name in dims]
 
 
-def _made(optimizer: Make, dims: Dims, own: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer that is made of parameters of all names, and left with some of them alone."""
-    made = optimizer(_named(dims, own))
+def _make_optimizer(
+    optimizer: Make, dims: Dims, own: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return an optimizer made with parameters of all names, then restricted to `own`."""
+    made = optimizer(_small_parameters(dims, own))
     held = {id(p) for p in own.values()}
     for group in made.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in held]
@@ -110,32 +123,38 @@ def _made(optimizer: Make, dims: Dims, own: Mapping[str, nn.Parameter]) -> torch
     return made
 
 
-def _kinds(optimizer: Make, dims: Dims) -> list[list[str]]:
-    """The names of parameters whose groups have the same settings, but for names and rates."""
-    named = _named(dims, {})
+def _group_names(optimizer: Make, dims: Dims) -> list[list[str]]:
+    """Return names of parameters by equal settings of their groups, ignoring names and rates."""
+    named = _small_parameters(dims, {})
     names, found = {id(p): name for name, p in named}, dict[str, list[str]]()
     for group in optimizer(named).param_groups:
-        said = repr(sorted((key, one) for key, one in group.items() if key not in _ASIDE))
-        found.setdefault(said, []).extend(names[id(p)] for p in group["params"] if id(p) in names)
+        settings = repr(sorted((key, one) for key, one in group.items() if key not in _IGNORED))
+        found.setdefault(settings, []).extend(
+            names[id(p)] for p in group["params"] if id(p) in names
+        )
     return [kind for kind in found.values() if kind]
 
 
-def _drawn(count: int) -> Iterator[Tensor]:
-    """Yield for each trial the values of so many matrices, and their gradients in each step."""
+def _trial_values(count: int) -> Iterator[Tensor]:
+    """Yield, for each trial, the values of `count` matrices, and their gradients in each step."""
     generator = torch.Generator().manual_seed(7)
     for shape, sizes in TRIED:
-        drawn = torch.randn(1 + len(sizes), count, *shape, generator=generator, dtype=torch.float64)
-        yield drawn * torch.tensor([1.0, *sizes]).reshape(-1, 1, 1, 1)
+        values = torch.randn(
+            1 + len(sizes), count, *shape, generator=generator, dtype=torch.float64
+        )
+        yield values * torch.tensor([1.0, *sizes]).reshape(-1, 1, 1, 1)
 
 
-def _by_quarters(optimizer: Make, dims: Dims, name: str, values: Tensor, *grads: Tensor) -> bool:
+def _moves_by_quarters(
+    optimizer: Make, dims: Dims, name: str, values: Tensor, *grads: Tensor
+) -> bool:
     def quarters(whole: Tensor) -> list[Tensor]:
-        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, 1)]
+        return [piece for half in whole[0].chunk(2) for piece in half.chunk(2, -1)]
 
     def moved(value: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        more = (1,) * (dims[name] - 2)  # of convolutions
+        more = (1,) * (dims[name] - 2)  # dims of convolutions
         parameter = nn.Parameter(value.reshape(*value.shape, *more).clone())
-        made = _made(optimizer, dims, {name: parameter})
+        made = _make_optimizer(optimizer, dims, {name: parameter})
         for grad in grads:
             parameter.grad = grad.reshape(parameter.shape).clone()
             made.step()
@@ -144,41 +163,83 @@ def _by_quarters(optimizer: Make, dims: Dims, name: str, values: Tensor, *grads:
     together = moved(values[0], [grad[0] for grad in grads])
     cut = [quarters(grad) for grad in grads]
     alone = [moved(one, own) for one, own in zip(quarters(values), zip(*cut))]
-    joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
+    joined = torch.cat([torch.cat(alone[:2], -1), torch.cat(alone[2:], -1)])
     return torch.equal(together, joined)
 
 
-def _one_by_one(
+def _moves_one_by_one(
     optimizer: Make, dims: Dims, pair: Sequence[str], draws: Tensor, in_turns: bool
 ) -> bool:
     moved = []
-    for apart in (False, True):
+    for separately in (False, True):
         held = {name: nn.Parameter(value.clone()) for name, value in zip(pair, draws[0])}
-        one = apart and not in_turns
-        made = [_made(optimizer, dims, own) for own in _each(held, one)]
+        one = separately and not in_turns
+        made = [_make_optimizer(optimizer, dims, own) for own in _split_parameters(held, one)]
         for here in draws[1:]:
             for parameter, grad in zip(held.values(), here):
                 parameter.grad = grad.clone()
-            for each, own in zip(made, _each(held, one)):
-                for some in _each(own, apart and in_turns):
+            for each, own in zip(made, _split_parameters(held, one)):
+                for some in _split_parameters(own, separately and in_turns):
                     step_on(each, {id(p): p for p in some.values()})
         moved.append(torch.stack([p.detach() for p in held.values()]))
     return torch.equal(*moved)
 
 
-def _each(held: Mapping[str, nn.Parameter], apart: bool) -> list[Mapping[str, nn.Parameter]]:
-    return [{name: p} for name, p in held.items()] if apart else [held]
+Groups = Sequence[tuple[Container[str], Mapping[str, Any]]]  # names of parameters, and settings
+
+
+def groups_of(make: Make, dims: Dims, here: Container[str]) -> Groups:
+    """Return the groups that an optimizer of the whole model has, for one of those that are `here`.
+
+    `dims` are of all parameters that are trained.  There are none where it takes no small tensors,
+    or does not step on groups of which nothing is here.
+    """
+    with suppress(Exception):  # the user's own code, by sizes of the model say
+        named = _small_parameters(dims, {})
+        called = {id(p): name for name, p in named}
+        made = make(named)
+        groups = [({called[id(p)] for p in g["params"]}, dict(g)) for g in made.param_groups]
+        for group in made.param_groups:
+            group["params"] = [p for p in group["params"] if called[id(p)] in here]
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        made.step()
+        return groups
+    return ()
+
+
+def fill_groups(optimizer: torch.optim.Optimizer, whole: Groups, names: Mapping[int, str]) -> None:
+    """Give a stage's optimizer the groups of the whole model, in their order.
+
+    Those of which other stages hold all parameters are empty here: schedulers with a number for
+    each group, and what is set by a group's place, then say the same on every rank.  `names` are
+    those of the stage's parameters, by id.
+    """
+    filled = [{**settings, "params": []} for _, settings in whole]
+    for group in optimizer.param_groups:
+        own = {names.get(id(p)) for p in group["params"]}
+        at = [k for k, (some, _) in enumerate(whole) if own and all(n in some for n in own)]
+        if len(at) != 1 or filled[at[0]]["params"]:
+            return
+        filled[at[0]] = group
+    if filled:
+        optimizer.param_groups = filled
+
+
+def _split_parameters(
+    held: Mapping[str, nn.Parameter], separately: bool
+) -> list[Mapping[str, nn.Parameter]]:
+    return [{name: p} for name, p in held.items()] if separately else [held]
 
 
 def check_closure(made: torch.optim.Optimizer) -> None:
-    """Raises Refusal S622 for an optimizer that would compute the loss again in it, S618 for
-    none."""
+    """Raise Refusal S622 for an optimizer that requires a closure, S618 for none at all."""
     if not hasattr(made, "step"):
         title = f"`optimizer` returns {kind_of(made)}, not an optimizer"
         helps = ("let it return one: `lambda named: torch.optim.AdamW(named, lr=1e-3)`",)
         raise Refusal.of("S618", title, helps=helps)
-    given = inspect.signature(made.step).parameters.get("closure")
-    if given is not None and given.default is inspect.Parameter.empty:
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refusal.of(
             "S622",
             f"`{type(made).__name__}` computes the loss again within its step",
@@ -189,7 +250,7 @@ def check_closure(made: torch.optim.Optimizer) -> None:
         )
 
 
-_BY_ELEMENT = (  # torch's own that update each element by itself; not what is derived from them
+_BY_ELEMENT = (  # torch's own elementwise optimizers; not classes derived from them
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
     *(torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
@@ -197,25 +258,27 @@ _BY_ELEMENT = (  # torch's own that update each element by itself; not what is d
 
 
 def step_by_kinds(optimizer: torch.optim.Optimizer) -> None:
-    """One step, of an optimizer that may update many parameters in one call."""
+    """Step an optimizer that may update many parameters, of DTensors and plain, in one call."""
     if type(optimizer) not in _BY_ELEMENT:
-        with _apart(optimizer):
+        with _split_groups(optimizer):
             optimizer.step()
         return
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    # no call of Python for each: most models have none
+    # no call of Python per parameter: most models have no DTensors
     sliced = [p for p in every if isinstance(p, DTensor) and p.grad is not None]
-    with _local_parts(optimizer, sliced) if sliced else _AS_IT_IS:
+    with _local_parts(optimizer, sliced) if sliced else _NO_CONTEXT:
         optimizer.step()
 
 
-_AS_IT_IS = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 @contextmanager
 def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Iterator[None]:
-    """The part of each of these DTensors in its place, with the parts of its gradient and state;
-    between steps the state lies as the parameter does."""
+    """Replace these DTensors by their local shards, with gradients and state, within a block.
+
+    Between steps the state is sharded as the parameter.
+    """
     before = [group["params"] for group in optimizer.param_groups]
     states, parts = optimizer.state, {}
     with torch.no_grad():
@@ -223,7 +286,7 @@ def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Ite
             parts[id(parameter)] = part = nn.Parameter(local(parameter))
             part.grad = local_gradient(parameter)
             if state := states.get(parameter):
-                states[part] = {key: _part(value) for key, value in state.items()}
+                states[part] = {key: _local_state(value) for key, value in state.items()}
     for group, parameters in zip(optimizer.param_groups, before, strict=True):
         group["params"] = [parts.get(id(p), p) for p in parameters]
     try:
@@ -235,19 +298,21 @@ def _local_parts(optimizer: torch.optim.Optimizer, sliced: Sequence[Any]) -> Ite
             for parameter in sliced:
                 if state := states.pop(parts[id(parameter)], None):
                     old = states[parameter]
-                    states[parameter] = {k: _as(parameter, v, old.get(k)) for k, v in state.items()}
+                    states[parameter] = {
+                        k: _like_parameter(parameter, v, old.get(k)) for k, v in state.items()
+                    }
 
 
 def _is_sliced(value: Any) -> bool:
     return hasattr(value, "to_local")
 
 
-def _part(value: Any) -> Any:
+def _local_state(value: Any) -> Any:
     return local(value) if _is_sliced(value) else value
 
 
-def _as(parameter: Any, value: Any, old: Any) -> Any:
-    """The local part of some state, as a DTensor like the parameter; the old one if it is of it."""
+def _like_parameter(parameter: Any, value: Any, old: Any) -> Any:
+    """Return local state as a DTensor like the parameter; the old one if it wraps this state."""
     if not is_laid_like_parameter(value, parameter):
         return value
     if _is_sliced(old) and local(old) is value:
@@ -255,19 +320,19 @@ def _as(parameter: Any, value: Any, old: Any) -> Any:
     return placed_like(value, parameter)
 
 
-# Any other that updates a list of tensors in one call (`foreach`, the default on accelerators, and
-# `fused`) takes tensors of one kind: DTensors of one mesh, or plain ones. So for the time of a step
-# each such group stands as several, alike in everything but their parameters.
+# Another optimizer that updates a list of tensors in one call (`foreach`, the default on
+# accelerators, and `fused`) takes tensors of one kind: DTensors of one mesh, or plain tensors. So
+# within a step each such group is split into several, equal in all but their parameters.
 
 
 _LISTS = ("foreach", "fused")  # of torch's own optimizers: None leaves it to the device
 
 
 @contextmanager
-def _apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Groups by kind; what a step writes into one of them is written into the group it was."""
+def _split_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Split groups by mesh within a block; settings that a step changes are written back."""
     groups = optimizer.param_groups
-    parts = [_parts(group) for group in groups]
+    parts = [_split_by_mesh(group) for group in groups]
     if all(len(some) == 1 for some in parts):
         yield
         return
@@ -281,39 +346,38 @@ def _apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
-def _parts(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
+def _split_by_mesh(group: dict[str, Any]) -> Sequence[dict[str, Any]]:
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in group["params"]:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    if len(kinds) < 2 or not _as_list(group):
+    if len(kinds) < 2 or not _updates_lists(group):
         return [group]
     return [{**group, "params": some} for some in kinds.values()]
 
 
-def _as_list(group: dict[str, Any]) -> bool:
-    """Return whether a group is updated in one call, as far as is known: of None the device
-    decides."""
-    asked = [group[key] for key in _LISTS if key in group]
-    if any(asked):
+def _updates_lists(group: dict[str, Any]) -> bool:
+    """Return whether a group is updated in one call; with None the device decides."""
+    flags = [group[key] for key in _LISTS if key in group]
+    if any(flags):
         return True
     undecided = "foreach" in group and group["foreach"] is None
     return undecided and any(on_accelerator(one) for one in group["params"])
 
 
-_VALUE, _GRAD = " value", " gradient"  # beside keys of an optimizer's state
-AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
+_VALUE, _GRAD = " value", " gradient"  # besides the keys of the optimizer's state
+AT_ONCE = 2**24  # elements of full tensors at a time, or one parameter
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """The optimizer step of parameters with these holdings; called on every rank alike."""
+    """The optimizer step of parameters with these holdings; all ranks must call it."""
 
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]
     ranks: Ranks
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """One step; every rank takes part, also one that trains nothing."""
+        """Run one step; every rank takes part, also one that trains nothing."""
         split = [n for n, h in self.holdings.items() if h.layout.splits or h.sliced]
         if optimizer is not None:
             rest = {id(p): p for n, p in self.parameters.items() if n not in set(split)}
@@ -344,7 +408,7 @@ class WholeStep:
             for key, value in states.get(p, {}).items():
                 if is_laid_like_parameter(value, p):
                     own[name, key] = local(value)
-        found = self._whole(names, own)
+        found = self._assemble(names, own)
         if optimizer is None:
             return
         wholes: dict[int, nn.Parameter] = {}
@@ -361,12 +425,12 @@ class WholeStep:
         step_on(optimizer, wholes)
         for name, parameter in held.items():
             if id(parameter) in wholes:
-                self._take_back(optimizer, name, parameter, wholes[id(parameter)])
+                self._store_shards(optimizer, name, parameter, wholes[id(parameter)])
 
-    def _take_back(
+    def _store_shards(
         self, optimizer: torch.optim.Optimizer, name: str, mine: nn.Parameter, whole: nn.Parameter
     ) -> None:
-        """This rank's parts of the value and of the state."""
+        """Store this rank's shards of the value and of the state."""
 
         def part(value: Tensor) -> Tensor:
             return take(value, self.holdings[name], self.ranks.mesh, self.ranks.rank)
@@ -381,17 +445,17 @@ class WholeStep:
                 for key, value in state.items()
             }
 
-    def _whole(
+    def _assemble(
         self, names: Sequence[str], own: Mapping[tuple[str, str], Tensor]
     ) -> dict[tuple[str, str], Tensor]:
-        """Put them together on the ranks that hold a part."""
+        """Assemble full tensors on the ranks that hold a shard."""
         keys = {key for some in world.distinct_objects(sorted({k for _, k in own})) for key in some}
         some = {(name, key): self.holdings[name] for key in sorted(keys) for name in names}
         return assembled(some, own, self.ranks, lambda spread: spread.held)
 
 
 def step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:
-    """A step on these alone: by the id of a parameter in a group what takes its place."""
+    """Step on some parameters: `stands_for` maps the id of a parameter to its replacement."""
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""Stages of a pipeline: models cut by replay, and one rank's rows of a timeline."""
+"""Pipeline stages: models split by replay, and the executor of one rank's operations."""

@@ -1,7 +1,7 @@
-"""Arguments of a call taken apart into tensors and a template, to be put together once more.
+"""Split the arguments of a call into tensors and a template, and fill the template again.
 
-A second call with the arguments of the first needs them as they were: lists, dicts and objects that
-a forward may change (a cache of keys and values) are remembered in their state on entry.
+A second run of a forward needs the arguments of the first as they were: lists, dicts and objects
+that a forward may change (a cache of keys and values) are copied in their state on entry.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, 
 
 
 class _Slot:
-    """The place of a tensor in a structure of arguments."""
+    """The place of a tensor in a template."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
-class _State:
+class _MutableObject:
     """An object that the forward may change (a cache of keys and values), as it was on entry."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def fresh(self) -> Any:
-        """A copy to be changed, which holds the same tensors."""
-        return _structure(self.value)
+    def copy(self) -> Any:
+        """Return a copy that may be changed, and holds the same tensors."""
+        return _copy_structure(self.value)
 
 
 def take(value: Any, tensors: list[Tensor]) -> Any:
-    """The structure of `value` with slots for its tensors, which are appended to `tensors`."""
+    """Return `value` with slots for its tensors, which are appended to `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1)
@@ -46,15 +46,15 @@ def take(value: Any, tensors: list[Tensor]) -> Any:
         return {key: take(each, tensors) for key, each in value.items()}
     if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
         return value
-    return _State(_structure(value))
+    return _MutableObject(_copy_structure(value))
 
 
 def put(template: Any, tensors: Sequence[Tensor]) -> Any:
-    """The arguments of a template again, with these tensors in its slots."""
+    """Return the arguments of a template, with these tensors in its slots."""
     if isinstance(template, _Slot):
         return tensors[template.index]
-    if isinstance(template, _State):
-        return template.fresh()
+    if isinstance(template, _MutableObject):
+        return template.copy()
     if type(template) in (list, tuple):
         return type(template)([put(each, tensors) for each in template])
     if type(template) is dict:
@@ -63,7 +63,7 @@ def put(template: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 class _SharedTensors(TorchFunctionMode):
-    """A deep copy under this mode copies structure and shares tensors."""
+    """A mode under which a deep copy copies the structure and shares the tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -73,7 +73,7 @@ class _SharedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _structure(value: Any) -> Any:
+def _copy_structure(value: Any) -> Any:
     try:
         with _SharedTensors():
             return copy.deepcopy(value)

@@ -1,7 +1,8 @@
-"""Run one rank's rows of a timeline: forwards, backwards and transfers of a training step.
+"""Run the rows of one rank of a timeline: forwards, backwards and transfers of a training step.
 
-* Sizes of messages between stages, which each receiver is told once per shape of the batch.
-* A step whose microbatches are cut along their sequences: each slice runs as a microbatch does.
+`Pipeline.run` executes a step; `Sizes` holds the layouts of messages between stages, which a
+receiver gets once per shape of the batch; `SlicedStep` runs microbatches that are split along their
+sequences, one slice after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from schedlang.runtime.weights import Number
 
 
 class _Slice:
-    """The values that one slice takes of earlier ones and owes to them; see flight.Carried."""
+    """The values that one slice uses of earlier slices, and their gradients; see flight.Carried."""
 
     def __init__(self, carried: Carried, index: int) -> None:
         self.carried, self.index = carried, index
@@ -47,38 +48,42 @@ class _Slice:
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
         return self.carried.roots(self.index)
 
-    def returned(self) -> None:
+    def release(self) -> None:
         self.carried.free(self.index)
 
 
 class SlicedStep(Step):
-    """Slices of a microbatch run forward in order and backward in reverse; their losses add up."""
+    """A step whose microbatches are split into slices: forward in order, backward in reverse.
+
+    The losses of the slices add up.
+    """
 
     def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
         super().__init__(pipe, batches, *rest)
         self.slices: Slices = pipe.slices
-        self.parts = self.slices.of_all(batches)
+        self.batch_slices = self.slices.of_all(batches)
         self.carried: dict[Work, Carried] = defaultdict(Carried)
-        self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
+        self.slice_results: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
 
     def run(
         self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
     ) -> tuple[Forwarded, Any]:
-        """The forward of a stage on one slice, which sees the keys of those before it."""
+        """Run the forward of a stage on one slice; its attention sees the keys of earlier
+        slices."""
         carried = self.carried[work._replace(slice=0)]
-        part = self.parts[work.microbatch][work.slice]
+        part = self.batch_slices[work.microbatch][work.slice]
         with self.slices.forward(part, carried) as inputs:
             return stage.forward(inputs, received, self.train), _Slice(carried, work.slice)
 
     def weight(self, work: Work) -> Number:
-        """The share of a slice in its microbatch."""
-        share: Number = self.parts[work.microbatch][work.slice].share
+        """Return the weight of the loss of a slice: its share of that of its microbatch."""
+        share: Number = self.batch_slices[work.microbatch][work.slice].share
         weight: Number = self.scale[work.microbatch] * share
         return weight
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
-        """Put the slices together once the last one is there."""
-        made, parts = self.made[work.microbatch], self.parts[work.microbatch]
+        """Store the result of a slice; join the slices after the last one."""
+        made, parts = self.slice_results[work.microbatch], self.batch_slices[work.microbatch]
         made.append((loss, output))
         if len(made) < len(parts):
             return
@@ -86,7 +91,7 @@ class SlicedStep(Step):
         whole = whole_loss(losses, parts) if losses else None
         output = joined([output for _, output in made], parts) if self.keep else None
         self.results[work.microbatch] = Result(whole, output)
-        del self.made[work.microbatch]
+        del self.slice_results[work.microbatch]
 
 
 FIXED = (
@@ -99,23 +104,24 @@ FIXED = (
 class Sizes:
     """Layouts of the values that go forward along each edge, by signature of the microbatch.
 
-    Each replica of an edge has one sender and one receiver, and both keep this book alike.
+    Each replica of an edge has one sender and one receiver; both keep the same table.
     """
 
     _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     def known(self, signature: Any, name: Message) -> Layout | None:
-        """The layout of a message, if both ends know it."""
+        """Return the layout of a message, or None if this rank does not know the layout yet."""
         return self._layouts.get(_key(signature, name))
 
     def learn(self, signature: Any, name: Message, layout: Layout) -> None:
-        """Note the layout that a header told."""
+        """Store the layout that a header has brought."""
         self._layouts[_key(signature, name)] = layout
 
     def told(self, signature: Any, name: Message, layout: Layout) -> bool:
-        """Note what is sent; whether the receiver must be told its layout first.
+        """Store the layout of a message to be sent; return whether the receiver needs a header
+        first.
 
-        Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
+        Raises Refusal S612 if the layout differs from an earlier one: the receiver would not know.
         """
         before = self._layouts.setdefault(_key(signature, name), layout)
         if before is not layout and before != layout:
@@ -128,14 +134,15 @@ def _key(signature: Any, name: Message) -> Any:
     return (name.source, name.target, name.replica, name.slice, signature)
 
 
-# -- what each kind of row does on its rank: one handler per kind -------------------------------
+# -- handlers: one per kind of operation ----------------------------------------------------------
 
 
-Handler = Callable[[Step, Any], None]  # of an operation, or what `Pipeline._subject` makes of one
+Handler = Callable[[Step, Any], None]  # second: what `Pipeline._handler_argument` returns
 
 
 def _send(step: Step, to: Transfer) -> None:
-    """Send what an operation has made for another stage; sizes go before it the first time."""
+    """Send the values or gradients for another stage, with a header before the first of a
+    layout."""
     name = to.name
     tensors, layout = step.outbox.pop(name)
     header = layout is not None and step.pipe.sizes.told(
@@ -145,9 +152,9 @@ def _send(step: Step, to: Transfer) -> None:
 
 
 def _receive(step: Step, of: Transfer) -> None:
-    """Post the receive of what another stage sends.
+    """Post the receive of a message from another stage.
 
-    The layout of gradients is that of the values sent; unknown before the forward.
+    Gradients have the layout of the values that were sent; it is unknown before the forward.
     """
     name, mail = of.name, step.pipe.mail
     if name.back:
@@ -163,7 +170,7 @@ def _receive(step: Step, of: Transfer) -> None:
     )
 
 
-def _parked(step: Step) -> Parking:
+def _parking_of(step: Step) -> Parking:
     assert step.pipe.parking is not None, "an order that parks has partners"
     return step.pipe.parking
 
@@ -178,10 +185,10 @@ HANDLERS: Mapping[Kind, Handler] = {
     Kind.RECV_F: _receive,
     Kind.RECV_B: _receive,
     Kind.RECOMPUTE: recompute,
-    Kind.EVICT: lambda step, op: _parked(step).evict(step, op),
-    Kind.HOLD: lambda step, op: _parked(step).hold(step, op),
-    Kind.GIVE: lambda step, op: _parked(step).give(step, op),
-    Kind.LOAD: lambda step, op: _parked(step).load(step, op),
+    Kind.EVICT: lambda step, op: _parking_of(step).evict(step, op),
+    Kind.HOLD: lambda step, op: _parking_of(step).hold(step, op),
+    Kind.GIVE: lambda step, op: _parking_of(step).give(step, op),
+    Kind.LOAD: lambda step, op: _parking_of(step).load(step, op),
     Kind.OFFLOAD: parking.offload,
     Kind.RELOAD: parking.reload,
 }
@@ -199,9 +206,9 @@ TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 class Event(NamedTuple):
     """An operation that is about to run; `last`: the last backward of its stage on this rank.
 
-    `reduces` is false of a backward whose gradients a later one of the same run reduces with its
-    own; `ahead` is so until the last forward of this rank has run. `subject` is what its handler
-    is given.
+    `reduces` is False for a backward whose gradients a later backward of the same run reduces with
+    its own. `ahead` is True until the last forward of this rank has run. `subject` is the argument
+    of the handler.
     """
 
     op: Op
@@ -215,16 +222,16 @@ class Event(NamedTuple):
 class Pipeline:
     """The stages that this rank runs, in the order of a timeline.
 
-    `stages`: this rank's stages by number, of all replicas (two of one stage share it); none on a
-    rank that the order leaves idle. `ranks`: the global rank of every place of the timeline,
-    `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
-    Receives are posted `lookahead` operations early, so that they run beside the computation; on
-    the host, unless it is 0, one earlier still.
-    `handlers` do rows of further kinds, or in another way; with one for UNSHARD, training gathers
-    sliced weights once for a run of operations of a stage. Without a cut (one stage) this is a
-    plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
-    `parks` are the groups for what is parked on partners; where it is `picked`, that is what some
-    modules save (`offload.saved_tensors`), and not all that a forward does.
+    `stages`: this rank's stages by number, of all replicas (two replicas of one stage share it);
+    empty on a rank without operations. `ranks`: the global rank of every place of the timeline;
+    `place`: the place of this rank. Transfers use `group` (and `down`, see Mail); with one rank
+    there are none. Receives are posted `lookahead` operations early, so that they overlap with
+    computation; on the host, unless `lookahead` is 0, one operation earlier still. `handlers` add
+    or replace handlers of kinds of operations; with a handler for UNSHARD, training gathers sharded
+    weights once for a run of operations of a stage. An unsplit model (one stage) runs as a plain
+    loop over microbatches. `slices` split each microbatch along its sequence in training. `parks`
+    are the process groups for activations that are parked on partners; if `picked`, only
+    activations that some modules save are parked (`offload.saved_tensors`), else all of a forward.
     """
 
     def __init__(
@@ -245,14 +252,14 @@ class Pipeline:
     ) -> None:
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
         self.timeline, self.slices, self.picked = timeline, slices, picked
-        # one forward and its backward, and nobody else: there is nothing to fit or to prove
+        # one rank, one forward and its backward: no edges to add and no order to check
         self.plain = plain = timeline.ranks == 1 and timeline.rank.size <= ONE.rank.size
         pairs = set() if plain else self._pairs()
         self.mail = Mail(group, down, torch.device(device), pairs)
-        self.parking = None if plain else self._partners(parks)
-        self.away = frozenset() if plain else self._planned(Kind.EVICT, Kind.OFFLOAD)
-        self.again = frozenset() if plain else self._planned(Kind.RECOMPUTE)
-        if slices is not None and (self.away or self.again):
+        self.parking = None if plain else self._make_parking(parks)
+        self.offloaded = frozenset() if plain else self._work_with(Kind.EVICT, Kind.OFFLOAD)
+        self.recomputed = frozenset() if plain else self._work_with(Kind.RECOMPUTE)
+        if slices is not None and (self.offloaded or self.recomputed):
             reason = "slices share keys and values: they can be neither offloaded nor recomputed"
             raise refusal(
                 "S608", "", reason, "leave `slices` out, or keep activations on the device"
@@ -264,7 +271,8 @@ class Pipeline:
         self._routes: dict[Work, Route] = {}
 
     def _pairs(self) -> set[tuple[int, int]]:
-        """The ranks that send each other tensors; the timeline gets the edges of the cut."""
+        """Return the pairs of ranks that exchange tensors; give the timeline the edges of the
+        stages."""
         cut = self.slices.slicing.count if self.slices is not None else 1
         assert self.timeline.slices == cut, "slices are not cut so"
         for stage in self.stages.values():
@@ -277,8 +285,8 @@ class Pipeline:
             for replica in range(self.timeline.replicas)
         }
 
-    def _partners(self, parks: Groups) -> Parking | None:
-        """Return what parks activations on other ranks, where rows of the timeline do so."""
+    def _make_parking(self, parks: Groups) -> Parking | None:
+        """Return the parking of activations on other ranks; None if the timeline has no EVICT."""
         t = self.timeline
         sent = t.kind == Kind.EVICT
         if not sent.any():
@@ -287,25 +295,25 @@ class Pipeline:
         return Parking(parks, self.mail.device, partners)
 
     @cached_property
-    def _homes(self) -> list[list[int]]:
+    def _places(self) -> list[list[int]]:
         found: list[list[int]] = self.timeline.homes.tolist()
         return found
 
     def home(self, stage: int, replica: int = 0) -> int:
-        """The place that runs a replica of a stage."""
-        return self._homes[replica][stage]
+        """Return the place that runs a replica of a stage."""
+        return self._places[replica][stage]
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
-        """The global rank that runs a replica of a stage."""
+        """Return the global rank that runs a replica of a stage."""
         return self.ranks[self.home(stage, replica)]
 
     def route(self, work: Work) -> Route:
-        """Return the messages of some work, whose names are made once."""
+        """Return the messages of some work; they are named once."""
         if (found := self._routes.get(work)) is not None:
             return found
         stage, at = self.stages[work.stage], work.stage
 
-        def near(other: int) -> bool:
+        def is_local(other: int) -> bool:
             return self.home(other, work.replica) == self.place
 
         tokens = {
@@ -316,12 +324,13 @@ class Pipeline:
         }
         outgoing = {end: message(False, at, end, work) for end in stage.outgoing}
         returned = [
-            (message(True, at, end, work), near(end), some) for end, some in stage.returned.items()
+            (message(True, at, end, work), is_local(end), some)
+            for end, some in stage.returned.items()
         ]
         self._routes[work] = found = Route(
             tuple((message(False, end, at, work), some) for end, some in stage.incoming.items()),
             tuple(
-                (name, near(end), stage.outgoing[end], stage.awaited[end])
+                (name, is_local(end), stage.outgoing[end], stage.awaited[end])
                 for end, name in outgoing.items()
             ),
             tuple(
@@ -334,8 +343,8 @@ class Pipeline:
         )
         return found
 
-    def _subject(self, op: Op) -> Any:
-        """Return what the handler of an operation is given."""
+    def _handler_argument(self, op: Op) -> Any:
+        """Return the argument of the handler of an operation."""
         if op.kind in (Kind.F, *BACKWARD):
             return work_of(op)
         if op.kind not in TRANSFERS:
@@ -349,11 +358,12 @@ class Pipeline:
         return Transfer(name, self.rank_of(op.peer, op.replica), len(tokens), sent)
 
     def fills(self, bag: Bag) -> AbstractContextManager[Any]:
-        """Enter a forward whose activations leave: they go into the bag."""
+        """Return a context that collects activations of a forward, which will be offloaded, in a
+        bag."""
         return bag.at_hand() if self.picked else bag.collecting()
 
-    def _planned(self, *kinds: Kind) -> frozenset[Work]:
-        """Return the work that this rank does operations of these kinds on."""
+    def _work_with(self, *kinds: Kind) -> frozenset[Work]:
+        """Return the work for which this rank has operations of these kinds."""
         t = self.timeline
         planned = np.isin(t.kind, kinds)
         if not planned.any():
@@ -371,11 +381,12 @@ class Pipeline:
         on_op: Callable[[Event], None] | None = None,
         keep_outputs: bool = False,
     ) -> dict[int, Result]:
-        """One step: gradients are added to the parameters' `.grad`; parameters do not change.
+        """Run one step: add gradients to the `.grad` of the parameters; parameters do not change.
 
-        Every rank gets the same `microbatches`. The gradient is that of the sum of loss * scale.
+        Every rank passes the same `microbatches`. The gradient is that of the sum of loss * scale.
         `around(op)` is entered around each forward and backward; `on_op` is called before each
-        operation. Results of the microbatches whose last stage this rank runs, in their order.
+        operation. Returns the results of the microbatches whose last stage this rank runs, in
+        order.
         """
         kind = SlicedStep if self.slices is not None and train else Step
         step = kind(self, microbatches, scale, train, keep_outputs)
@@ -385,7 +396,7 @@ class Pipeline:
                     on_op(event)
                 op = event.op
                 if op.kind is Kind.STEP:
-                    continue  # whoever is told of operations updates the weights
+                    continue  # `on_op` updates the weights
                 if event.computes:
                     if self.parking is not None:
                         self.parking.make_room()
@@ -399,22 +410,27 @@ class Pipeline:
         return dict(sorted(step.results.items()))
 
     def _order(self, count: int, train: bool) -> tuple[Event, ...]:
-        """This rank's rows for a number of microbatches; another number than planned: forwards."""
+        """Return this rank's operations for a number of microbatches.
+
+        Evaluation takes any number of microbatches, training the planned one.
+        """
         if not self.stages:
             return ()
         if (count, train) not in self._orders:
-            order = self.timeline if train else _evaluation(self.timeline, count)
+            order = self.timeline if train else _evaluation_order(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
             if not self.plain:
-                order = self._proven(order, train)
+                order = self._check_order(order, train)
             rows = order.rows(self.place)
-            halves = {stage for stage, one in self.stages.items() if one.split}  # else W is empty
+            halves = {
+                stage for stage, one in self.stages.items() if one.split
+            }  # else W does nothing
             last = {
                 op.stage: k
                 for k, op in enumerate(rows)
                 if op.kind in BACKWARD and (op.kind is not Kind.W or op.stage in halves)
             }
-            waits = _unreduced(rows) if Kind.UNSHARD in self.handlers else ()
+            waits = _unreduced_backwards(rows) if Kind.UNSHARD in self.handlers else ()
             forward = max((k for k, op in enumerate(rows) if op.kind in FORWARD), default=-1)
             self._orders[(count, train)] = tuple(
                 Event(
@@ -423,17 +439,18 @@ class Pipeline:
                     k not in waits,
                     k <= forward,
                     op.kind in COMPUTE,
-                    work_of(op) if self.plain else self._subject(op),
+                    work_of(op) if self.plain else self._handler_argument(op),
                 )
                 for k, op in enumerate(rows)
             )
         return self._orders[(count, train)]
 
-    def _proven(self, order: Timeline, train: bool) -> Timeline:
-        """The order with its transfers and gathers; raises TimelineError if it does not end."""
-        # gloo sends at once what its receiver has posted, and must ask it first for all else
-        asked = bool(self.lookahead) and on_host(self.mail.device)
-        order = with_transfers(order, self.lookahead + asked)
+    def _check_order(self, order: Timeline, train: bool) -> Timeline:
+        """Return the order with its transfers and gathers; raises TimelineError if it would
+        deadlock."""
+        # gloo sends at once if the receive is posted, and else asks the receiver first
+        earlier = bool(self.lookahead) and on_host(self.mail.device)
+        order = with_transfers(order, self.lookahead + earlier)
         if train and Kind.UNSHARD in self.handlers:
             order = with_gathers(order)
         check(order)
@@ -442,8 +459,8 @@ class Pipeline:
         return order
 
 
-def _unreduced(rows: Sequence[Op]) -> set[int]:
-    """The backwards of a run that holds weights, but for the one right before its REDUCE."""
+def _unreduced_backwards(rows: Sequence[Op]) -> set[int]:
+    """Return the rows of backwards between UNSHARD and REDUCE, except the last one of each."""
     found: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
     waits: set[int] = set()
     for k, op in enumerate(rows):
@@ -456,8 +473,8 @@ def _unreduced(rows: Sequence[Op]) -> set[int]:
     return waits
 
 
-def _evaluation(timeline: Timeline, count: int) -> Timeline:
-    """Forwards of any number of microbatches, by replica 0, in groups that keep ranks at work."""
+def _evaluation_order(timeline: Timeline, count: int) -> Timeline:
+    """Return forwards of `count` microbatches, by replica 0, in groups that keep all ranks busy."""
     rows: list[list[Op]] = [[] for _ in range(timeline.ranks)]
     units = [(m // timeline.ranks, s, m) for m in range(count) for s in range(timeline.stages)]
     for _, stage, microbatch in sorted(units):

@@ -1,4 +1,8 @@
-"""One microbatch between forward and backward on one stage: its state, and what autograd saved."""
+"""One microbatch between its forward and backward on one stage: its state, and its saved tensors.
+
+`Bag` holds the storages that autograd saved, and can move them elsewhere and back. `Work`,
+`Message`, `Route` and `Transfer` name what a step computes and sends.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,22 @@ from schedlang.runtime.pipeline.split_backward import SplitBackward
 from schedlang.runtime.storage.saved import Kept, View, as_it_is, plain, slot, within
 from schedlang.runtime.tracing.graph import Token
 
-# ---- What autograd saved in one forward of a stage, as a bag that can be carried elsewhere and
-# back.
-# Saved-tensor hooks around the forward put every storage that autograd wants to keep into the bag,
-# once however many views of it are saved. Parameters, buffers, inputs of the model and tensors of
-# classes of their own stay where they are: they are shared with others. What is carried away is
-# bytes; it comes back to the last bit.
+# ---- The tensors that autograd saved in one forward of a stage, as a bag of storages.
+# Saved-tensor hooks around the forward put every saved storage into the bag, once even if several
+# views of it are saved. Parameters, buffers, inputs of the model and tensor subclasses stay where
+# they are: others share them. Storages move as bytes, so they come back bit for bit.
 
 
 SMALL = 1 << 16  # bytes; smaller storages travel together
-ALIGNED = 64  # bytes, at which storages begin that travel together
+ALIGNED = 64  # bytes; the alignment of storages that travel together
 
 
 @dataclass
 class _Storage:
-    """One storage of some bytes; they lie in `raw` from `start` on, or are away.
+    """One storage of `size` bytes, in `raw` from `start` on; `raw` is None while the bytes are
+    elsewhere.
 
-    `views` are the tensors over it that were saved.
+    `views` are the saved tensors over this storage.
     """
 
     size: int
@@ -41,12 +44,12 @@ class _Storage:
     views: list[Kept] = field(default_factory=list)
 
     def check(self) -> None:
-        """Check versions, as autograd does for what it saves itself."""
+        """Check version counters, as autograd does for the tensors that it saves itself."""
         for view in self.views:
             view.tensor()
 
-    def taken(self) -> Tensor:
-        """The bytes, of which this lets go."""
+    def take_bytes(self) -> Tensor:
+        """Return the bytes, and drop the reference to them."""
         self.check()
         raw, self.raw = self.raw, None
         assert raw is not None
@@ -54,53 +57,53 @@ class _Storage:
         return raw[self.start : self.start + self.size]
 
 
-class _Saved(NamedTuple):
-    """A saved tensor: in which storage it lies, and how."""
+class _SavedTensor(NamedTuple):
+    """A saved tensor: its storage, and its view of that storage."""
 
     held: _Storage
     view: View
 
     def tensor(self) -> Tensor:
-        """Give it, where the bytes of its storage lie now."""
+        """Return the tensor, after a check of its version counter."""
         self.held.check()
-        return self.lies()
+        return self.unchecked_tensor()
 
-    def lies(self) -> Tensor:
-        """Give it, whatever was written there."""
+    def unchecked_tensor(self) -> Tensor:
+        """Return the tensor, even if its storage was written into."""
         raw = self.held.raw
         assert raw is not None, "a backward began before what it needs was called back"
         return self.view.on(raw, self.held.start)
 
 
 class Bag:
-    """The storages that one forward saved, but those at addresses that stay.
+    """The storages that one forward saved, except those at addresses that stay.
 
-    They are asked for in the course of the forward: fully_shard gathers weights in it. What lies
-    on the meta device is counted where `on_meta`, and left alone otherwise.
+    `stays` is queried during the forward, because fully_shard gathers weights in it. Storages on
+    the meta device are collected if `on_meta`, and skipped otherwise.
     """
 
     def __init__(self, stays: Container[int] = (), on_meta: bool = False) -> None:
         self._stays, self._on_meta = stays, on_meta
         self._storages: list[_Storage] = []
         self._known: dict[int, _Storage] = {}  # while the forward runs: by address
-        self._leaves: list[tuple[Tensor, _Saved]] = []
+        self._leaves: list[tuple[Tensor, _SavedTensor]] = []
         self._bring: Callable[[], Sequence[Tensor]] | None = None
 
     @property
     def bytes(self) -> int:
-        """The number of its bytes that are on this rank now."""
+        """Bytes of the bag that are on this rank now."""
         return sum(one.size for one in self._storages if one.raw is not None)
 
     def collecting(self) -> AbstractContextManager[Any]:
-        """Collect in this bag what a forward saves, for the time of a block."""
+        """Collect, within a block, all tensors that a forward saves."""
         return slot(self._pack)
 
     def at_hand(self) -> AbstractContextManager[None]:
-        """Offer this bag, for the time of a block, to modules that ask for it."""
+        """Offer this bag, within a block, to modules that park their saved tensors themselves."""
         return within(park=self._pack)
 
     def close(self, leaves: Iterable[Tensor]) -> None:
-        """The forward has ended; the memory of its received `leaves` is the bag's as well."""
+        """End the forward; received `leaves` that were saved belong to the bag as well."""
         for leaf in leaves:
             if address(leaf) in self._known:
                 self._leaves.append((leaf, self._put(leaf)))
@@ -108,42 +111,45 @@ class Bag:
         self._stays = ()
 
     def sizes(self) -> list[int]:
-        """The bytes of each part, as `pack` makes them: one storage alone is not filled up."""
-        return [part[0].size if len(part) == 1 else sum(map(_room, part)) for part in self._parts()]
+        """Return the bytes of each piece that `pack` makes; a storage alone is not padded."""
+        return [
+            part[0].size if len(part) == 1 else sum(map(_aligned_size, part))
+            for part in self._parts()
+        ]
 
     def pack(self) -> list[Tensor]:
-        """The bytes of the bag in parts; it refers to none of them any more."""
+        """Return the bytes of the bag in pieces; the bag refers to none of them any more."""
         packed = []
         for part in self._parts():
-            raws = [one.taken() for one in part]
+            raws = [one.take_bytes() for one in part]
             for leaf, _ in self._leaves:
                 leaf.data = leaf.data.new_zeros(()).expand(leaf.shape)
-            packed.append(raws[0] if len(raws) == 1 else _together(raws))
+            packed.append(raws[0] if len(raws) == 1 else _concatenate(raws))
         return packed
 
     def bring(self, parts: Callable[[], Sequence[Tensor]]) -> None:
-        """The bytes are on their way: `parts()` waits for them, at the first need."""
+        """Set the function that returns the pieces; it is called, and waits, at the first need."""
         self._bring = parts
 
     def open(self) -> None:
-        """Bring everything back to its place, before a backward."""
+        """Put all bytes back into their storages, before a backward."""
         bring, self._bring = self._bring, None
         for part, raw in zip(self._parts(), bring() if bring is not None else ()):
             at = 0
             for one in part:
                 one.raw, one.start = raw, at
-                at += _room(one)
+                at += _aligned_size(one)
         for leaf, saved in self._leaves if bring is not None else ():
-            leaf.data = saved.lies()
+            leaf.data = saved.unchecked_tensor()
 
     def _pack(self, tensor: Tensor) -> Any:
         key = address(tensor)
-        taken = key in self._known or (
+        collected = key in self._known or (
             plain(tensor) and (self._on_meta or not tensor.is_meta) and key not in self._stays
         )
-        return self._put(tensor) if taken else as_it_is(tensor)
+        return self._put(tensor) if collected else as_it_is(tensor)
 
-    def _put(self, tensor: Tensor) -> _Saved:
+    def _put(self, tensor: Tensor) -> _SavedTensor:
         known = self._known.get(address(tensor))
         if known is None:
             storage = tensor.untyped_storage()
@@ -151,21 +157,21 @@ class Bag:
             known = self._known[address(tensor)] = _Storage(storage.nbytes(), raw)
             self._storages.append(known)
         known.views.append(Kept(tensor))
-        return _Saved(known, View.of(tensor))
+        return _SavedTensor(known, View.of(tensor))
 
     def _parts(self) -> list[list[_Storage]]:
-        """Large storages alone, all small ones together."""
+        """Return the storages of each piece: each large storage alone, all small ones together."""
         small = [one for one in self._storages if one.size < SMALL]
         large = [[one] for one in self._storages if one.size >= SMALL]
         return [*large, *([small] if small else [])]
 
 
-def _room(one: _Storage) -> int:
+def _aligned_size(one: _Storage) -> int:
     return -(-one.size // ALIGNED) * ALIGNED
 
 
-def _together(raws: Sequence[Tensor]) -> Tensor:
-    """Storages in one run of bytes, each at a place where any dtype may begin."""
+def _concatenate(raws: Sequence[Tensor]) -> Tensor:
+    """Return storages in one buffer of bytes, each aligned for any dtype."""
     rooms = [-(-raw.numel() // ALIGNED) * ALIGNED for raw in raws]
     flat = torch.zeros(sum(rooms), dtype=torch.uint8, device=raws[0].device)
     at = 0
@@ -176,16 +182,17 @@ def _together(raws: Sequence[Tensor]) -> Tensor:
 
 
 def address(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory; tensors of other classes lie nowhere in particular."""
+    """Return a key that is equal for tensors in one storage; tensor subclasses may have no
+    storage."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.untyped_storage()._cdata) if local.layout == torch.strided else id(tensor)
 
 
-# ---- One microbatch between its forward and its backward on one stage: who it is, what it keeps.
+# ---- One microbatch between its forward and its backward on one stage: its names and its state.
 
 
 class Work(NamedTuple):
-    """A slice of a microbatch on a replica of a stage: what one forward and one backward are of."""
+    """A slice of a microbatch on a replica of a stage: the unit of one forward and one backward."""
 
     stage: int
     replica: int
@@ -194,12 +201,12 @@ class Work(NamedTuple):
 
 
 def work_of(op: Op) -> Work:
-    """Return what an operation works on."""
+    """Return the work of an operation."""
     return tuple.__new__(Work, (op.stage, op.replica, op.microbatch, op.slice))
 
 
 class Message(NamedTuple):
-    """The name of a message between two stages; `back`: gradients, along the edge backwards."""
+    """The name of a message between two stages; `back`: gradients, against the edge."""
 
     back: bool
     source: int
@@ -210,20 +217,21 @@ class Message(NamedTuple):
 
 
 def message(back: bool, source: int, target: int, of: Work | Op) -> Message:
-    """Name what an operation, or some work, sends from one stage to another."""
+    """Return the name of the message of an operation, or of some work, between two stages."""
     return tuple.__new__(Message, (back, source, target, of.replica, of.microbatch, of.slice))
 
 
 @dataclass(frozen=True)
 class Route:
-    """The messages of some work on a stage, by name: constants of all steps.
+    """The messages of some work on a stage, by name; the same in all steps.
 
-    incoming  what earlier stages send, with its tokens
-    outgoing  what later stages get: to whom, whether these run here too, with its tokens
-    awaited   their gradients, with the message that these answer, and the tokens that get one
-    returned  the gradients of what came in: whether the stage is here too, and the tokens
-    written   the tokens that the model writes into
-    leaves    the tokens that came in and get a gradient
+    incoming  messages from earlier stages, with their tokens
+    outgoing  messages to later stages: whether the target is on this rank, tokens, differentiable
+              ones
+    awaited   messages of their gradients, with the message of the values, and the tokens
+    returned  messages of the gradients of `incoming`: whether the stage is on this rank, the tokens
+    written   the tokens into which the model writes
+    leaves    the received tokens that get a gradient
     """
 
     incoming: tuple[tuple[Message, Sequence[Token]], ...]
@@ -235,9 +243,9 @@ class Route:
 
 
 class Transfer(NamedTuple):
-    """A row that sends or receives a message: which, with what rank, and of how many tensors.
+    """An operation that sends or receives a message of `size` tensors to or from `rank`.
 
-    of  the message whose layout this one has: for gradients the values that they are those of
+    `of` is the message with the same layout: for gradients the message of the values.
     """
 
     name: Message
@@ -249,28 +257,28 @@ class Transfer(NamedTuple):
 class Carried(Protocol):
     """The values that slices of one microbatch pass on within a stage, beside the messages.
 
-    `leaves()` came from earlier slices; they get a gradient in the backward, and `returned()` is
-    called when they have it. `roots()` are what later slices took, with the gradients they gave.
+    `leaves()` came from earlier slices and get gradients in the backward; then `release()` is
+    called. `roots()` are values that later slices used, with the gradients that these computed.
     """
 
     def leaves(self) -> Sequence[torch.Tensor]:
         """Return the values from earlier slices."""
 
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """Return the values that later slices took, and the gradients that they gave."""
+        """Return the values that later slices used, and their gradients."""
 
-    def returned(self) -> None:
-        """The leaves have their gradients."""
+    def release(self) -> None:
+        """Note that the leaves have their gradients."""
 
 
 @dataclass
 class Flight:
-    """The values that a stage keeps of a microbatch from its forward to its backward.
+    """The state of a microbatch on a stage from its forward to its backward.
 
-    leaves   what was received, where gradients go back from
-    edges    where the gradients of what was sent enter
-    split    the second half of a backward that was begun
-    bag      what its forward saved, where that is carried away in between
+    leaves   received values, where the backward of the stage ends
+    edges    graph edges where the gradients of sent values enter
+    split    the second half of a backward that has begun
+    bag      tensors that the forward saved, if they are moved elsewhere in between
     """
 
     leaves: dict[Token, torch.Tensor]

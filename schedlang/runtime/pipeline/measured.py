@@ -1,4 +1,4 @@
-"""Measured times of a step's operations on this rank, to be compared with their timeline."""
+"""Measured times of the operations of a step on each rank, to be compared with the timeline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from schedlang.runtime.device import synchronize
 
 
 class Ran(NamedTuple):
-    """One operation: when its turn came, when its inputs were there, and when it had ended.
+    """One operation: times when its turn came, when its inputs were there, and when it ended.
 
-    In seconds since a moment that all ranks have in common.
+    In seconds since a moment that is common to all ranks.
     """
 
     op: Op
@@ -30,10 +30,10 @@ class Ran(NamedTuple):
 
 @dataclass
 class Watch:
-    """Notes the operations of this rank's steps; `steps` has a list for each step watched.
+    """Times the operations of this rank's steps; `steps` has a list for each step.
 
-    Where a rank waits is known from its mail: an operation takes what other ranks sent before it
-    computes anything.
+    The time when inputs have arrived is known from the mail: an operation takes the messages of
+    other ranks before it computes anything.
     """
 
     pipeline: Any
@@ -41,58 +41,58 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.steps: list[list[Ran]] = []
-        self.zeros: list[float] = []
-        self._arrived = 0.0
+        self.origins: list[float] = []
+        self._inputs_at = 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step, on all ranks alike."""
+        """Time one step; all ranks must enter together."""
         mail = self.pipeline.mail
         take = mail.take
 
         def timed(key: Any) -> Any:
             values = take(key)
-            self._arrived = self._now()
+            self._inputs_at = self._now()
             return values
 
         self.steps.append([])
         world.barrier()
-        self.zeros.append(time.perf_counter())
+        self.origins.append(time.perf_counter())
         mail.take = timed
         try:
             yield
         finally:
-            del mail.take  # the class's own again
+            del mail.take  # back to the method of the class
 
     @contextmanager
     def around(self, op: Op, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Time one forward or backward."""
-        turn = self._arrived = self._now()
+        turn = self._inputs_at = self._now()
         with inner:
             yield
-        self.steps[-1].append(Ran(op, turn, self._arrived, self._now()))
+        self.steps[-1].append(Ran(op, turn, self._inputs_at, self._now()))
 
     def _now(self) -> float:
         synchronize(self.device)
-        return time.perf_counter() - self.zeros[-1]
+        return time.perf_counter() - self.origins[-1]
 
 
 def gathered(watch: Watch) -> list[list[list[Ran]]]:
-    """[rank][step]: what every rank of the job has noted, on every rank.
+    """Return [rank][step]: the measured operations of every rank, on every rank.
 
-    On one machine all ranks read one clock. Between machines the moment in common is the end of the
+    On one machine all ranks read one clock. Between machines, the common moment is the end of the
     barrier before each step.
     """
-    own = platform.node(), watch.zeros, watch.steps
+    own = platform.node(), watch.origins, watch.steps
     found = world.all_gather_object(own)
     if len({node for node, _, _ in found}) > 1:
         return [steps for _, _, steps in found]
     first = [min(zeros) for zeros in zip(*(zeros for _, zeros, _ in found))]
     return [
-        [_later(ran, zero - low) for ran, zero, low in zip(steps, zeros, first)]
+        [_shift(ran, zero - low) for ran, zero, low in zip(steps, zeros, first)]
         for _, zeros, steps in found
     ]
 
 
-def _later(ran: list[Ran], by: float) -> list[Ran]:
+def _shift(ran: list[Ran], by: float) -> list[Ran]:
     return [Ran(op, turn + by, start + by, end + by) for op, turn, start, end in ran]

@@ -1,4 +1,4 @@
-"""Sums of gradients that begin in the last backward of a stage, bucket by bucket."""
+"""Gradient reductions that begin in the last backward of a stage, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ LATER = (
 
 @dataclass
 class EarlySums:
-    """Splits the sums of a step in those of one stage, and the rest, which wait for its end.
+    """Splits the reductions of a step into those of each stage, and the rest at the end of the
+    step.
 
     stages   parameter -> the stages of this rank that hold it
-    A parameter is summed early where one stage of this rank holds it and its first sum is its only
-    one.  All ranks of a group have the same stages in the same order, so they agree.
+
+    A parameter is reduced early if one stage of this rank holds it, and its first reduction is its
+    only one. All ranks of a group have the same stages in the same order, so they agree.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -45,27 +47,27 @@ class EarlySums:
         times: dict[str, int] = {}
         for one in self.sums:
             for name in one.names:
-                # copies of a stage end on their ranks in orders of their own
+                # copies of a stage end in different orders on their ranks
                 times[name] = times.get(name, 0) + (2 if one.kind == "tied" else 1)
         early = {n for n, k in times.items() if k == 1 and len(self.stages[n]) == 1}
-        # the sums that are left for the end of the step
-        self.rest = self._of({name for name in times if name not in early})
+        # the sums at the end of the step
+        self.rest = self._sums_of({name for name in times if name not in early})
         held = held_of(self.parameters)
-        self._mine: dict[int, Learned] = {}
+        self._by_stage: dict[int, Learned] = {}
         for stage in sorted({stage for name in early for stage in self.stages[name]}):
-            mine = self._of({name for name in early if stage in self.stages[name]})
+            mine = self._sums_of({name for name in early if stage in self.stages[name]})
             held.flatten(mine)
-            self._mine[stage] = Learned(held, mine)
+            self._by_stage[stage] = Learned(held, mine)
 
     def before(self, stage: int, last: bool) -> None:
-        """An operation of a stage is about to run; `last`: it ends the stage's backwards."""
+        """Prepare for an operation of a stage; `last`: it ends the backwards of the stage."""
         if self._armed is not None:
             self._close()
-        if last and stage in self._mine:
-            self._armed = Armed(self._mine[stage])
+        if last and stage in self._by_stage:
+            self._armed = Armed(self._by_stage[stage])
 
     def finish(self) -> None:
-        """Begin what is left of the early ones, and wait for all."""
+        """Begin the early reductions that have not begun, and wait for all."""
         self._close()
         for bucket, work in self._running:
             if work is not None:
@@ -74,27 +76,26 @@ class EarlySums:
         self._running = []
 
     def _close(self) -> None:
-        """Begin all sums of the operation that ran last."""
+        """Begin all reductions of the operation that ran last."""
         if self._armed is not None:
             self._running += self._armed.close()
             self._armed = None
 
-    def _of(self, wanted: Container[str]) -> list[Sum]:
-        """The sums, of these parameters alone."""
-        kept = [
+    def _sums_of(self, wanted: Container[str]) -> list[Sum]:
+        """Return the reductions, restricted to these parameters."""
+        restricted = [
             replace(one, names=tuple([n for n in one.names if n in wanted])) for one in self.sums
         ]
-        return [one for one in kept if one.names]
+        return [one for one in restricted if one.names]
 
 
 class Learned:
-    """The sums of a stage, and what its last backward of the step before has shown of them.
+    """The reductions of a stage, and what its last backward in the previous step has shown.
 
-    waiting  the buckets in the order in which they begin: the last parameters come first, as
-             backwards give them
-    others   sums that begin when the backward has ended
-    writes   of each bucket, how often that backward wrote into each gradient; empty: not known
-    last     of each bucket, the place of the gradient that it added to last
+    waiting  the buckets in the order in which they begin: the last parameters first, as in backward
+    others   reductions that begin when the backward has ended
+    writes   for each bucket, how often that backward wrote into each gradient; empty: not known
+    last     for each bucket, the index of the gradient that was written last
     """
 
     def __init__(self, held: LocalParameters, sums: Sequence[Sum]) -> None:
@@ -110,21 +111,23 @@ class Learned:
 
 
 class Armed:
-    """The sums of a stage while its last backward runs: each bucket begins when it is full.
+    """The reductions of a stage while its last backward runs: each bucket begins when it is full.
 
-    No bucket begins before the one that stands before it, so that all ranks begin them in one order
-    (DDP, Li et al. 2020).  How often a parameter's gradient is added to in this backward, and which
-    of a bucket's comes last, is learned in the first step, in which nothing begins before its end;
-    so it is for gradients that leave the device.  From then on the last ones alone are watched.
-    Where more is added than in the step before, close() says so: no wrong sum is kept; where a
-    bucket was full and nobody saw it, its order is learned again.
+    No bucket begins before its predecessor, so that all ranks begin them in one order (DDP, Li et
+    al. 2020). The first step begins nothing early: it learns how often this backward writes into
+    each gradient, and which gradient of a bucket comes last. The same holds for gradients that
+    leave the device. From then on, only the last gradients are watched. If more is added than in
+    the step before, close() raises, so that no wrong sum is kept; if a bucket was full without
+    notice, its order is learned again.
     """
 
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
         self.begun: list[Started] = []
-        self.states: list[list[Any]] = []  # of the gradients that were begun with
-        self.added: dict[int, int] = {}  # by id of those watched, the last one last
+        self.states: list[list[Any]] = []  # of the gradients when their bucket began
+        self.added: dict[
+            int, int
+        ] = {}  # by id of the watched parameters, in order of the last write
         self.before = [_writes(members) for _, members in learned.waiting]
         watched = [p for place in range(len(learned.waiting)) for p in self._watched(place)]
         self.hooks = [p.register_post_accumulate_grad_hook(self._added) for p in watched]  # type: ignore[no-untyped-call]
@@ -142,7 +145,7 @@ class Armed:
             self._begin()
 
     def _full(self) -> bool:
-        """Return whether the next bucket has got every addition that it got in the step before."""
+        """Return whether the next bucket got as many writes as in the step before."""
         place = len(self.begun)
         if place == len(self.learned.waiting):
             return False
@@ -161,7 +164,7 @@ class Armed:
         self.states.append(_states(members))
 
     def close(self) -> list[Started]:
-        """Begin what is left; all that was begun."""
+        """Begin the remaining buckets; return all reductions that have begun."""
         for hook in self.hooks:
             hook.remove()
         for (_, members), states in zip(self.learned.waiting, self.states):
@@ -181,7 +184,7 @@ class Armed:
             self.learned.writes[place] = [self.added.get(id(p), 0) for p in members]
             return
         now, writes = _writes(members), list[int]()
-        if place not in self.learned.last:  # all of them were watched
+        if place not in self.learned.last:  # all gradients were watched
             order = {key: k for k, key in enumerate(self.added)}
             seen = [order.get(id(p), -1) for p in members.parameters]
             if max(seen) >= 0:
@@ -193,8 +196,8 @@ class Armed:
 
 
 def _writes(members: Members) -> list[int] | None:
-    """Return the number of writes into each gradient of a bucket; None if they do not lie
-    together."""
+    """Return the number of writes into each gradient of a bucket; None if it is not in one
+    buffer."""
     return members.written() if isinstance(members, Flat) and members.in_place() else None
 
 

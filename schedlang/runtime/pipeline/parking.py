@@ -1,7 +1,8 @@
-"""Activations that lie elsewhere between forward and backward: on another rank, or in host memory.
+"""Activations that are moved between forward and backward: to another rank, or to host memory.
 
-EVICT sends what a forward has saved to a partner, who takes it in (HOLD), sends it back (GIVE), and
-LOAD takes it home (Kim et al., BPipe, 2023); OFFLOAD and RELOAD go to host memory and back.
+EVICT sends the saved activations of a forward to a partner, which receives (HOLD) and sends them
+back (GIVE); LOAD receives them again (Kim et al., BPipe, 2023). OFFLOAD and RELOAD copy to host
+memory and back.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Groups = Sequence[world.ProcessGroup | None]
 
 
 class Parking:
-    """The two ways between partners, out and home, apart from the messages between stages.
+    """The two channels between partners, out and home, separate from the messages between stages.
 
-    `groups`: two for the way out (to higher ranks, to lower), two for the way home, and one of
-    hosts, who tell each other how many bytes come: nobody waits for a device to know it.
+    `groups`: two for out (to higher ranks, to lower), two for home, and one between the hosts,
+    which exchange the numbers of bytes, so that nobody waits for a device to know them.
     """
 
     def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
@@ -36,13 +37,13 @@ class Parking:
         self.out = Mail(ways[0], ways[1], device, pairs, PEER)
         self.home = Mail(ways[2], ways[3], device, pairs)
         self.hosts = ways[4]
-        self._sizes: list[tuple[Any, torch.Tensor]] = []  # on their way to partners
-        self.sent: dict[int, int] = {}  # stage -> bytes of a microbatch's that left, at most
+        self._sizes: list[tuple[Any, torch.Tensor]] = []  # sends in flight
+        self.sent: dict[int, int] = {}  # stage -> bytes evicted per microbatch, at most
         self._held: set[Work] = set()
         self._last: Work | None = None
 
     def finish(self) -> None:
-        """Everything that was sent has arrived."""
+        """Wait until all sends have arrived."""
         self.out.finish()
         self.home.finish()
         for message, _ in self._sizes:
@@ -52,30 +53,30 @@ class Parking:
         assert not self._held, "activations of other ranks were not given back"
 
     def evict(self, step: Step, op: Op) -> None:
-        """Send away what a forward has saved; what was sent before must have left by now."""
+        """Send the saved activations of a forward; wait first for those that were sent before."""
         work, to = work_of(op), step.pipe.ranks[op.peer]
         self._free()
         bag, self._last = bag_of(step, work), work
-        told = bag.sizes()
-        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
+        sizes = bag.sizes()
+        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(sizes))
         if not not_there(self.out.device):
-            self._tell(to, told)
+            self._send_sizes(to, sizes)
         self.out.send(to, work, bag.pack(), header=False)
         if not_there(self.out.device):
-            self._free()  # there is nothing on its way
+            self._free()  # a dry run sends nothing
 
-    def _tell(self, to: int, sizes: Sequence[int]) -> None:
-        """Tell the host of a partner how many parts come, and the bytes of each."""
+    def _send_sizes(self, to: int, sizes: Sequence[int]) -> None:
+        """Send to the host of a partner the number of pieces, and the bytes of each."""
         with torch._C.DisableTorchFunction():
             for numbers in ([len(sizes)], sizes):
                 message = torch.tensor(numbers, dtype=torch.int64, device=HOST)
                 self._sizes.append((world.isend(message, to, self.hosts), message))
 
     def make_room(self) -> None:
-        """Free activations that have left, before memory is needed.
+        """Free activations that have arrived elsewhere, before memory is needed.
 
-        HOLD stands right behind EVICT in the order of all rows, so it does not wait for what this
-        rank does next. A backend that tells what has arrived is asked, not waited for.
+        HOLD stands right behind EVICT in the order of all rows, so it does not wait for later
+        operations of this rank. A backend that reports arrivals is queried, not waited for.
         """
         if self.out.tells:
             self.out.sweep()
@@ -88,7 +89,7 @@ class Parking:
             self.out.free(last)
 
     def hold(self, step: Step, op: Op) -> None:
-        """Take in what a partner sends."""
+        """Receive the activations of a partner."""
         work, source = work_of(op), step.pipe.ranks[op.peer]
         sizes = self.told(source)
         layout = tuple((torch.uint8, (int(size),)) for size in sizes)
@@ -96,18 +97,18 @@ class Parking:
         self._held.add(work)
 
     def told(self, source: int) -> Sequence[int]:
-        """The bytes of each part that a partner is about to send."""
-        (count,) = self._heard(source, 1)
-        return self._heard(source, count)
+        """Receive the bytes of each piece that a partner is about to send."""
+        (count,) = self._receive_numbers(source, 1)
+        return self._receive_numbers(source, count)
 
-    def _heard(self, source: int, count: int) -> list[int]:
+    def _receive_numbers(self, source: int, count: int) -> list[int]:
         with torch._C.DisableTorchFunction():
             message = torch.empty(count, dtype=torch.int64, device=HOST)
             world.irecv(message, source, self.hosts).wait()
             return message.tolist()
 
     def give(self, step: Step, op: Op) -> None:
-        """Send back what a partner has parked here."""
+        """Send the activations of a partner back."""
         work = work_of(op)
         self._held.remove(work)
         self.home.send(step.pipe.ranks[op.peer], work, self.out.take(work), header=False)
@@ -115,7 +116,7 @@ class Parking:
             self.home.free(work)
 
     def load(self, step: Step, op: Op) -> None:
-        """Call back what was parked; the backward waits for it."""
+        """Post the receive of evicted activations; the backward waits for them."""
         self.make_room()
         work = work_of(op)
         bag = bag_of(step, work)
@@ -125,20 +126,20 @@ class Parking:
 
 
 def offload(step: Step, op: Op) -> None:
-    """Copy what a forward has saved to host memory."""
+    """Copy the saved activations of a forward to host memory."""
     bag = bag_of(step, work_of(op))
-    step.hosts[work_of(op)] = [(copies.to_host(part), part.device) for part in bag.pack()]
+    step.host_copies[work_of(op)] = [(copies.to_host(part), part.device) for part in bag.pack()]
 
 
 def reload(step: Step, op: Op) -> None:
     """Start the copy back from host memory."""
-    hosts = step.hosts.pop(work_of(op))
+    hosts = step.host_copies.pop(work_of(op))
     back = [copies.to_device(host, home) for host, home in hosts]
     bag_of(step, work_of(op)).bring(lambda: [copies.ready(*one) for one in back])
 
 
 def bag_of(step: Step, work: Work) -> Bag:
-    """Return the bag of activations that the forward of some work has saved."""
+    """Return the bag of the activations that the forward of some work has saved."""
     bag = step.flights[work].bag
     assert bag is not None, "the forward of what is parked keeps no bag"
     return bag

@@ -1,7 +1,7 @@
-"""Forwards that keep only what they received, and run again before their backward.
+"""Forwards that store only their inputs, and run again before their backward (RECOMPUTE rows).
 
-RECOMPUTE rows (Athlur et al., Varuna, 2022; Chen et al., 2016, for a whole stage).  The second run
-sees the weights, random numbers and values of the first: gradients are the same to the last bit.
+Athlur et al., Varuna, 2022; Chen et al., 2016, for a full stage. The second run uses the weights,
+random numbers and inputs of the first: gradients are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Kept:
     """The inputs of a stage's forward, for a second run of it.
 
-    They are what it received from other stages, where generators of random numbers stood, the
-    attributes of modules before it, and what the forward has noted (scope.memo).
+    These are the received values, the states of random generators, the attributes of modules before
+    the forward, and the values that the forward has stored in scope.memo.
     """
 
     received: Mapping[Token, Tensor]
@@ -41,27 +41,31 @@ class Kept:
 
     @staticmethod
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
-        """Note the inputs before a forward of a stage's model; the device draws, or the model
-        itself."""
+        """Store the inputs before a forward of a stage's model, with the generators of device and
+        model."""
         inside = modules_in(model)
         drawn = Replayed([*default_generators([device]), *own_generators(inside)])
         return Kept(received, drawn, Before(inside))
 
 
 def recompute(step: Step, op: Op) -> None:
-    """Run a forward again, now with its graph; what it sent the first time is not sent again."""
+    """Run a forward again, now with its graph; its outputs were already sent and are not sent
+    again."""
     work = work_of(op)
-    kept = step.kept.pop(work)
+    inputs = step.recompute_inputs.pop(work)
     model = step.pipe.stages[work.stage].model
-    before = _buffers(model)
-    remember(kept.noted)
-    with kept.drawn, kept.before.again():
-        step.launch(work, kept.received)
-    _restore(model, before)
+    before = _snapshot_buffers(model)
+    remember(inputs.noted)
+    with inputs.drawn, inputs.before.again():
+        step.launch(work, inputs.received)
+    _restore_statistics(model, before)
 
 
-def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
-    """Buffers with their counts of writes; copies of statistics, which kernels write unseen."""
+def _snapshot_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    """Return buffers with their version counters, and copies of running statistics.
+
+    Kernels write running statistics without a count.
+    """
     found = {}
     for prefix, module in model.named_modules():
         counted = getattr(module, "track_running_stats", False)
@@ -71,13 +75,16 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
     return found
 
 
-def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]) -> None:
-    """Statistics count a microbatch once; other buffers may not change in a forward."""
+def _restore_statistics(
+    model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]
+) -> None:
+    """Put running statistics back, so that a microbatch counts once; refuse other changed
+    buffers."""
     now = dict(model.named_buffers())
     for name, (buffer, version, copy) in before.items():
         if copy is not None:
-            # beside the count of writes: a norm that reads what it has counted saves it for its
-            # backward, which would take it for overwritten
+            # `.data` leaves the version counter alone: a norm may save its statistics for backward,
+            # and autograd would refuse them as overwritten
             buffer.data.copy_(copy)
         elif now.get(name) is not buffer or buffer._version != version:
             raise Refusal.of(

@@ -1,4 +1,4 @@
-"""The two halves of a backward: gradients of a stage's inputs now, of its weights later."""
+"""The two halves of a backward: gradients of the inputs of a stage first, of its weights later."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from schedlang.runtime.storage.offloaded_gradients import run_hooks
 
 
 class SplitBackward:
-    """One backward in two parts (Qi et al., Zero Bubble, 2401.10241).
+    """One backward in two halves (Qi et al., Zero Bubble, 2401.10241).
 
-    `roots` are tensors or gradient edges, `grads` their gradients, `leaves` the stage's inputs.
-    `inputs()` runs only what the inputs need, and keeps the gradients that arrive at each branch:
-    a node on the way to an input from which a weight is reached too. `weights()` goes on from the
-    branches into the weights alone. A weight below several branches is done in the first half,
-    because a pass from the upper branch would run through the lower. Without inputs the first
-    half is nothing and the second is the whole backward. Weights that `waits` denies are done in
-    the first half too.
+    `roots` are tensors or gradient edges, `grads` their gradients, `leaves` the inputs of the
+    stage. `inputs()` computes only the gradients of the inputs, and stores the gradients that
+    arrive at each branch: a node on the way to an input, from which a weight is reached too.
+    `weights()` continues from the branches to the weights alone. A weight below several branches is
+    done in the first half, because a pass from the upper branch would run through the lower.
+    Without inputs, the first half does nothing and the second is the full backward. Weights for
+    which `waits` returns False are done in the first half too.
     """
 
     def __init__(
@@ -37,50 +37,50 @@ class SplitBackward:
         self._later: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
 
     def inputs(self) -> list[torch.Tensor | None]:
-        """Gradients of the leaves; None where a leaf does not matter."""
+        """Return the gradients of the leaves; None where the roots do not depend on a leaf."""
         if not self.leaves or not self.roots:
             return [None] * len(self.leaves)
         starts = [_node(root) for root in self.roots]
         graph = _Graph(starts, {get_gradient_edge(leaf).node for leaf in self.leaves})
         branches = graph.branches()
-        loose = [k for k, start in enumerate(starts) if start not in graph.toward]
+        loose = [k for k, start in enumerate(starts) if start not in graph.to_ends]
         below = [*branches.values(), *(graph.weights([starts[k]]) for k in loose)]
         count = Counter(weight for weights in below for weight in weights)
         early = [w for w, times in count.items() if times > 1 or not self.waits(_variable(w))]
         done = set(early)
         late = [[w for w in weights if w not in done] for weights in below]
-        kept: dict[Node, tuple[Any, ...]] = {}
+        stored: dict[Node, tuple[Any, ...]] = {}
         wanted = [*self.leaves, *(_variable(weight) for weight in early)]
-        with hooked(_keep(node, kept) for node in branches):
+        with hooked(_store_gradients(node, stored) for node in branches):
             found = torch.autograd.grad(
                 self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
             )
         for weight, grad in zip(wanted[len(self.leaves) :], found[len(self.leaves) :]):
             _accumulate(weight, grad)
         for node, weights in zip(branches, late):
-            arrived = [(k, g) for k, g in enumerate(kept.get(node, ())) if g is not None]
+            arrived = [(k, g) for k, g in enumerate(stored.get(node, ())) if g is not None]
             edges = [GradientEdge(node, k) for k, _ in arrived]
-            self._plan(edges, [g for _, g in arrived], weights)
+            self._defer(edges, [g for _, g in arrived], weights)
         for k, weights in zip(loose, late[len(branches) :]):
-            self._plan([self.roots[k]], [self.grads[k]], weights)
+            self._defer([self.roots[k]], [self.grads[k]], weights)
         self.roots, self.grads = [], []
         return list(found[: len(self.leaves)])
 
     def weights(self) -> None:
-        """Add the gradients of the weights to their `.grad`; the graph is freed."""
+        """Add the gradients of the weights to their `.grad`, and free the graph."""
         if self.roots:
             torch.autograd.backward(self.roots, self.grads)
         for edges, grads, weights in self._later:
             torch.autograd.backward(edges, grads, inputs=weights)
         self._later, self.roots, self.grads = [], [], []
 
-    def _plan(self, edges: list[Any], grads: list[torch.Tensor], weights: list[Node]) -> None:
+    def _defer(self, edges: list[Any], grads: list[torch.Tensor], weights: list[Node]) -> None:
         if edges and weights:
             self._later.append((edges, grads, [_variable(w) for w in weights]))
 
 
 class _Graph:
-    """The autograd graph below some nodes; `toward` are the nodes from which an end is reached."""
+    """The autograd graph below some nodes; `to_ends` are the nodes from which an end is reached."""
 
     def __init__(self, starts: Sequence[Node], ends: set[Node]) -> None:
         self.onward: dict[Node, list[Node]] = {}
@@ -94,26 +94,26 @@ class _Graph:
             for below in self.onward[node]:
                 above.setdefault(below, []).append(node)
             stack.extend(self.onward[node])
-        self.toward: set[Node] = set()
+        self.to_ends: set[Node] = set()
         stack = [end for end in ends if end in self.onward]
         while stack:
             node = stack.pop()
-            if node not in self.toward:
-                self.toward.add(node)
+            if node not in self.to_ends:
+                self.to_ends.add(node)
                 stack.extend(above.get(node, ()))
 
     def branches(self) -> dict[Node, list[Node]]:
-        """Nodes on the way to an end, with the weights below their other inputs."""
+        """Return the nodes on the way to an end, with the weights below their other inputs."""
         found = {}
         for node in self.onward:
-            if node in self.toward:
-                weights = self.weights(n for n in self.onward[node] if n not in self.toward)
+            if node in self.to_ends:
+                weights = self.weights(n for n in self.onward[node] if n not in self.to_ends)
                 if weights:
                     found[node] = weights
         return found
 
     def weights(self, nodes: Iterable[Node]) -> list[Node]:
-        """The leaves that are reached from some nodes."""
+        """Return the leaves below some nodes."""
         seen: dict[Node, None] = {}
         stack = list(nodes)
         while stack:
@@ -129,9 +129,9 @@ def _node(root: Any) -> Node:
     return node
 
 
-def _keep(node: Node, kept: dict[Node, tuple[Any, ...]]) -> Any:
+def _store_gradients(node: Node, stored: dict[Node, tuple[Any, ...]]) -> Any:
     def hook(grads: tuple[Any, ...]) -> None:
-        kept[node] = grads
+        stored[node] = grads
 
     return node.register_prehook(hook)
 

@@ -1,4 +1,7 @@
-"""One stage of a model by replay: the model's own forward, units of other stages skipped."""
+"""A stage of a model by replay: the model's own forward, with units of other stages skipped.
+
+The executor of a pipeline calls `Stage`; `Stub` makes the outputs of units that run elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +32,22 @@ from schedlang.runtime.tracing.graph import Cut, Token, refusal
 from schedlang.runtime.tracing.meta import meta_batch, meta_model, on_meta, tensors_in
 from schedlang.runtime.tracing.units import Switch, Tell, overheard, tell
 
-# ---- Random draws of a call that is not made here: counted, so that later calls draw their own.
+# ---- Random draws of a call that does not run here: counted, so that later calls draw as usual.
 
 
 class Counted:
-    """Counts draws by site; what they give has a shape and no meaning."""
+    """Counter of random draws by call site; its masks drop nothing: only shapes are used."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """A mask of `shape` that drops nothing."""
+        """Return a mask of `shape` that drops nothing."""
         self.calls[scope.site()] += 1
         return torch.ones(tuple(shape), dtype=torch.bool, device=device)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers of `shape` in [0, 1)."""
+        """Return zeros of `shape`, where the model draws numbers in [0, 1)."""
         self.calls[scope.site()] += 1
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
@@ -68,8 +71,8 @@ class StageEnd(BaseException):
 class Forwarded(NamedTuple):
     """The results of one forward of a stage.
 
-    `made` are the values for other stages, without history; `edges` where their gradients enter.
-    `output` and `loss` are those of the model, on the last stage only.
+    `made` are the values for other stages, detached; `edges` are the graph edges where their
+    gradients enter. `output` and `loss` are those of the model, on the last stage only.
     """
 
     made: Mapping[Token, torch.Tensor]
@@ -79,16 +82,16 @@ class Forwarded(NamedTuple):
 
 
 class Order:
-    """Watches that units are called once each, in the order of the record (S614).
+    """Checks that each unit is called once, in the order of the recorded forward (S614).
 
-    A forward that goes another way would take values from units that never sent them.
+    A forward that calls units in another order would use values from units that never sent them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.due = names, 0
 
     def next(self, unit: int) -> None:
-        """The unit that is called; the number of units where the forward ends."""
+        """Check the unit that is called now; the number of units stands for the end."""
         if unit == self.due:
             self.due += 1
             return
@@ -105,33 +108,33 @@ class Order:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """The arguments of one hook inside of a unit: the leaves of an output and of its arguments."""
+class _HookCall:
+    """A call of a hook inside a unit: leaves of the output and of the arguments of the hook."""
 
     name: str
     hook: int
     leaves: list[Any]
     spec: Any
-    given: list[Any]
-    given_spec: Any
+    arguments: list[Any]
+    arguments_spec: Any
 
 
-# by unit, default and autocast's dtype, training flag, signature of the arguments: leaves of the
-# output, their structure, draws by site, what hooks are told, the leaves that are arguments it has
-# written into
-_Made = tuple[list[Any], Any, Mapping[str, int], list[_Told], frozenset[int]]
-Outputs = Mapping[Any, _Made]
+# Key: unit, default dtype, autocast's dtype, training flag, signature of the arguments.
+# Value: leaves of the output, their structure, draws by site, calls of hooks, indices of the output
+# leaves that are arguments into which the unit has written.
+_UnitOutput = tuple[list[Any], Any, Mapping[str, int], list[_HookCall], frozenset[int]]
+Outputs = Mapping[Any, _UnitOutput]
 
 
-def _travels(made: _Made) -> bool:
-    leaves, _, _, told, _ = made
-    every = [*leaves, *(leaf for one in told for leaf in (*one.leaves, *one.given))]
+def _is_transferable(made: _UnitOutput) -> bool:
+    leaves, _, _, hook_calls, _ = made
+    every = [*leaves, *(leaf for one in hook_calls for leaf in (*one.leaves, *one.arguments))]
     return all(type(leaf) is Tensor or type(leaf) in SIMPLE for leaf in every)
 
 
-def _hidden(name: str) -> Refusal:
-    """A unit of another stage has written into what it was given, which the recorded forward, that
-    of training, does not do: nobody has sent it."""
+def _hidden_write(name: str) -> Refusal:
+    """Return the refusal of a write by a unit of another stage into one of its arguments: the
+    recorded training forward does not write there, so no stage sends the written tensor."""
     return refusal(
         "S610",
         name,
@@ -143,61 +146,63 @@ def _hidden(name: str) -> Refusal:
 
 
 class Recorded:
-    """The outputs of units that a recorded forward showed, for stand-ins of a model in that state.
+    """The outputs of units that a recorded forward showed, for stubs of a model in the same state.
 
-    In another state, with other dtypes or training flags, units may give something else.
+    In another state (dtypes, training flags), units may return other outputs.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self.of, self.outputs = _state(model), dict[Any, _Made]()
+        self.of, self.outputs = _model_state(model), dict[Any, _UnitOutput]()
         units = [model.get_submodule(name) for name in names]
         self._training = [unit.training for unit in units]
-        self._drops = [_drops_all(unit) for unit in units]
+        self._unsafe = [_drops_all(unit) for unit in units]
 
     def __call__(
-        self, unit: int, given: Any, leaves: list[Any], spec: Any, written: frozenset[int]
+        self, unit: int, arguments: Any, leaves: list[Any], spec: Any, written: frozenset[int]
     ) -> None:
-        """Note what a unit gives for these arguments."""
+        """Store the output of a unit for these arguments."""
         made = [leaf.detach() if type(leaf) is Tensor else leaf for leaf in leaves]
-        found: _Made = made, spec, {}, [], written
-        if _travels(found) and not self._drops[unit]:
-            self.outputs[_key(unit, self._training[unit], given, "meta")] = found
+        found: _UnitOutput = made, spec, {}, [], written
+        if _is_transferable(found) and not self._unsafe[unit]:
+            self.outputs[_key(unit, self._training[unit], arguments, "meta")] = found
 
     def known_of(self, model: nn.Module) -> Outputs:
-        """Return what holds for a model: nothing if it is in another state."""
-        return self.outputs if _state(model) == self.of else {}
+        """Return the outputs that are valid for a model: none if the model is in another state."""
+        return self.outputs if _model_state(model) == self.of else {}
 
 
 def _drops_all(unit: nn.Module) -> bool:
-    """Return whether a mask may be counted in a unit for which torch draws no numbers: with p=1."""
+    """Return whether a unit has dropout with p=1: torch draws no numbers, a dry run a mask."""
     found = (getattr(module, name, 0) for module in unit.modules() for name in ("p", "dropout"))
     return any(type(p) in (int, float) and p == 1 for p in found)
 
 
-def _state(model: nn.Module) -> Any:
+def _model_state(model: nn.Module) -> Any:
     tensors = (*model.parameters(), *model.buffers())
     return [t.dtype for t in tensors], [module.training for module in model.modules()]
 
 
-def _key(unit: int, training: bool, given: Any, device: str) -> Any:
+def _key(unit: int, training: bool, arguments: Any, device: str) -> Any:
     casts = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casts else None
-    args, kwargs = given
+    args, kwargs = arguments
     named = _signature(kwargs) if kwargs else None
     each = [(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in args]
     # float64 is the default while a proof computes in it
     return unit, torch.get_default_dtype(), dtype, training, named, *each
 
 
-def _watched() -> bool:
+def _is_observed() -> bool:
     return torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class Stub:
-    """Knows the output of every unit for every shape of its arguments, by running it on meta.
+    """Returns the output of a unit that runs on another stage, for each shape of its arguments.
 
-    `known` is what another one of the same preparation has found. `copied` makes, once something is
-    not known, the copy of `reference` that is run; None: it is on meta itself.
+    An output that is not known yet is found by running the unit on the meta device. `known` holds
+    outputs that another stub of the same preparation has found. `copied` makes the copy of
+    `reference` that is run, when the first unknown output is needed; None: `reference` itself is on
+    meta.
     """
 
     def __init__(
@@ -212,14 +217,14 @@ class Stub:
         self.training = tuple(reference.get_submodule(name).training for name in self._units)
         self.leaves = cut.graph.leaves
         self._known = dict(known or {})
-        self._blank: dict[Any, Tensor] = {}
-        # of units that give one tensor and do nothing else: its token, and what stands in for it
-        self._alone: dict[Any, tuple[Token, Tensor | None]] = {}
-        self._outside = capture()  # a run for shapes draws no masks and counts no calls
+        self._placeholders: dict[Any, Tensor] = {}
+        # of units that return one tensor and do nothing else: its token, and its placeholder
+        self._single_outputs: dict[Any, tuple[Token, Tensor | None]] = {}
+        self._outside = capture()  # a run on meta draws no masks and counts no calls
 
     @cached_property
     def units(self) -> tuple[nn.Module, ...]:
-        """The units, without values."""
+        """The units, on the meta device."""
         with outside():
             reference = self._copied()
         named_sites(reference)
@@ -233,45 +238,45 @@ class Stub:
         received: Mapping[Token, torch.Tensor],
         device: torch.device,
         module: nn.Module,
-        kept: AbstractContextManager[None] | None = None,
+        context: AbstractContextManager[None] | None = None,
     ) -> Any:
-        """The unit's output: the received leaves, something of their shape for the others."""
+        """Return the output of a unit: received leaves, and placeholders for all others."""
         key = _key(unit, self.training[unit], (args, kwargs), device.type)
-        if key in self._alone:  # as almost always
-            token, blank = self._alone[key]
+        if key in self._single_outputs:  # as almost always
+            token, blank = self._single_outputs[key]
             if token in received:
                 return received[token]
-            if blank is not None and blank.device == device and not _watched():
+            if blank is not None and blank.device == device and not _is_observed():
                 return blank.detach()
         known = self._known.get(key)
         if known is None:
-            with kept or kept_outside(module), imitated(device.type):
+            with context or kept_outside(module), imitated(device.type):
                 known = self._known[key] = self._shapes(unit, args, kwargs, module)
-        leaves, spec, draws, told, written = known
+        leaves, spec, draws, hook_calls, written = known
         if written and any((unit, k) not in {**self.leaves, **received} for k in written):
-            raise _hidden(self.names[unit])
+            raise _hidden_write(self.names[unit])
         for site, times in draws.items():
             skip_calls(site, times)
-        if told and any(source == unit and k < 0 for source, k in received):
-            self._tell(module, unit, told, received)
+        if hook_calls and any(source == unit and k < 0 for source, k in received):
+            self._call_hooks(module, unit, hook_calls, received)
         made = [
-            received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
+            received[(unit, k)] if (unit, k) in received else self._filler(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         if type(output := pytree.tree_unflatten(made, spec)) is Tensor:
             own = self.leaves.get(token := (unit, 0))
-            if not (draws or told or written or own is None or own.mutated):
-                blank = self._blank.get((output.dtype, output.shape, device))
-                self._alone[key] = token, blank
+            if not (draws or hook_calls or written or own is None or own.mutated):
+                blank = self._placeholders.get((output.dtype, output.shape, device))
+                self._single_outputs[key] = token, blank
         return output
 
     def meet(self, switch: Switch, model: nn.Module, batch: Mapping[str, Any], last: int) -> None:
-        """Find the outputs of all units before `last` for this part of a batch.
+        """Find the outputs of all units before `last` for one part of a batch.
 
-        The model's own forward runs, its units do not: what lies between them makes their
-        arguments. `switch` stands before the units of `model`.
+        The model's own forward runs, but its units do not: the code between the units makes their
+        arguments. `switch` wraps the units of `model`.
         """
-        device = _device(batch)
+        device = _batch_device(batch)
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             if unit >= last:
@@ -283,50 +288,55 @@ class Stub:
 
     @property
     def found(self) -> Outputs:
-        """All that was found and means the same in another process."""
-        return {key: made for key, made in self._known.items() if _travels(made)}
+        """All outputs found so far that mean the same in another process."""
+        return {key: made for key, made in self._known.items() if _is_transferable(made)}
 
-    def _tell(
-        self, owner: nn.Module, unit: int, told: list[_Told], received: Mapping[Token, torch.Tensor]
+    def _call_hooks(
+        self,
+        owner: nn.Module,
+        unit: int,
+        hook_calls: list[_HookCall],
+        received: Mapping[Token, torch.Tensor],
     ) -> None:
-        """Call the hooks inside of a unit that runs elsewhere with what its stage has sent."""
+        """Call the hooks inside a unit of another stage with the values that its stage sent."""
         place, device = -1, next(iter(received.values())).device
-        for one in told:
+        for one in hook_calls:
             made = []
             for leaf in one.leaves:
                 token = (unit, place)
                 known = token in received
-                made.append(received[token] if known else self._unknown(unit, place, leaf, device))
+                made.append(received[token] if known else self._filler(unit, place, leaf, device))
                 place -= 1
-            given = [self._unknown(unit, None, leaf, device) for leaf in one.given]
+            arguments = [self._filler(unit, None, leaf, device) for leaf in one.arguments]
             module = owner.get_submodule(one.name)
             output = pytree.tree_unflatten(made, one.spec)
-            tell(module, one.hook, pytree.tree_unflatten(given, one.given_spec), output)
+            tell(module, one.hook, pytree.tree_unflatten(arguments, one.arguments_spec), output)
 
-    def _unknown(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
-        """Return a stand-in for a leaf that nothing reads: NaN, so that a reader is seen; no
-        memory.  It is made once, but for modes that know tensors by who made them."""
+    def _filler(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
+        """Return a placeholder for a leaf that nothing may read: NaN without memory, so that a read
+        shows. Placeholders are cached, except under modes that tell tensors apart by their
+        operation."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         dtype, shape = leaf.dtype, leaf.shape
         known = self.leaves.get((unit, k)) if k is not None else None
         written = k is not None and (known is None or known.mutated)
-        key, alone = (dtype, shape, device), written or _watched()
-        if not alone and (blank := self._blank.get(key)) is not None:
+        key, alone = (dtype, shape, device), written or _is_observed()
+        if not alone and (blank := self._placeholders.get(key)) is not None:
             return blank.detach()
         number = math.nan if dtype.is_floating_point else 0
         made = torch.full(shape if written else (), number, dtype=dtype, device=device)
-        # what stands for many cannot be written into, unlike one number
+        # an expanded placeholder cannot be written into, a tensor of one number can
         if not alone and leaf.numel() > 1 and not made.is_meta:
-            self._blank[key] = made.expand(shape)
+            self._placeholders[key] = made.expand(shape)
         return made.expand(shape)
 
-    def _shapes(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _Made:
-        counted, told = Counted(), list[_Told]()
+    def _shapes(self, unit: int, args: Any, kwargs: Any, module: nn.Module) -> _UnitOutput:
+        counted, hook_calls = Counted(), list[_HookCall]()
 
-        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> None:
-            told.append(
-                _Told(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(given))
+        def on_hook(name: str, hook: int, call: Tell, arguments: Any, output: Any) -> None:
+            hook_calls.append(
+                _HookCall(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(arguments))
             )
 
         try:
@@ -343,34 +353,34 @@ class Stub:
                 )
                 for mode in modes:
                     stack.enter_context(mode)
-                # what is inside may be called again from elsewhere, and draws what comes after
+                # modules inside may be called again from elsewhere, and must draw the next numbers
                 stack.enter_context(Alone(counted))
-                stack.enter_context(overheard(self.units[unit], heard, hooked=module))
-                given = meta_batch(args), meta_batch(kwargs)
-                before = [(t, t._version) for t in tensors_in(given)]
-                output = self.units[unit](*given[0], **given[1])
+                stack.enter_context(overheard(self.units[unit], on_hook, hooked=module))
+                arguments = meta_batch(args), meta_batch(kwargs)
+                before = [(t, t._version) for t in tensors_in(arguments)]
+                output = self.units[unit](*arguments[0], **arguments[1])
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
         changed = {id(t) for t, version in before if t._version != version}
         written = frozenset(k for k, leaf in enumerate(leaves) if id(leaf) in changed)
-        return leaves, spec, counted.calls, told, written
+        return leaves, spec, counted.calls, hook_calls, written
 
 
 class Stage:
-    """A stage of a cut model on this rank.
+    """A stage of a split model on this rank.
 
-    `model` is the local module: parameters of other stages may be anything (meta, say), they are
-    never touched. `switch` stands before the units of `model`; the stages of one rank share it.
-    `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
-    `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
-    gathered weights, where every part of a backward would recompute or gather again. `late` names
-    the parameters whose gradients W computes, the others are done by I; None: all are late.
-    `through` runs a forward of a stage whose weights are gathered.
+    `model` is the local module: its forward never touches the parameters of other stages, so these
+    may be anything (on meta, say). `switch` wraps the units of `model`; all stages of one rank
+    share it. `stub` is built from a full model on meta. `loss(output, batch)` is used where the
+    model returns no loss. `split=False` lets I do the full backward and W nothing: for stages with
+    recomputed or gathered weights, where each half of a backward would recompute or gather again.
+    `late` names the parameters whose gradients W computes; I computes the others; None: W computes
+    all. `through` runs a forward of a stage whose weights are gathered.
 
-    `incoming` and `outgoing` are the values that are exchanged with other stages, by stage;
-    `returned` and `awaited` those of them whose gradients go back and come back.
+    `incoming` and `outgoing` are the tokens that are exchanged with other stages, by stage;
+    `returned` and `awaited` are those of them whose gradients are sent back and received.
     """
 
     def __init__(
@@ -388,18 +398,18 @@ class Stage:
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.through = through
-        self._late = None if late is None else {id(p) for p in _named(model, late)}
+        self._late = None if late is None else {id(p) for p in _parameters_named(model, late)}
         last = cut.stage_of[-1]
         self.whole, self.last = last == 0, index == last
         routes = {} if self.whole else cut.routes
         self.incoming = {e[0]: tokens for e, tokens in routes.items() if e[1] == index}
         self.outgoing = {e[1]: tokens for e, tokens in routes.items() if e[0] == index}
-        self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
-        self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
-        self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
-        # units that later stages need something of; and those, from what hooks inside are told
-        self.giving = frozenset(unit for unit, _ in self.wanted)
-        self.telling = frozenset(unit for unit, k in self.wanted if k < 0)
+        self.returned = {end: self._with_grad(tokens) for end, tokens in self.incoming.items()}
+        self.awaited = {end: self._with_grad(tokens) for end, tokens in self.outgoing.items()}
+        self.sent_tokens = frozenset(t for tokens in self.outgoing.values() for t in tokens)
+        # units with an output that later stages need, and units with such an argument of a hook
+        self.senders = frozenset(unit for unit, _ in self.sent_tokens)
+        self.hook_units = frozenset(unit for unit, k in self.sent_tokens if k < 0)
         if not self.whole:
             self.units = cut.units(index)
             self.switch = switch or Switch(model, cut.graph.units)
@@ -409,8 +419,8 @@ class Stage:
         """Return whether the gradient of a weight is left to W."""
         return self._late is None or id(weight) in self._late
 
-    def _back(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
-        """Return those values for which gradients come back."""
+    def _with_grad(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
+        """Return the tokens that get a gradient."""
         return tuple(token for token in tokens if self.differentiable(token))
 
     def mutated(self, token: Token) -> bool:
@@ -418,7 +428,7 @@ class Stage:
         return self.cut.graph.leaves[token].mutated
 
     def differentiable(self, token: Token) -> bool:
-        """Return whether gradients come back for this value."""
+        """Return whether this value gets a gradient."""
         return self.cut.graph.leaves[token].differentiable
 
     def forward(
@@ -427,18 +437,18 @@ class Stage:
         received: Mapping[Token, torch.Tensor],
         train: bool = True,
     ) -> Forwarded:
-        """Forward of one microbatch; `received` holds every token of `incoming`.
+        """Run the forward of one microbatch; `received` holds every token of `incoming`.
 
-        Where nothing is trained the loss function is not called: there may be no labels, and it
-        may write into the output.
+        Without training the loss is not called: there may be no labels, and it may write into the
+        output.
         """
         if self.whole:
-            return self._ended(called(self.model, batch), batch, train, {}, {})
+            return self._last_result(called(self.model, batch), batch, train, {}, {})
         if self.through is None:
-            return self._replayed(batch, received, train)
-        return self.through(lambda: self._replayed(batch, received, train))
+            return self._replay(batch, received, train)
+        return self.through(lambda: self._replay(batch, received, train))
 
-    def _ended(
+    def _last_result(
         self,
         output: Any,
         batch: Mapping[str, Any],
@@ -446,17 +456,17 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> Forwarded:
-        """The result of the last stage: the output, and in training the loss."""
+        """Return the result of the last stage: the output, and in training the loss."""
         loss = loss_of(output, batch, self.loss) if train else None
         return Forwarded(made, edges, output, loss)
 
-    def _replayed(
+    def _replay(
         self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor], train: bool
     ) -> Forwarded:
-        """The model's own forward, of which the units of this stage are run."""
+        """Run the model's own forward, with only the units of this stage."""
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
-        device = _device(batch)
+        device = _batch_device(batch)
         order, first, end = Order(self.cut.graph.labels), self.units.start, self.units.stop
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
@@ -468,9 +478,9 @@ class Stage:
                 return self.stub(unit, args, kwargs, received, device, module)
             if unit >= end:
                 raise StageEnd
-            if unit not in self.giving:
+            if unit not in self.senders:
                 return original(*args, **kwargs)
-            with self._heard(unit, made, edges) if unit in self.telling else nullcontext():
+            with self._catch_hooks(unit, made, edges) if unit in self.hook_units else nullcontext():
                 output = original(*args, **kwargs)
             self._capture(unit, output, made, edges)
             return output
@@ -483,7 +493,7 @@ class Stage:
                 except StageEnd:
                     return Forwarded(made, edges)
                 order.next(len(self.cut.graph.units))
-                return self._ended(output, batch, train, made, edges)
+                return self._last_result(output, batch, train, made, edges)
         finally:
             policies.replayed = before
 
@@ -505,30 +515,30 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> None:
-        if token not in self.wanted:
+        if token not in self.sent_tokens:
             return
         if leaf.requires_grad:
-            edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
+            edges[token] = get_gradient_edge(leaf)  # taken now: the leaf may be written into later
         value = leaf.detach()
         made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
 
     @contextmanager
-    def _heard(
+    def _catch_hooks(
         self, unit: int, made: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
     ) -> Iterator[None]:
-        """Listen to what hooks inside of a unit are told, as other stages need it."""
+        """Capture the arguments of hooks inside a unit, because other stages need them."""
         sides = count(1)
 
-        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> Any:
+        def on_hook(name: str, hook: int, call: Tell, arguments: Any, output: Any) -> Any:
             for leaf in pytree.tree_leaves(output):
                 self._send((unit, -next(sides)), leaf, made, edges)
-            return call(given, output)
+            return call(arguments, output)
 
-        with overheard(self.model.get_submodule(self.cut.graph.units[unit]), heard):
+        with overheard(self.model.get_submodule(self.cut.graph.units[unit]), on_hook):
             yield
 
 
-class _Enter(torch.autograd.Function):
+class _GraphInput(torch.autograd.Function):
     """A received tensor as a value of the graph: no leaf and no view, so it may be written into."""
 
     @staticmethod
@@ -541,18 +551,18 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(leaf: torch.Tensor) -> torch.Tensor:
-    """Return what the model gets for a received leaf."""
+    """Return the tensor that the model gets for a received leaf."""
     if not leaf.requires_grad:
         return leaf
-    entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    entered: torch.Tensor = _GraphInput.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
 
 
-def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+def _parameters_named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name in names]
 
 
-def _device(batch: Mapping[str, Any]) -> torch.device:
+def _batch_device(batch: Mapping[str, Any]) -> torch.device:
     for value in batch.values():
         if isinstance(value, torch.Tensor):
             return value.device
@@ -563,7 +573,7 @@ def _device(batch: Mapping[str, Any]) -> torch.device:
 
 
 def signature(batch: Mapping[str, Any]) -> Any:
-    """Return what shapes depend on: shapes and dtypes of tensors, other values as they are."""
+    """Return all that shapes depend on: shapes and dtypes of tensors, other values themselves."""
     return _signature(dict(batch))
 
 
@@ -573,7 +583,7 @@ def _signature(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return (tree.shape, tree.dtype)
     if kind is tuple or kind is list:
-        # most are nests of tensors: these without a call for each
+        # most nests hold tensors only: no call for each
         return (kind, *[(x.shape, x.dtype) if type(x) is Tensor else _signature(x) for x in tree])
     if kind is dict:
         return (kind, *tree, *_signature([*tree.values()]))

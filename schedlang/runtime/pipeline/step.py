@@ -1,4 +1,4 @@
-"""One step of a pipeline on one rank: forwards, backwards, and what lies between them."""
+"""One step of a pipeline on one rank: its forwards, backwards and the messages between them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class Result(NamedTuple):
-    """The result of one microbatch on the rank of the last stage: loss (unscaled) and output."""
+    """The result of a microbatch on the rank of the last stage: unscaled loss, and output."""
 
     loss: torch.Tensor | None
     output: Any
 
 
 class Step:
-    """The state of one step; every operation of a timeline reads and changes it.
+    """The state of one step; the handlers of operations read and change it.
 
-    flights   what stages keep of each microbatch between forward and backward
-    kept      of forwards without a graph, which run again before their backward
-    hosts     what lies in host memory, with the device that it came from
-    layouts   of the gradients of what was sent, by the message that sent it
-    here      messages between two stages of this rank; `outbox`: those that wait to be sent, those
-              of values with their layout
-    results   of the microbatches whose last stage is here
+    flights         state of each microbatch between forward and backward, by work
+    recompute_inputs  inputs of forwards without a graph, which run again before their backward
+    host_copies     activations in host memory, with the device that they came from
+    layouts         layouts of gradients to receive, by the message that sent the values
+    local_messages  messages between two stages of this rank
+    outbox          messages that wait to be sent; messages of values with their layout
+    results         results of the microbatches whose last stage is on this rank
     """
 
     def __init__(
@@ -60,49 +60,50 @@ class Step:
         alone = len(pipe.timeline.edges) == 0
         self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
         self.flights: dict[Work, Flight] = {}
-        self.kept: dict[Work, Kept] = {}
-        self.hosts: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
+        self.recompute_inputs: dict[Work, Kept] = {}
+        self.host_copies: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
         self.layouts: dict[Message, Layout] = {}
-        self.here: dict[Message, list[torch.Tensor]] = {}
+        self.local_messages: dict[Message, list[torch.Tensor]] = {}
         self.outbox: dict[Message, tuple[list[torch.Tensor], Layout | None]] = {}
         self.results: dict[int, Result] = {}
 
     def run(
         self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
     ) -> tuple[Forwarded, Carried | None]:
-        """The forward of a stage on the part of the batch that some work is on."""
+        """Run the forward of a stage on one microbatch, or on one slice of it."""
         return stage.forward(self.batches[work.microbatch], received, self.train), None
 
     def weight(self, work: Work) -> Number:
-        """Return the factor of this part's loss in backward."""
+        """Return the factor of the loss in backward."""
         return self.scale[work.microbatch]
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
-        """Note what the last stage has made."""
+        """Store the result of the last stage."""
         self.results[work.microbatch] = Result(loss, output)
 
     # -- forward -----------------------------------------------------------------------------------
 
     def forward(self, work: Work) -> None:
-        """Run a stage on what earlier stages sent; hand on what later ones need."""
+        """Run a stage on the values of earlier stages; store the values for later stages to be
+        sent."""
         stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         received: dict[Token, torch.Tensor] = {}
         for name, tokens in route.incoming:
             received.update(zip(tokens, self.collect(name)))
-        if self.train and work in self.pipe.again:
-            self.kept[work] = Kept.now(received, stage.model, self.pipe.mail.device)
-            # the second run must see what the first one did
+        if self.train and work in self.pipe.recomputed:
+            self.recompute_inputs[work] = Kept.now(received, stage.model, self.pipe.mail.device)
+            # the second run must get the same inputs as the first
             own = {t: v.clone() if t in route.written else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
-            self.kept[work].noted = noted()
-            self.kept[work].before.settle(type(stage.model).__name__)
+            self.recompute_inputs[work].noted = noted()
+            self.recompute_inputs[work].before.settle(type(stage.model).__name__)
         else:
             done = self.launch(work, received)
         made = done.made
-        for name, near, tokens, awaited in route.outgoing:
-            if near:  # what several stages here write into is each one's own
-                self.here[name] = [
+        for name, is_local, tokens, awaited in route.outgoing:
+            if is_local:  # each stage of this rank writes into its own copy
+                self.local_messages[name] = [
                     (made[t].clone() if t in route.written else made[t]).detach() for t in tokens
                 ]
                 continue
@@ -115,18 +116,18 @@ class Step:
         if stage.last:
             if self.train and (done.loss is None or not is_loss(done.loss)):
                 batch = self.batches[work.microbatch]
-                said = stage.loss is not None
+                has_loss = stage.loss is not None
                 raise Refusal(
                     not_a_loss(done.loss, stage.model, batch)
-                    if said
+                    if has_loss
                     else no_loss(stage.model, done.output, batch)
                 )
             loss = None if done.loss is None else done.loss.detach()
-            output = _detached(done.output, stage.model) if self.keep else None
+            output = _detach_output(done.output, stage.model) if self.keep else None
             self.finish(work, loss, output)
 
     def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
-        """Run a stage's forward, and keep what its backward needs."""
+        """Run the forward of a stage, and store what the backward needs."""
         stage, route = self.pipe.stages[work.stage], self.pipe.route(work)
         leaves: dict[Token, torch.Tensor] = {}
         entered = received
@@ -134,7 +135,7 @@ class Step:
             leaves[token] = value = received[token].requires_grad_()
             if token in route.written:  # a leaf must not be written into
                 entered = {**entered, token: enter(value)}
-        bag = self.bag(stage, work) if work in self.pipe.away else None
+        bag = self.bag(stage, work) if work in self.pipe.offloaded else None
         if bag is None:
             done, carried = self.run(stage, work, entered)
         else:
@@ -147,16 +148,17 @@ class Step:
         return done
 
     def bag(self, stage: Stage, work: Work) -> Bag:
-        """A bag for what a forward saves, but for weights, buffers and inputs of the model."""
+        """Return a bag for the tensors that a forward saves, except weights, buffers and model
+        inputs."""
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
-        given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        stays = Addresses(stage.model, address, given)
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        stays = Addresses(stage.model, address, tensors)
         return Bag(stays, on_meta=not_there(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, work: Work) -> None:
-        """All gradients of a stage, of its inputs and of its weights."""
+        """Compute all gradients of a stage: of inputs and of weights."""
         flight = self.flights[work]
         roots, grads = self.roots(flight, work)
         del self.flights[work]
@@ -165,7 +167,7 @@ class Step:
         self.give_back(flight, work)
 
     def input_backward(self, work: Work) -> None:
-        """The gradients of a stage's inputs; those of its weights may wait."""
+        """Compute the gradients of a stage's inputs; those of the weights may wait."""
         stage = self.pipe.stages[work.stage]
         if not stage.split:
             self.backward(work)
@@ -175,19 +177,19 @@ class Step:
         leaves = [*flight.leaves.values(), *(flight.carried.leaves() if flight.carried else ())]
         flight.split = SplitBackward(roots, grads, leaves, stage.waits)
         for leaf, grad in zip(leaves, flight.split.inputs()):
-            if grad is not None:  # what several later slices have taken gets one from each
+            if grad is not None:  # several later slices may each add a gradient
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         self.give_back(flight, work)
 
     def weight_backward(self, work: Work) -> None:
-        """The gradients of a stage's weights, from what its input backward has left."""
+        """Compute the gradients of a stage's weights that the input backward has deferred."""
         if self.pipe.stages[work.stage].split:
             flight = self.flights.pop(work)
             assert flight.split is not None
             flight.split.weights()
 
     def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
-        """Return the edges at which gradients enter this stage, and the gradients."""
+        """Return the graph edges where gradients enter this stage, and these gradients."""
         if flight.bag is not None:
             flight.bag.open()
         total: dict[Token, torch.Tensor] = {}
@@ -197,9 +199,9 @@ class Step:
             self.layouts.pop(sent, None)
             for token, value in zip(tokens, values):
                 total[token] = total[token] + value if token in total else value
-        there = [token for token in total if token in flight.edges]
-        roots: list[Any] = [flight.edges[token] for token in there]
-        grads: list[Any] = [total[token] for token in there]
+        reached = [token for token in total if token in flight.edges]
+        roots: list[Any] = [flight.edges[token] for token in reached]
+        grads: list[Any] = [total[token] for token in reached]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
             grads.append(filled(flight.loss, self.weight(work)))
@@ -209,46 +211,50 @@ class Step:
         return roots, grads
 
     def give_back(self, flight: Flight, work: Work) -> None:
-        """Send back the gradients of what was received."""
-        for name, near, tokens in self.pipe.route(work).returned:
+        """Send the gradients of the received values back to their stages."""
+        for name, is_local, tokens in self.pipe.route(work).returned:
             grads = []
             for token in tokens:
                 leaf = flight.leaves[token]
                 grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
                 leaf.grad = None
-            if near:
-                self.here[name] = [grad.detach() for grad in grads]
+            if is_local:
+                self.local_messages[name] = [grad.detach() for grad in grads]
             else:
                 self.outbox[name] = grads, None
         if flight.carried is not None:
-            flight.carried.returned()
+            flight.carried.release()
 
     # -- between stages ----------------------------------------------------------------------------
 
     def collect(self, name: Message) -> list[torch.Tensor]:
-        """Return the values that another stage has sent."""
-        return self.here.pop(name) if name in self.here else self.pipe.mail.take(name)
+        """Return the values of a message from another stage."""
+        return (
+            self.local_messages.pop(name)
+            if name in self.local_messages
+            else self.pipe.mail.take(name)
+        )
 
 
-def _detached(output: Any, model: torch.nn.Module) -> Any:
-    """The output without history; logits that were never needed are computed for whoever looks.
+def _detach_output(output: Any, model: torch.nn.Module) -> Any:
+    """Return the output without graph; lazy logits are computed.
 
-    A parameter of the model that it gives is copied: what was gathered will be freed.
+    A parameter of the model in the output is copied, because gathered weights will be freed.
     """
-    held = {one for p in model.parameters() if (one := _storage(p)) is not None}
+    held = {one for p in model.parameters() if (one := _storage_address(p)) is not None}
 
     def made(leaf: Any) -> Any:
         leaf = leaf.whole() if isinstance(leaf, LazyLogits) else leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.detach().clone() if _storage(leaf) in held else leaf.detach()
+        return leaf.detach().clone() if _storage_address(leaf) in held else leaf.detach()
 
     with torch.no_grad():
         return pytree.tree_map(made, output)
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
-    """The address of what a plain tensor lies in; None of slices and of what has no values."""
+def _storage_address(tensor: torch.Tensor) -> int | None:
+    """Return the address of the storage of a plain tensor; None for others, or without values."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage().data_ptr() or None

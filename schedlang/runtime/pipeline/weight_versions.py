@@ -1,10 +1,12 @@
-"""Versions of a stage's weights: each row runs with the one it reads, updates make the next.
+"""Versions of a stage's weights: each row runs with the version that it reads, updates make the
+next.
 
-What a forward saved for its backward lies in the storages of the version that it read, or is the
-parameter itself. So an update writes into new storages where a later row reads the old version
-(weight stashing, PipeDream), and a row of another version finds its storages put into the
-parameters. Where no row does, an update writes in place, and a backward reads the newest weights
-(PipeMare): autograd's count of writes, which would refuse that, is put back.
+Tensors that a forward saved for its backward lie in the storages of the version that it read, or
+are the parameters themselves. So an update writes into new storages if a later row reads the old
+version (weight stashing, PipeDream), and a row of another version gets its storages installed in
+the parameters. If no later row reads the old version, an update writes in place, and a backward
+reads the newest weights (PipeMare); the version counters are restored, because autograd would
+refuse that backward.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ from schedlang.runtime.storage.offloaded_gradients import drop_gradients
 class Versions:
     """The weights of this rank's one stage during a step.
 
-    `update(n)` sums the gradients that have come together and runs the optimizer on `parameters`,
-    which makes version n.
-    Gradients of an update are gone when the next one's come; those of the last one stay.
-    `made[microbatch]` is the version that a microbatch's gradients make.
+    `update(n)` reduces the accumulated gradients and runs the optimizer on `parameters`, which
+    makes version n. Gradients of an update are dropped before those of the next; those of the last
+    stay. `made[microbatch]` is the version to which the gradients of a microbatch contribute.
     """
 
     def __init__(
@@ -43,49 +44,49 @@ class Versions:
         self._last = {op.version: k for k, op in enumerate(rows) if op.kind in READS}
         self._rows = rows
         self.made: list[int] = updates(timeline).tolist()
-        self.newest = self._shown = self._at = 0
+        self.newest = self._installed = self._at = 0
         self._kept: dict[int, list[Tensor]] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: the weights as they are are version 0."""
-        self._show(self.newest)  # a step that failed may have left another one
+        """Start a step: the present weights are version 0."""
+        self._install(self.newest)  # a failed step may have left another version installed
         self._kept.clear()
-        self.newest = self._shown = self._at = 0
+        self.newest = self._installed = self._at = 0
 
     @property
     def kept(self) -> int:
-        """The number of versions that are held now."""
+        """Number of versions that are stored now."""
         return 1 + sum(version != self.newest for version in self._kept)
 
     def before(self, op: Op) -> None:
-        """Make ready for a row: put the version in place that it reads, or make the next one."""
+        """Prepare for a row: install the version that it reads, or make the next one."""
         if op.kind not in (*READS, Kind.STEP):
             return
         assert self._rows[self._at] == op, f"{op} instead of {self._rows[self._at]}"
-        self._show(self.newest if op.kind is Kind.STEP else op.version)
+        self._install(self.newest if op.kind is Kind.STEP else op.version)
         for version in [v for v in self._kept if self._last.get(v, -1) < self._at]:
-            if version not in (self.newest, self._shown):
+            if version not in (self.newest, self._installed):
                 del self._kept[version]
         if op.kind is Kind.STEP:
             self._step(op.version)
         self._at += 1
 
     def end(self) -> None:
-        """Keep the newest weights after the last row, and nothing else."""
+        """Keep only the newest weights, after the last row."""
         assert self._at == len(self._rows), "the step has not been run to its end"
-        self._show(self.newest)
+        self._install(self.newest)
         self._kept.clear()
 
-    def _show(self, version: int) -> None:
-        """Put a version into the parameters; the newest, if it stood there, is kept."""
-        if version == self._shown:
+    def _install(self, version: int) -> None:
+        """Put a version into the parameters; if the newest was there, store it."""
+        if version == self._installed:
             return
-        if self._shown == self.newest:
+        if self._installed == self.newest:
             self._kept[self.newest] = [p.data for p in self.parameters]
         for parameter, value in zip(self.parameters, self._kept[version]):
             parameter.data = value
-        self._shown = version
+        self._installed = version
 
     def _step(self, made: int) -> None:
         assert made == self.newest + 1, f"version {made} after {self.newest}"
@@ -100,14 +101,15 @@ class Versions:
         with _unsafe_preserve_version_counter(tuple(self.parameters)):
             self.update(made)
         if places != [p.data_ptr() for p in self.parameters]:
-            raise _moved()
-        self.newest = self._shown = made
+            raise _replaced_tensors()
+        self.newest = self._installed = made
         if self._at < len(self._rows) - 1:
             drop_gradients(self.parameters)
 
 
 def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:
-    """Return the total weight of each update's microbatches, from the weights of each replica."""
+    """Return the total weight of the microbatches of each update, from the weights on each
+    replica."""
     total: dict[int, float] = {}
     for weights in everyone:
         for microbatch, weight in enumerate(weights):
@@ -115,7 +117,7 @@ def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int
     return total
 
 
-def _moved() -> Refusal:
+def _replaced_tensors() -> Refusal:
     return Refusal.of(
         "S625",
         "the optimizer replaces the tensors of the weights",

@@ -1,1 +1,1 @@
-"""Forwards of sharded models on the meta device: which tensors differ by rank."""
+"""Layout propagation: forwards of sharded models on meta, and which tensors differ by rank."""

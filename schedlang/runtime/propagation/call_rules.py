@@ -1,18 +1,16 @@
-"""Propagation rules for calls of torch: which dims stay split, meet, are padded or repeated.
+"""Propagation rules for calls of torch: which dims stay split, are matched, padded or repeated.
 
-* Which functions of torch look beyond one position, or one channel, of an activation.
-* Do the parts that meet in a call meet as their wholes do? Shapes cannot tell: two tensors of
-  which each rank holds as many elements may lie on the ranks in different orders, or be split
-  along different dims of which each part has one element.  Calls that bring several tensors
-  together say which dims of them meet; those must lie alike.
-* What calls do to parts that several ranks hold, or that end in zeros, while they are followed.
-  Key-value heads are fewer than the ranks: each is held by several, and the model repeats each
-  head for its query heads.  A rank repeats its one head for its own query heads only, so the
-  repeated dim is split evenly again.
-* Repeats of key-value heads that the original makes, and a rank leaves out. With one key-value
-  head for each of its query heads a rank has nothing to repeat, and models skip the calls then.
-  The calls of the original are told by their shapes: each head is repeated next to itself, which
-  is what makes a rank's one head the right one.
+* Dims along which a function mixes positions or channels of an activation.
+* Operands that do not match.  Shapes cannot show this: ranks may hold equally many elements of two
+  tensors in different orders, or the tensors may be split along different dims whose shards have
+  one element.  A rule says which dims of the operands correspond; these must be split equally.
+* Dims whose shards several ranks hold, or that end in zeros.  Where key-value heads are fewer than
+  the ranks, several ranks hold each head, and the model repeats each head for its query heads.  A
+  rank repeats its one head for its own query heads only, so the repeated dim is split evenly again.
+* Repeats of key-value heads that the original makes, and a rank skips.  With one key-value head for
+  each of its query heads a rank has nothing to repeat, and models skip the calls.  The original's
+  calls are recognised by their shapes: each head is repeated next to itself, therefore the rank's
+  one head is the right one.
 """
 
 from __future__ import annotations
@@ -54,7 +52,8 @@ WINDOWS = {
     "instance_norm",
     "local_response_norm",
 }
-IMAGES = ("unfold", "fold", "grid_sample", "pixel_shuffle", "pixel_unshuffle")  # of two dims
+# functions of images: two dims of positions
+IMAGES = ("unfold", "fold", "grid_sample", "pixel_shuffle", "pixel_unshuffle")
 NORMS = ("group_norm", "batch_norm", "layer_norm", "rms_norm")
 REACHING = {*WINDOWS, *NORMS, "pad", "interpolate", "upsample"}
 FIRST = 2  # the first dim of positions of [batch, channels, positions...]
@@ -68,13 +67,14 @@ def reaches(
     after: tuple[int, ...],
     integers: Sequence[int] = (),
 ) -> set[int]:
-    """The dims of the main tensor along which a call mixes what stands at different places.
+    """Return the dims of the main tensor along which a call mixes elements.
 
-    `whole` and `after` are the original's shapes before and after it, `integers` its numbers.
+    `whole` and `after` are the original's shapes before and after the call, `integers` the
+    integers among the original's arguments.
     """
     if name in WINDOWS:
         return set(range(len(whole) - _positions(name, len(whole)), len(whole)))
-    if name == "group_norm":  # a part of the channels is as many groups as the whole, cut across
+    if name == "group_norm":  # a rank's channels as the full number of groups: smaller groups
         groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
         return set(range(1 if groups == next(iter(integers), None) else FIRST, len(whole)))
     if name == "batch_norm":
@@ -92,7 +92,7 @@ def reaches(
 
 
 def _positions(name: str, dims: int) -> int:
-    """Return how many of so many dims are positions: the last ones, as rows may have no dim."""
+    """Return how many of the last of `dims` dims are positions; the rows' dim may be missing."""
     count = next((int(one) for one in name if one.isdigit()), 0)
     return count or (max(2, dims - FIRST) if name in IMAGES else dims - FIRST)
 
@@ -100,7 +100,10 @@ def _positions(name: str, dims: int) -> int:
 def _resized(
     args: Sequence[Any], kwargs: Mapping[str, Any], whole: tuple[int, ...], after: tuple[int, ...]
 ) -> set[int]:
-    """All positions, unless each is only repeated, or every n-th is kept."""
+    """Return the dims of positions that a resize mixes.
+
+    A dim is not mixed if each position is only repeated, or every n-th position is selected.
+    """
     mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
     if mode not in ("nearest", "nearest-exact"):
         return set(range(FIRST, len(whole)))
@@ -119,7 +122,7 @@ ELEMENTWISE = {
 JOINS = {"cat", "concat", "concatenate", "stack"}
 PRODUCTS = {"matmul", "bmm", "mm", "mv", "dot"}
 
-# sums over a dim of both factors: where both are parts, each rank has its share of the sum
+# sums over a dim of both factors: where both are shards, each rank has a partial sum
 SUMMING = {
     *("linear", "matmul", "mm", "bmm", "einsum", "addmm", "baddbmm", "__matmul__", "conv1d"),
     *("conv2d", "conv3d", "tensordot"),
@@ -141,7 +144,7 @@ LINEAR = {
 
 @dataclass(frozen=True)
 class Met:
-    """One tensor of a call: its split over an axis, and its whole shape."""
+    """A tensor of a call that is split over an axis: its split, and its full shape."""
 
     place: int  # among the tensors of the call
     tag: Tag
@@ -149,21 +152,24 @@ class Met:
 
     @property
     def size(self) -> int:
-        """The size of the whole dim."""
+        """The full size of the split dim."""
         return self.whole[self.tag.dim]
 
     def held(self, ranks: int, rank: int) -> list[int]:
-        """The indices of the dim that a rank holds, in its order; -1 for zeros."""
+        """Return the indices of the split dim that a rank holds, in local order; -1 for zeros."""
         found = self.tag.positions(self.size, ranks, rank)
         return [index if index < self.size else -1 for index in found]
 
 
 def check_meeting(step: Compared, axis: str) -> None:
-    """Refuse parts that meet others than those that their wholes have beside them."""
+    """Raise Mismatch if tensors that are split over an axis do not match in a call.
+
+    They match if each rank's shards hold corresponding elements of the full tensors.
+    """
     notes = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
     met = [Met(k, tag, shape) for k, (tag, shape) in enumerate(zip(notes, shapes)) if tag]
-    how = _apart(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
+    how = _describe_difference(step, met, step.follower.sizes[axis]) if len(met) > 1 else ""
     if how:
         raise step.follower.refuse(
             f"`{step.name}` gets tensors that are sharded over `{axis}` {how}",
@@ -173,22 +179,23 @@ def check_meeting(step: Compared, axis: str) -> None:
         )
 
 
-def _apart(call: Running, met: Sequence[Met], ranks: int) -> str:
-    """Describe how tensors split over one axis meet otherwise than their wholes do; "" if they do
-    not."""
+def _describe_difference(call: Running, met: Sequence[Met], ranks: int) -> str:
+    """Describe how the splits of a call's tensors over one axis differ; "" if they match."""
     dims = {meaning(call, one) for one in met}
     if len(met) < 2 or None in dims:
         return ""
     if len(dims) > 1:
         return "along different dims"
-    alike = all(_alike(met[0], other, ranks) for other in met[1:])
-    return "" if alike else "in different orders"
+    same = all(_same_indices(met[0], other, ranks) for other in met[1:])
+    return "" if same else "in different orders"
 
 
 def meaning(call: Running, one: Met) -> object:
-    """Return the role of a tensor's split dim in a call: equal for dims that meet; None: not
-    known."""
-    behind = one.tag.dim - len(one.whole)  # counted from the last
+    """Return the role of a tensor's split dim in a call; None if it is not known.
+
+    The roles of dims that correspond to each other are equal.
+    """
+    behind = one.tag.dim - len(one.whole)  # counted from the last dim
     name = call.name.strip("_").removeprefix("i" if call.name.startswith("__i") else "")
     if call.func is F.scaled_dot_product_attention:
         names = (("query", "size"), ("key", "size"), ("key", "size"), ("query", "key"))
@@ -207,12 +214,11 @@ def meaning(call: Running, one: Met) -> object:
         if one.place:
             return ("out", "in")[behind] if one.place == 1 else "out"
         return "in" if behind == -1 else behind
-    return _letter(call, one) if name == "einsum" else None
+    return _einsum_letter(call, one) if name == "einsum" else None
 
 
 def _factor(place: int, behind: int, ndim: int) -> object:
-    """Return the role of a dim in a product of matrices: of the batch, of the left or right, or
-    summed."""
+    """Return the role of a dim in a product of matrices: batch, left, right or summed."""
     if ndim == 1:
         return "sum"
     if behind < -2:
@@ -220,16 +226,20 @@ def _factor(place: int, behind: int, ndim: int) -> object:
     return (("left", "sum") if place == 0 else ("sum", "right"))[behind]
 
 
-def _letter(call: Running, one: Met) -> object:
-    """The letter of a dim in an einsum."""
+def _einsum_letter(call: Running, one: Met) -> object:
+    """Return the letter of a split dim in an einsum; None if it is not known."""
     if not call.args or not isinstance(call.args[0], str) or "." in call.args[0]:
         return None
     terms = call.args[0].replace(" ", "").split("->")[0].split(",")
     return terms[one.place][one.tag.dim] if one.place < len(terms) else None
 
 
-def _alike(a: Met, b: Met, ranks: int) -> bool:
-    """Return whether each rank holds the same indices of both, or of one the head of each group."""
+def _same_indices(a: Met, b: Met, ranks: int) -> bool:
+    """Return whether each rank holds the same indices of both split dims.
+
+    A dim may have fewer indices (key-value heads): then each rank must hold, for each index of the
+    larger dim, the index of its group.
+    """
     if (a.tag.blocks, a.tag.uneven) == (b.tag.blocks, b.tag.uneven):
         return True
     few, many = sorted((a, b), key=lambda one: one.size)
@@ -251,14 +261,13 @@ MERGES = ("view", "reshape", "flatten")
 
 
 def legal(step: Compared, axis: str) -> list[Uneven]:
-    """Return the ways in which a dim of the result may lie on an axis; the shapes decide among
-    them."""
+    """Return the rules by which an axis may split a dim of the result; the shapes decide later."""
     tags = _tags(step, axis)
     kinds = {tag.uneven for tag, _ in tags}
     if not kinds:
         return [EVEN, *step.follower.uneven_splits.get(axis, ())]
     if len(kinds) > 1:
-        queries = tags[0][0].uneven  # which head each meets is checked where they meet
+        queries = tags[0][0].uneven  # `check_meeting` compares the heads
         grouped = step.func is F.scaled_dot_product_attention
         return [queries] if grouped and queries == EVEN else []
     (uneven,) = kinds
@@ -267,7 +276,7 @@ def legal(step: Compared, axis: str) -> list[Uneven]:
 
 
 def alike(step: Compared, local: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """The dim of a result into which the parts that several ranks hold are repeated, if any."""
+    """Return the dim of a result along which a shard held by several ranks is repeated, if any."""
     for axis in step.follower.sizes:
         for tag, whole in _tags(step, axis):
             if tag.along is not None and shape == whole:
@@ -282,31 +291,31 @@ def alike(step: Compared, local: tuple[int, ...], shape: tuple[int, ...]) -> int
 def opened(
     step: Compared, local: tuple[int, ...], shape: tuple[int, ...], differ: list[int]
 ) -> dict[str, Tag]:
-    """The split of a result for which each rank repeats what all have whole less often."""
+    """Return the tags of a result for which each rank repeats a full tensor less often."""
     if len(differ) != 1 or step.name not in (*EXPANDS, "repeat_interleave"):
         return {}
     (dim,), whole = differ, step.expected.inputs[0]
     before = dim - (len(shape) - len(whole))
     for axis in step.follower.of(step.inputs[0]).entered:
-        alone = before < 0 or whole[before] == 1
-        if alone and local[dim] * step.follower.sizes[axis] == shape[dim]:
+        single = before < 0 or whole[before] == 1
+        if single and local[dim] * step.follower.sizes[axis] == shape[dim]:
             return {axis: Tag(dim, (shape[dim],))}
     return {}
 
 
 def repeated(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
-    """The blocks of a split dim that a call repeats; empty where it does not."""
+    """Return the blocks of a split dim after a call that repeats it; empty if it does not."""
     times, left = divmod(after, before)
     if left or times < 2:
         return ()
     if name in ("repeat", "tile"):
-        return tag.blocks * times  # the whole of it again and again
+        return tag.blocks * times  # the full dim is repeated as one piece
     own = name == "repeat_interleave" and sum(tag.blocks) == before
     return tuple(block * times for block in tag.blocks) if own else ()
 
 
 def mixed(notes: list[Note]) -> bool:
-    """Do tensors meet that lie on the ranks in different ways?"""
+    """Return whether a call's tensors are split over the ranks by different rules."""
     kinds = {tag.uneven for note in notes for tag in note.tags.values()}
     return len(kinds) > 1 or bool(kinds and any(note.entered for note in notes))
 
@@ -324,21 +333,21 @@ def _merges(step: Compared, tag: Tag, whole: tuple[int, ...]) -> bool:
 
 
 def _tags(step: Compared, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
-    """The tags of the arguments on an axis, each with the whole shape of its argument."""
+    """Return the tags of the arguments over an axis, each with the full shape of its argument."""
     shapes = step.expected.inputs
     notes = [step.follower.of(tensor).tags for tensor in step.inputs]
     return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
 
 
 def met_whole(notes: list[Note], axis: str | None) -> int:
-    """The size of the blocks of a split tensor among whole ones; 0 if all are split, or none."""
+    """Return the block size of the split tensor if other tensors are full; 0 if there is no mix."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
     found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
     return found if None in tags and found > 1 else 0
 
 
 def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
-    """The parameters that whole tensors beside a split one are made of, and the size of its dim."""
+    """Return the parameters from which the full tensors are computed, and the split dim's size."""
     tags = [note.tags.get(axis) for note in notes] if axis is not None else []
     split = next((tag for tag in tags if tag is not None), None)
     roots = (note.roots for note, tag in zip(notes, tags) if tag is None)
@@ -346,7 +355,7 @@ def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
 
 
 def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
-    """The sizes into which a reshape takes a split dim, slowest first: heads, in attention."""
+    """Return the sizes into which a reshape splits a sharded dim, slowest first (e.g. heads)."""
     before, after = expected.inputs[0], expected.outputs[0]
     if tag is None:
         return ()
@@ -359,8 +368,7 @@ def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
 
 
 def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
-    """Return the number of rows of heads that a reshape joins in a dim, one behind the other; 0:
-    none."""
+    """Return how many rows of heads a reshape concatenates in a dim; 0 if it does not."""
     outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
     rows = outer // left if left else 0
     joined = len(tag.blocks) == 1 and rows > 1 and rows * before[tag.dim] == after[dim]
@@ -368,7 +376,7 @@ def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: 
 
 
 def by(inputs: list[Tensor], axis: str | None) -> str:
-    """The sharded module that split the first of some tensors over an axis, or over any."""
+    """Return the sharded module that split the first split tensor over `axis` (None: any axis)."""
     tags = (tensor.__dict__.get("_schedlang_note", Note()).tags for tensor in inputs)
     return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
 
@@ -380,7 +388,7 @@ REPEATING = ("expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave
 
 @dataclass(frozen=True)
 class Repeat:
-    """Calls of the original, `calls` of them, that repeat each index of a dim next to itself."""
+    """A chain of `calls` calls of the original that repeats each index of a dim next to itself."""
 
     dim: int
     before: Shape
@@ -389,12 +397,12 @@ class Repeat:
 
     @property
     def times(self) -> int:
-        """The number of times that each index is repeated."""
+        """The number of copies of each index."""
         return self.after[self.dim] // self.before[self.dim]
 
 
 def repeat_at(calls: Sequence[Call]) -> Repeat | None:
-    """The repeat that the first of some calls begins, if it begins one."""
+    """Return the repeat that begins at the first of some calls, if there is one."""
     if not calls:
         return None
     first = calls[0]
@@ -407,20 +415,24 @@ def repeat_at(calls: Sequence[Call]) -> Repeat | None:
         return None
     if any(a.outputs[0] != b.inputs[0] for a, b in zip(chain, chain[1:])):
         return None
-    before, opened, wide, after = first.inputs[0], *(one.outputs[0] for one in chain)
+    before, opened, expanded, after = first.inputs[0], *(one.outputs[0] for one in chain)
     dim = _grown(before, after)
     if dim is None:
         return None
     times = after[dim] // before[dim]
-    beside = (before[: dim + 1], before[dim + 1 :])
-    right = opened == (*beside[0], 1, *beside[1]) and wide == (*beside[0], times, *beside[1])
-    return Repeat(dim, before, after, 3) if right else None
+    around = (before[: dim + 1], before[dim + 1 :])
+    fits = opened == (*around[0], 1, *around[1]) and expanded == (*around[0], times, *around[1])
+    return Repeat(dim, before, after, 3) if fits else None
 
 
 def skipped(
     calls: Sequence[Call], name: str, inputs: Sequence[Tensor], follower: Follower
 ) -> list[Repeat]:
-    """The repeats of the original at the head of its calls that a call of this name has passed."""
+    """Return the repeats of the original that are skipped before a call named `name`.
+
+    `calls` are the original's next calls, `inputs` the tensors of the call on this rank.  Empty
+    where the next call behind the repeats has another name.
+    """
     found: list[Repeat] = []
     place = 0
     while repeat := repeat_at(calls[place : place + 3]):
@@ -433,8 +445,7 @@ def skipped(
 
 
 def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
-    """Return whether a call of these tensors may be this one of the original: only split dims
-    differ."""
+    """Return whether `inputs` fit a call of the original: only split dims differ in size."""
     if not inputs or inputs[0].ndim != len(call.inputs[0]):
         return False
     split = {tag.dim for tag in follower.of(inputs[0]).tags.values()}
@@ -443,14 +454,17 @@ def _fits(call: Call, inputs: Sequence[Tensor], follower: Follower) -> bool:
 
 
 def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list[Tensor]:
-    """The tensors of a call, those that the original has repeated noted as the original's."""
+    """Return the tensors of a call; those of skipped repeats get the note of the repeated tensor.
+
+    Raises Mismatch if a full tensor that the original repeats is used beside split tensors.
+    """
     if expected is None or len(expected.inputs) != len(inputs):
         return inputs
     found = []
     for tensor, whole in zip(inputs, expected.inputs):
         before = follower.of(tensor)
         note = _repeated(tensor, before, whole, follower)
-        if note is before and _alone_whole(tensor, note, whole, follower):
+        if note is before and _is_unrepeated(tensor, note, whole, follower):
             axis = next((a for other in inputs for a in follower.of(other).tags), None)
             raise follower.refuse(
                 f"`{expected.name}` gets a tensor that is whole beside some that are sharded",
@@ -464,7 +478,7 @@ def met(inputs: list[Tensor], expected: Call | None, follower: Follower) -> list
 
 
 def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> Note:
-    """Return the note of a tensor for which the original's call is given one of shape `whole`."""
+    """Return the note of a tensor in whose place the original's call gets one of shape `whole`."""
     for repeat in follower.left_out:
         dim, times = repeat.dim, repeat.times
         if repeat.after != whole or tensor.ndim != len(whole):
@@ -472,8 +486,8 @@ def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> N
         for axis, size in follower.sizes.items():
             tag = note.tags.get(axis)
             held = tag is not None and (tag.dim, tag.uneven.repeat) == (dim, times)
-            alone = axis in note.entered and repeat.before[dim] == 1
-            if (held or alone) and tensor.shape[dim] * size == whole[dim]:
+            single = axis in note.entered and repeat.before[dim] == 1
+            if (held or single) and tensor.shape[dim] * size == whole[dim]:
                 blocks = tuple(n * times for n in tag.blocks) if tag else (times,)
                 made = Tag(dim, blocks, tag.by if tag else "", EVEN)
                 tags = {**note.tags, axis: made}
@@ -481,11 +495,11 @@ def _repeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> N
     return note
 
 
-def _alone_whole(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> bool:
-    """Return whether a tensor is the original's as it was before a repeat that ranks leave out.
+def _is_unrepeated(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -> bool:
+    """Return whether a tensor is the original's full tensor before a repeat that ranks skip.
 
-    A rank has all of its indices then, and each would meet another one than in the original: of as
-    many as a rank has of the others, their number does not show it.
+    Such a rank has all indices, and would combine them with other indices than the original does.
+    The shapes do not show this where the rank has equally many indices of the other tensors.
     """
     dims = {tag.dim for tag in note.tags.values()}
     return any(
@@ -498,7 +512,7 @@ def _alone_whole(tensor: Tensor, note: Note, whole: Shape, follower: Follower) -
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """The same tensor to be noted otherwise: what the model holds keeps its own note."""
+    """Return an alias that can get another note: the model's own tensor keeps its note."""
     with torch._C.DisableTorchFunction():
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
@@ -508,7 +522,7 @@ def _single(call: Call) -> bool:
 
 
 def _grown(before: Shape, after: Shape) -> int | None:
-    """The one dim that is a multiple of what it was."""
+    """Return the only dim whose size changed, if the new size is a multiple of the old one."""
     if len(before) != len(after):
         return None
     found = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
@@ -516,7 +530,7 @@ def _grown(before: Shape, after: Shape) -> int | None:
     return found[0] if fits else None
 
 
-# -- calls that a rule is about ------------------------------------------------------------------
+# -- calls that have a rule -----------------------------------------------------------------------
 
 ATTENTION = {"scaled_dot_product_attention", "flex_attention"}
 MOVES = {
@@ -526,9 +540,9 @@ MOVES = {
     *("fill", "fill_", "floordiv", "invert", "mod", "truediv", "zero", "zero_"),
     *("swapdims", "type_as", "view_as", "unsafe_split", "int", "long", "bool"),
 }
-# sums and scores along a dim, of large tensors: by the dim that they name
+# sums and scores along the dim that is an argument
 DIMS = {"softmax", "log_softmax", "softmin", "cross_entropy", "nll_loss"}
-# further rules of their own: of the dims that calls name, window or join
+# calls with other rules: of dims that are arguments, windows or joins
 BY_RULE = {
     *(*ATTENTION, *DIMS, *FILLS, *JOINS, *LINEAR, *MERGES, *MOVES, *NORMS, *PARTS, *PRODUCTS),
     *(*REACHING, *REPEATING, *SUMMING),
@@ -536,10 +550,10 @@ BY_RULE = {
 
 
 def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the name of a call tells what it does along each dim."""
-    if name == "__getitem__":  # a list or a tensor of indices names places of the whole
+    """Return whether there is a rule for what a call of this name does along each dim."""
+    if name == "__getitem__":  # indices in a list or a tensor refer to the full dim
         return not any(isinstance(one, Tensor | list) for one in pytree.tree_leaves(args[1:]))
-    if name == "repeat_interleave":  # without a dim it takes all of them as one
+    if name == "repeat_interleave":  # without a dim all dims are flattened
         dim = args[2] if len(args) > 2 else kwargs.get("dim")
         return dim is not None
     plain = name.strip("_")
@@ -550,7 +564,7 @@ def known(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def elementwise(name: str) -> bool:
-    """Return whether a call of this name, in place or from the right too, is elementwise."""
+    """Return whether calls of this name are elementwise; also in-place and reflected operators."""
     plain = name.strip("_")
     names = {name, plain}
     if name.startswith("__") and plain[:1] in ("i", "r"):
@@ -560,7 +574,7 @@ def elementwise(name: str) -> bool:
 
 @cache
 def _elementwise(name: str) -> bool:
-    """Return whether torch itself says that all of its operators of this name are elementwise."""
+    """Return whether torch tags all of its operators of this name as pointwise."""
     packet = getattr(torch.ops.aten, name.partition(".")[0], None)
     if packet is None or not hasattr(packet, "overloads"):
         return False

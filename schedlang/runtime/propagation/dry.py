@@ -1,4 +1,8 @@
-"""A sharded module on the meta device: finds out how tensors arrive, and notes how they leave."""
+"""Dry run of a sharded module on the meta device, used by layout propagation.
+
+Resolves the module's edges from the layouts of the tensors that arrive, and notes the layouts of
+the tensors that it returns.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,12 @@ GATHER_NORM = "gather its input: `output=R` on the row before; keep this module 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One axis of one sharded module, before it is known how tensors arrive.
+    """One axis of one sharded module, before the layouts of its arriving tensors are known.
 
-    `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
-    `parts`: it computes other positions on each rank, so all its gradients are parts.
-    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
+    `input` None: tensors are taken as they arrive.  `computes` None: equal to the input's placement
+    (a module that runs unchanged).  `parts`: each rank computes other positions, so all gradients
+    of the module are partial.  `told`: the variant that a row chooses; over an axis of the variant
+    "out" no tensor may arrive split.
     """
 
     axis: str
@@ -54,11 +59,13 @@ class Wanted:
     hoisted: bool = False
     parts: bool = False
     told: Any = None
-    differ: bool = False  # what takes its result, whole on every rank, uses a part of it
+    differ: bool = (
+        False  # its result is full on every rank, and each rank uses a part of the result
+    )
 
     @property
     def gathers(self) -> bool:
-        """Whether it splits its outputs, and every rank gets all of them."""
+        """Whether the module splits its outputs, and every rank gets all of them."""
         return isinstance(self.computes, S) and isinstance(self.output, Replicate)
 
     @property
@@ -70,18 +77,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A sharded module: how it computes, its axes, and its own parameters (first names).
+    """A sharded module: its kind, its axes, and its own parameters (first names).
 
-    `kind` "" runs as it is between its edges, and its own calls are followed.  `inner`: axes that
-    split its weight, with parameters that are whole there and used before its results are summed,
-    or with a part of them: their gradients are parts.
+    A module of `kind` "" runs unchanged between its edges, and its own calls are followed.
+    `inner`: pairs of an axis that splits the weight, and a parameter that is full over that axis
+    and used before the results are summed, or used with a part of them: its gradient is partial.
     """
 
     fqn: str
     kind: str
     wanted: tuple[Wanted, ...]
     parameters: tuple[str, ...] = ()
-    bias: str | None = None  # first name of the bias, if it is added after a pending sum
+    bias: str | None = None  # first name of the bias, if it is added after a pending reduction
     inner: tuple[tuple[str, str], ...] = ()
 
 
@@ -95,9 +102,10 @@ def dry_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a sharded module; its edges are resolved at its first call, and its results noted.
+    """Run a sharded module: resolve its edges at its first call, and note its results.
 
-    `inner` is the module's own forward, `found` gets the edges by module.
+    `inner` is the module's own forward; the edges are added to `found` under the module's name.
+    Raises Mismatch or Hoist.
     """
     main = _main(args, kwargs)
     note = follower.of(main)
@@ -106,7 +114,7 @@ def dry_forward(
         raise follower.refuse(reason, None, GATHER)
     edges: tuple[Edge, ...] = ()
     for wanted in leaf.wanted:
-        # what is crossed here may be gathered next: each edge takes what the last one leaves
+        # each edge takes the result of the edge before: another axis may gather the same tensor
         now = main if leaf.kind else _main(args, kwargs)
         ranks = tuple(range(follower.sizes[wanted.axis]))
         group = Group((wanted.axis,), ranks, 0, None, leaf.fqn)
@@ -118,8 +126,8 @@ def dry_forward(
         else:
             args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
     if leaf.kind:
-        near = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
-        sharded = partial(Sharded(module, leaf.kind, near), inner)
+        recording = tuple(replace(edge, arrivals=follower.arrivals) for edge in edges)
+        sharded = partial(Sharded(module, leaf.kind, recording), inner)
         try:
             out = sharded(*args, **kwargs)
         except NotSplit as fault:  # its own call that does not work on parts
@@ -130,7 +138,7 @@ def dry_forward(
             _note_mask(leaf, edges, main, follower)
     else:
         out = inner(*args, **kwargs)
-        edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
+        edges = tuple(_with_output(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
         for edge in edges:
             out = on_result(partial(_exit, edge, follower), out)
     if found.setdefault(leaf.fqn, edges) != edges:
@@ -140,7 +148,7 @@ def dry_forward(
 
 
 def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
-    """A module that is called again with what lies otherwise on the ranks."""
+    """Return the mismatch of a module that is called again with another layout of `what`."""
     frames = follower.stack.frames
     again = next((name for name, turn in frames if name and turn), frames[-1][0])
     reason = f"{fqn} is called several times, and its {what} arrives differently"
@@ -149,15 +157,16 @@ def differently(follower: Follower, fqn: str, what: str, axis: str) -> Mismatch:
 
 
 def _main(args: Any, kwargs: Any) -> Tensor:
-    """The tensor of a call that crosses an edge."""
+    """Return the tensor of a call that crosses an edge."""
     tensors = tensors_in((args, kwargs))
     return next((t for t in tensors if t.is_floating_point()), tensors[0])
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
-    """Gather a tensor in the outermost enclosing module that was given that very tensor.
+    """Raise Hoist for the outermost enclosing module that was given the same tensor object.
 
-    That module may read sizes from it (batch and sequence), and its children share one gather.
+    That module may read sizes from the tensor (batch and sequence), and its children share one
+    gather.
     """
     enclosing = list(zip(follower.stack.frames, follower.stack.mains))[:-1]
     outermost = None
@@ -169,8 +178,8 @@ def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
         raise Hoist(outermost, edge.group.axes[0])
 
 
-def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
-    """The edge with what the module was seen to compute."""
+def _with_output(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
+    """Return the edge with the placement that the module's output was found to have."""
     main = next((t for t in tensors_in(out) if is_main(t)), None)
     tag = follower.of(main).tags.get(wanted.axis) if main is not None else None
     computes: Placement = R if tag is None else placed(tag)
@@ -184,7 +193,7 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
 
 
 def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
-    """Cross into a module whose own calls are followed, and note what arrives there."""
+    """Let a tensor enter a module whose own calls are followed, and note its layout there."""
     axes = frozenset(edge.group.axes[:1] if edge.differ else ())
     enter = replace(edge, arrivals=follower.arrivals).enter
     return _cross(edge, follower, x, enter, edge.wants, axes)
@@ -204,7 +213,7 @@ def _cross(
     lies: Placement,
     entered: frozenset[str],
 ) -> Tensor:
-    """Cross an edge unseen, and note how what comes of it lies along the edge's axis."""
+    """Let a tensor cross an edge, and note its placement behind over the edge's axis."""
     note, axis = follower.of(x), edge.group.axes[0]
     crossed = follower.unseen(cross, x)
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
@@ -229,7 +238,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
-    if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
+    if isinstance(leaves, P):  # the follower has no partial tensors: it would take this for full
         reason = f"`{leaf.fqn}` returns a partial sum that no row reduces"
         raise _refuse(
             reason, wanted.axis, leaf.fqn, "use `output=R` (all-reduce), or shard the sum"
@@ -266,7 +275,7 @@ def _check_whole(
     leaves: Placement,
     main: Tensor,
 ) -> None:
-    """Refuse what a split projection or embedding cannot be given, or hand on."""
+    """Refuse placements that a split projection or embedding cannot take or return."""
     if leaf.kind == "EmbeddingBag" and not isinstance(arrives, Replicate):
         reason = f"`{leaf.fqn}` needs replicated `per_sample_weights`, but gets {arrives}"
         raise _refuse(reason, None, leaf.fqn, "gather them first: `output=R` on the row before")
@@ -297,10 +306,10 @@ def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
 
 
 def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
-    """Note the result of a projection or embedding, and which of its gradients are parts."""
+    """Note the result of a projection or embedding, and which of its gradients are partial."""
     own = {edge.group.axes[0]: edge for edge in edges}
     parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
-    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+    if leaf.kind in PROJECTIONS:  # if its input is split along positions
         inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
     parts |= (note.entered | note.tags.keys()) - own.keys()
@@ -325,7 +334,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
 
 
 def _note_mask(leaf: Leaf, edges: Sequence[Edge], main: Tensor, follower: Follower) -> None:
-    """Note the mask that a leaf draws for its input, and how that lies once it has come in."""
+    """Note the mask that a leaf draws for its input, and the input's layout behind its edges."""
     arrived, whole = follower.of(main).tags, list(main.shape)
     for tag in arrived.values():
         whole[tag.dim] = sum(tag.blocks)
@@ -344,7 +353,7 @@ def _note_mask(leaf: Leaf, edges: Sequence[Edge], main: Tensor, follower: Follow
 
 
 def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) -> Tag:
-    """The tag of a tensor that an edge leaves in a placement."""
+    """Return the tag of a tensor that an edge puts into a placement."""
     if dim % local.ndim != local.ndim - 1:
         follower.tokens.add((edge.group.label, edge.group.axes[0]))
     uneven = placement.uneven
@@ -353,6 +362,6 @@ def _tag(edge: Edge, placement: S, dim: int, local: Tensor, follower: Follower) 
 
 
 def placed(tag: Tag) -> S:
-    """The placement that a tag describes."""
+    """Return the placement that a tag describes."""
     blocks = len(tag.blocks) if len(set(tag.blocks)) == 1 else tag.blocks
     return S(tag.dim, blocks, tag.uneven)

@@ -1,8 +1,8 @@
-"""Labels through a forward: what each projection reads, and which numbers of a batch name rows.
+"""Sources of tensors in a forward: what each projection reads, which integers are row indices.
 
-* What every projection reads: the residual stream, or outputs of other projections.
-* Whole numbers in a batch that stand for its rows: edges of a graph, pairs of samples. Such a
-  batch cannot be cut by rows: a part would name rows that lie in others.
+* `feeds` finds what every projection reads: the residual stream, or outputs of other projections.
+* `names_rows` finds integers in a batch that are indices of its rows: edges of a graph, pairs of
+  samples.  Such a batch cannot be split by rows: a chunk would refer to rows of other chunks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from schedlang.runtime.kept_outside import kept_outside
 from schedlang.runtime.propagation.trace import Lattice, Running, Stack, Trace
 from schedlang.runtime.tracing.meta import meta_model, model_line, tensors_in, without_values
 
-STREAM = ""  # what flows from block to block, embeddings and the batch among it
-MIXED = "@"  # tokens were mixed on the way, as in attention
+STREAM = ""  # source: the residual stream between blocks, embeddings and the batch included
+MIXED = "@"  # source: tokens were mixed on the way, as in attention
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "__getitem__", "narrow"}
 VIEWS = {"view", "reshape", "unflatten"}
 MATRIX = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__", "addbmm"}
@@ -30,7 +30,7 @@ WHOLE = "_schedlang_output"
 
 @dataclass
 class Use:
-    """One projection as it was called: what made its inputs, and when it was called first."""
+    """The calls of one projection: the sources of its inputs, and its place among projections."""
 
     order: int
     reads: frozenset[str]
@@ -39,12 +39,12 @@ class Use:
 
 @dataclass
 class Fed:
-    """Every projection that was called, by name.
+    """The projections that were called, by name.
 
-    `parts` are the sizes of what was taken out of the last dim of a projection's output, `heads`
-    the size of the last dim where a view adds one to it; `packed` the first of the sizes where a
-    view adds two: how many lie side by side (q, k and v), or how many heads.  `read` is the line of
-    the model that first uses a projection's output.
+    parts   sizes of the pieces that are split off the last dim of the projection's output
+    heads   size of the last dim after a view that splits the output's last dim into two
+    packed  first of the sizes after a view into three: concatenated outputs (q, k and v), or heads
+    read    line of the model that first uses the projection's output
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Fed:
     read: dict[str, str] = field(default_factory=dict)
 
     def used(self, tensors: Iterable[Tensor]) -> None:
-        """Note where the outputs among some tensors are used, that were not before."""
+        """Note the running line for each tensor that is a projection's output and is used first."""
         for tensor in tensors:
             fqn = tensor.__dict__.get(WHOLE)
             if fqn is not None and fqn not in self.read:
@@ -62,7 +62,7 @@ class Fed:
 
 
 class _Feeding(Lattice):
-    """The sources of each tensor: outputs of projections, the stream, tokens that were mixed."""
+    """Lattice of the sources of tensors: projections' outputs, the stream, mixed tokens."""
 
     mark: str = "_schedlang_feeds"
     nothing: frozenset[str] = frozenset()
@@ -71,7 +71,7 @@ class _Feeding(Lattice):
         self.fed, self.muted = fed, 0
 
     def after(self, call: Running) -> None:
-        """Hand on what the inputs carry."""
+        """Join the sources of the inputs, and note views and splits of projections' outputs."""
         if self.muted:
             return
         self.fed.used(call.inputs)
@@ -80,9 +80,9 @@ class _Feeding(Lattice):
         if not made:
             return
         if call.name in PARTS:
-            self._parted(call.args[0], call.outputs)
+            self._note_pieces(call.args[0], call.outputs)
         elif call.name in VIEWS:
-            self._viewed(call.args[0], call.out)
+            self._note_heads(call.args[0], call.out)
         both = call.name in MATRIX and sum(bool(one) for one in given) > 1
         if both or call.func is F.scaled_dot_product_attention:
             made |= {MIXED}
@@ -90,8 +90,8 @@ class _Feeding(Lattice):
         for tensor in (*call.outputs, *written):
             self.put(tensor, made)
 
-    def _parted(self, source: Any, made: list[Tensor]) -> None:
-        """Note the sizes of parts of a projection's output, in the order of their making."""
+    def _note_pieces(self, source: Any, made: list[Tensor]) -> None:
+        """Note the sizes of pieces of a projection's output, in the order of the calls."""
         fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
         if fqn is None or self.fed.uses[fqn].calls > 1:
             return
@@ -99,8 +99,8 @@ class _Feeding(Lattice):
         if all(size < source.shape[-1] for size in sizes):
             self.fed.parts.setdefault(fqn, []).extend(sizes)
 
-    def _viewed(self, source: Any, made: Tensor) -> None:
-        """Note the size of heads where a view takes the last dim of an output apart."""
+    def _note_heads(self, source: Any, made: Tensor) -> None:
+        """Note the size of heads where a view splits the last dim of a projection's output."""
         fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
         if fqn is None:
             return
@@ -110,7 +110,7 @@ class _Feeding(Lattice):
             self.fed.packed[fqn] = made.shape[-3]
 
     def leaf(self, fqn: str, inner: Callable[..., Any], own: frozenset[str]) -> Callable[..., Any]:
-        """The forward of a projection, whose output is made of `own` alone."""
+        """Wrap the forward of a projection; `own` are the sources of its output."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             inputs = tensors_in((args, kwargs))
@@ -134,7 +134,7 @@ class _Feeding(Lattice):
         return forward
 
     def block(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a block: what it is given is the stream."""
+        """Wrap the forward of a block: its first float argument is the stream."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
@@ -153,10 +153,11 @@ def feeds(
     blocks: Callable[[str], bool],
     outside: Callable[[str], bool],
 ) -> Fed:
-    """Follow one forward of a throwaway model on the meta device.
+    """Follow one forward of a throwaway model on the meta device, and return its projections.
 
-    `leaves` are the projections and tables to be told apart; what enters one of `blocks` is the
-    stream, and so is what the leaves `outside` make (embeddings of tokens).
+    The predicates take a module's name.  `leaves`: projections and tables, each a source of its
+    own.  `blocks`: modules whose inputs are the stream.  `outside`: leaves whose outputs are the
+    stream (embeddings of tokens).
     """
     fed = Fed()
     feeding = _Feeding(fed)
@@ -184,10 +185,11 @@ INDEXED = {
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of the batch that names rows, and where that shows.
+    """A tensor of the batch with indices of rows, and the call that shows this.
 
-    call, line  what of torch finds none of them, and the model's line that calls it
-    size        how many rows it finds
+    call, line  the function of torch whose index is out of range, and the model's line
+    largest     the tensor's largest number
+    size        the number of rows that the call can index
     """
 
     key: str
@@ -198,8 +200,10 @@ class Named:
 
 
 class _Naming(Lattice):
-    """The suspect that each tensor is made of, and its largest number; `found`: a dim is too
-    short."""
+    """Lattice of integer inputs: the input that a tensor is computed from, and its largest number.
+
+    `found`: the first input that indexes a dim that is too short.
+    """
 
     mark = "_schedlang_names"
 
@@ -207,12 +211,12 @@ class _Naming(Lattice):
         self.found: Named | None = None
 
     def before(self, call: Running) -> None:
-        """Look at what a suspect indexes."""
+        """Compare the largest number of an index with the dim that is indexed."""
         known = next(filter(None, map(self.of, call.inputs)), None)
         source = call.inputs[0] if call.inputs else None
         if self.found or known is None or source is None or call.name not in INDEXED:
             return
-        if self.of(source):  # it is looked up itself
+        if self.of(source):  # the integer input is indexed, and no index
             return
         key, largest = known
         dim = call.argument(1, "dim", 0)
@@ -226,7 +230,7 @@ class _Naming(Lattice):
             self.found = Named(key, call.name, model_line(), largest, source.shape[dim])
 
     def after(self, call: Running) -> None:
-        """Mark integers made of a suspect as one."""
+        """Hand the input on to integers that are computed from it."""
         known = next(filter(None, map(self.of, call.inputs)), None)
         for tensor in call.outputs if known is not None else ():
             if not tensor.is_floating_point() and tensor.dtype != torch.bool:
@@ -236,9 +240,9 @@ class _Naming(Lattice):
 def names_rows(
     model: nn.Module, part: Mapping[str, Any], suspects: Mapping[str, Tensor]
 ) -> Named | None:
-    """Find what of a part of a batch names rows that the part does not have.
+    """Find a tensor of a chunk of a batch that indexes rows which the chunk does not have.
 
-    `suspects` are its tensors of whole numbers that were not cut, by name.
+    `suspects` are the chunk's integer tensors that were not split, by name.
     """
     bare, naming = meta_model(model, {}).train(), _Naming()
     by_value = {id(value): key for key, value in suspects.items()}
@@ -249,6 +253,6 @@ def names_rows(
                     naming.put(meta, (by_value[id(whole)], int(whole.max())))
             with Trace(Stack(), naming, asked=True):
                 forward(bare, inputs, None)
-    except Exception:  # what else is wrong is told where the model is followed in earnest
+    except Exception:  # other errors are reported by the later run of the model
         pass
     return naming.found

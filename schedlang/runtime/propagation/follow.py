@@ -1,12 +1,11 @@
-"""Follows which tensors differ by rank through a forward of the sharded model, on meta.
+"""Layout propagation: which tensors of the sharded model differ by rank, in a forward on meta.
 
-* Which dim of a result each axis splits, where several axes have the same size.
-* Follows which tensors differ by rank through a forward of the sharded model, on meta. Every call
-  is compared with the same call of the original: a dim that is smaller by the number of ranks is
-  split, everything else must be equal.  So the shapes themselves prove where a split goes; what
-  they cannot prove (a reduction along the split, a leading factor that is not the first) is
-  checked by rule, and where there is none tried with numbers.  Gradients follow the rules of R, V
-  and P types of spmd_types.
+Every call is compared with the same call of the original: a dim that is smaller by the number of
+ranks is split, all other dims must be equal.  So the shapes themselves prove where a split goes.
+What shapes cannot prove (a reduction along the split, a leading factor that is not the first) is
+checked by rule, and a call without a rule is tried with numbers.  Where several axes have the same
+size, each axis is followed alone to find the dim that it splits.  Gradients follow the rules of the
+R, V and P types of spmd_types.
 """
 
 from __future__ import annotations
@@ -47,7 +46,10 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 def fitting(
     axes: Sequence[str], dims: Sequence[int], fits: Callable[[str, int], bool]
 ) -> list[dict[str, int]]:
-    """All ways to give each axis one of the dims whose sizes differ from the original's."""
+    """List all assignments of axes to the dims whose sizes differ from the original's.
+
+    `fits(axis, dim)`: whether the axis can split the dim.
+    """
     return [
         dict(zip(axes, order))
         for order in itertools.permutations(dims)
@@ -56,7 +58,7 @@ def fitting(
 
 
 def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int | None:
-    """The dim of a reshape's result that holds the slowest parts of a split dim."""
+    """Return the dim of a reshape's result that holds the slowest shards of a split dim."""
     outer = math.prod(before[: tag.dim])
     for outer_now in (outer, outer * len(tag.blocks)):
         found = [d for d in dims if math.prod(after[:d]) == outer_now]
@@ -68,23 +70,22 @@ def reshaped(before: Shape, tag: Tag, after: Shape, dims: Sequence[int]) -> int 
 def told_apart(
     ways: list[dict[str, int]], step: Compared, whole: Shape, place: int
 ) -> list[dict[str, int]]:
-    """Return those of several ways that hold for each axis when it is followed through the call
-    alone.
+    """Return the assignments that hold when each axis alone is followed through the call.
 
-    `whole`: the original's result.
+    `whole`: the shape of the original's result, `place` its number among the results.
     """
     for axis in ways[0]:
         if len(ways) > 1:
             dims = sorted({way[axis] for way in ways})
-            dim = _followed(step, axis, whole, dims, place)
+            dim = _dim_split_alone(step, axis, whole, dims, place)
             ways = [way for way in ways if dim is None or way[axis] == dim]
     return ways
 
 
-def _followed(
+def _dim_split_alone(
     step: Compared, axis: str, whole: Shape, dims: Sequence[int], place: int
 ) -> int | None:
-    """The dim of the result that one axis splits, as far as this can be told."""
+    """Return the dim of the result that one axis splits; None where this is not known."""
     tags = [step.follower.of(tensor).tags.get(axis) for tensor in step.inputs]
     shapes = step.expected.inputs
     found = next(((tag, shape) for tag, shape in zip(tags, shapes) if tag is not None), None)
@@ -108,9 +109,9 @@ def shapes_of_parts(
 ) -> list[Shape] | None:
     """Return the shapes of a call's results where one axis alone splits its tensors.
 
-    `shapes` are the whole shapes of the tensors among its arguments, `split` the dim of each of
-    which a rank has one of so many `parts`; None where the call cannot run so: its numbers are
-    those of parts along all axes.
+    `shapes` are the full shapes of the tensors among the call's arguments.  `split` has the dim of
+    each tensor of which a rank has one of `parts` shards (None: no dim).  The result is None where
+    the call cannot run with such shapes: its integers are those of shards along all axes.
     """
     turn = itertools.count()
 
@@ -137,10 +138,10 @@ GATHER = "gather the logits: `output=R` on the row of their module"
 
 
 @dataclass(eq=False)
-class _Watched(Arrivals):
-    """Notes which modules take a tensor that another one has redistributed alike.
+class _SharedArrivals(Arrivals):
+    """Redistributions of one forward; records which modules share a redistributed tensor.
 
-    by  id of a redistributed tensor -> it, and the module that made it
+    by  id of a redistributed tensor -> the tensor, and the module that redistributed it
     """
 
     by: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
@@ -149,7 +150,7 @@ class _Watched(Arrivals):
     def redistribute(
         self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
     ) -> Tensor:
-        """The tensor in its new placement."""
+        """Return the tensor in its new placement."""
         crossed = super().redistribute(x, source, target, group, differ)
         if crossed is not x:
             _, first = self.by.setdefault(id(crossed), (crossed, group.label))
@@ -158,9 +159,10 @@ class _Watched(Arrivals):
 
 
 class Follower(Lattice):
-    """The layouts of the sharded copy's tensors; raises Mismatch at the first disagreement.
+    """Layouts of the sharded copy's tensors; raises Mismatch at the first disagreement.
 
-    `frames`: the calls of the original, recorded.
+    `frames`: the recorded calls of the original, `sizes` the number of ranks of each axis.
+    `draws`: whether the masks of random draws are recorded, `tried` a cache of tried calls.
     """
 
     mark, nothing = "_schedlang_note", Note()
@@ -179,31 +181,33 @@ class Follower(Lattice):
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
-        self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
-        self.used: dict[str, frozenset[str]] = {}  # parameter -> those axes in its first use
+        self.partial: dict[
+            str, set[str]
+        ] = {}  # parameter -> axes over which its gradient is partial
+        self.used: dict[str, frozenset[str]] = {}  # parameter -> these axes in its first use
         self.masks: dict[Frame, tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
-        self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
-        self.repeats = False  # whether several ranks hold one part
-        # where heads are repeated, which a rank with one of each leaves out
+        self.uneven_splits: dict[str, set[Uneven]] = {}  # by axis, of all tensors that are split
+        self.repeats = False  # whether several ranks hold the same shard
+        # frames that repeat key-value heads; a rank with one head of each kind skips these calls
         self.repeating = {
             frame
             for frame, calls in frames.items()
             if any(one.name in call_rules.REPEATING for one in calls)
         }
         self.left_out: list[call_rules.Repeat] = []
-        self.tokens: set[tuple[str, str]] = set()  # modules, axes: they split rows or tokens
-        self._expects: Call | None = None  # the original's call beside the one that runs
-        self.arrivals = _Watched()
+        self.tokens: set[tuple[str, str]] = set()  # (module, axis) that split rows or tokens
+        self._expects: Call | None = None  # the original's call that corresponds to the running one
+        self.arrivals = _SharedArrivals()
         self.tried: by_parts.Tried = {} if tried is None else tried
 
     @classmethod
     def noted(cls, tensor: Tensor) -> bool:
-        """Return whether anything is noted of a tensor."""
+        """Return whether a tensor has a note."""
         return cls.mark in tensor.__dict__
 
     def before(self, call: Running) -> None:
-        """Find the original's call; behind split logits nothing may use a tensor that is split."""
+        """Find the original's call; refuse a split tensor that is used after split logits."""
         if self.stack.muted:
             return
         if self.loose:
@@ -220,7 +224,7 @@ class Follower(Lattice):
         self._expects = calls[place] if place < len(calls) else None
 
     def after(self, call: Running) -> None:
-        """Compare the call with the original's and note what its results are."""
+        """Compare the call with the original's, and note the layouts of its results."""
         if self.stack.muted or self.loose or not call.outputs:
             return
         if self.left_out:
@@ -233,37 +237,37 @@ class Follower(Lattice):
                 raise Mismatch(call.frame, reason, None, integers, self.agreed)
             Compared(**vars(call), follower=self, expected=expected).finish()
         except Mismatch as failure:
-            raise self._met(failure, call, call.name) from None
+            raise self._add_operands(failure, call, call.name) from None
         self.places[call.frame] = self.places.get(call.frame, 0) + 1
         self.agreed += 1
 
     def failed(self, call: Running, error: Exception) -> None:
-        """Tell a call that does not run on parts as a mismatch."""
-        if not isinstance(error, (RuntimeError, ValueError, IndexError)):
+        """Raise Mismatch for a call that does not run on shards."""
+        if not isinstance(error, (RuntimeError, ValueError, IndexError, AssertionError)):
             return
         if self.stack.muted or self.loose:
-            raise self._unfit(error) from error
-        raise self._failed(call, error) from error
+            raise self._shard_failure(error) from error
+        raise self._call_failure(call, error) from error
 
     def refuse(self, reason: str, axis: str | None, *helps: str) -> Mismatch:
-        """A mismatch in what runs now, that no division mends."""
+        """Return a mismatch in the running frame that dividing an integer cannot mend."""
         return Mismatch(self.stack.frames[-1], reason, axis, (), self.agreed, helps)
 
     def unseen(self, cross: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `cross(x)`, whose own calls are none of the model's."""
+        """Return `cross(x)`, without comparing its calls: the model does not make them."""
         self.stack.muted += 1
         crossed = cross(x)
         self.stack.muted -= 1
         return crossed
 
-    def _unfit(self, error: Exception) -> Mismatch:
-        """A module that computes with its parts failed: they do not fit what it is given."""
+    def _shard_failure(self, error: Exception) -> Mismatch:
+        """Return the mismatch of a module whose shards do not fit its input."""
         help_ = "leave out `input=` and `output=`: a style sets placements that fit together"
         failure = self.refuse(str(error).split("\n")[0], None, help_)
         failure.raw = True
         return failure
 
-    def _failed(self, call: Running, error: Exception) -> Mismatch:
+    def _call_failure(self, call: Running, error: Exception) -> Mismatch:
         expected, notes = self._expects, [self.of(tensor) for tensor in call.inputs]
         axis = next((axis for note in notes for axis in note.tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
@@ -271,10 +275,10 @@ class Follower(Lattice):
         failure.raw, failure.unit = True, call_rules.met_whole(notes, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = call_rules.factors(expected, notes[0].tags.get(axis))
-        return self._met(failure, call, expected.name if expected is not None else "")
+        return self._add_operands(failure, call, expected.name if expected is not None else "")
 
-    def _met(self, failure: Mismatch, call: Running, name: str) -> Mismatch:
-        """Tell a failure which tensors have met in a call."""
+    def _add_operands(self, failure: Mismatch, call: Running, name: str) -> Mismatch:
+        """Add to a failure how the tensors of its call are split."""
         notes = [self.of(tensor) for tensor in call.inputs]
         failure.by, failure.call = call_rules.by(call.inputs, failure.axis), name
         failure.mixed = call_rules.mixed(notes)
@@ -282,10 +286,10 @@ class Follower(Lattice):
         return failure
 
     def use(self, name: str, parts: Set[str]) -> None:
-        """Note that a parameter is used where its gradient is a part over these axes.
+        """Note that a parameter is used where its gradient is partial over the axes in `parts`.
 
-        Raises Mismatch where that of an earlier use is whole over one of them, or the other way
-        round: one sum over ranks would count the whole one as often as there are ranks.
+        Raises Mismatch if the gradient of an earlier use is full over one of these axes, or the
+        other way round: one sum over the ranks would count a full gradient once for each rank.
         """
         if parts:
             self.partial.setdefault(name, set()).update(parts)
@@ -300,18 +304,18 @@ class Follower(Lattice):
 
 @dataclass(kw_only=True)
 class Compared(Running):
-    """The comparison of one call with the original's."""
+    """A call of the sharded copy that is compared with the original's call."""
 
     follower: Follower
     expected: Call
 
     def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
-        """A mismatch that dividing one of the original call's integers might mend."""
+        """Return a mismatch that dividing one of the original call's integers might mend."""
         integers, agreed = self.expected.integers, self.follower.agreed
         return Mismatch(self.frame, reason, axis, integers, agreed, helps)
 
     def finish(self) -> None:
-        """Note every output; raise Mismatch if one is not what the original's shapes allow."""
+        """Note the layout of every output; raise Mismatch if the original's shapes forbid one."""
         outputs, notes = self.outputs, [self.follower.of(t) for t in self.inputs]
         axes = {axis for note in notes for axis in note.tags}
         if len(self.expected.outputs) != len(outputs):
@@ -319,23 +323,23 @@ class Compared(Running):
         roots = frozenset(name for note in notes for name in note.roots)
         data = any(note.data for note in notes)
         entered = frozenset(axis for note in notes for axis in note.entered)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             learns = [t.requires_grad and t.is_floating_point() for t in self.inputs]
             shapes = [tuple(t.shape) for t in outputs]
         for learned, note in zip(learns, notes):
             if not (learned and torch.is_grad_enabled()):
                 continue
-            # a whole tensor that meets a split one gets only a part of its gradient on each rank
+            # a full tensor beside a split one gets only a part of its gradient on each rank
             parts = (axes | entered) - note.entered - note.tags.keys()
             if parts and (note.data or not note.roots):
-                raise self._mixes(min(parts))
+                raise self._mixed_failure(min(parts))
             for name in note.roots if data or parts else ():
                 self.follower.use(name, parts)
         for axis in sorted(axes):
             if sum(axis in note.tags for note in notes) > 1:
                 check_meeting(self, axis)
         if factors_of(self.name, self.args) != self.expected.factors:
-            raise self._otherwise(next(iter(axes), None))
+            raise self._factor_failure(next(iter(axes), None))
         pairs = enumerate(zip(shapes, self.expected.outputs))
         found = [self._tags(local, shape, axes, place) for place, (local, shape) in pairs]
         self._check_by_parts(axes, found)
@@ -350,12 +354,14 @@ class Compared(Running):
 
     def _tags(self, local: Shape, shape: Shape, axes: set[str], place: int) -> dict[str, Tag]:
         if len(local) != len(shape):
-            raise self._unlike(local, shape)
+            raise self._shape_failure(local, shape)
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
             opened = call_rules.opened(self, local, shape, differ)
             if not opened:
-                raise self._unlike(local, shape, None, ": it takes its size from a sharded tensor")
+                raise self._shape_failure(
+                    local, shape, None, ": it takes its size from a sharded tensor"
+                )
             return opened
         if not differ:
             if axes and self._carries_values():
@@ -368,21 +374,21 @@ class Compared(Running):
         along = call_rules.alike(self, local, shape) if self.follower.repeats else None
         differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
-            raise self._unlike(local, shape, next(iter(split_axes), None))
+            raise self._shape_failure(local, shape, next(iter(split_axes), None))
         dims = dict(zip(split_axes, differ))
         if len(dims) > 1:
-            dims = self._told_apart(split_axes, differ, local, shape, place)
+            dims = self._resolve_axes(split_axes, differ, local, shape, place)
         tags = {}
         for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
             uneven = self._fits(axis, local[dim], shape[dim])
             if uneven is None:
-                raise self._unlike(local, shape, axis)
+                raise self._shape_failure(local, shape, axis)
             blocks = self._blocks(axis, dim, shape, place)
             tags[axis] = Tag(dim, blocks, call_rules.by(self.inputs, axis), uneven, along)
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
-        """The axes of a fill, which has no parts to tell: those that split what runs around it."""
+        """Return the axes of a fill, which has no split input: those that split a nearby module."""
         found: list[str] = []
         names = self.frame[0].split(".")
         around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
@@ -394,10 +400,10 @@ class Compared(Running):
             found.append(next((a for a in fits if a not in found), "?"))
         return found
 
-    def _told_apart(
+    def _resolve_axes(
         self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
     ) -> dict[str, int]:
-        """The dim that each of several axes splits; those of one size are followed one by one."""
+        """Return the dim that each axis splits; axes of equal size are followed one by one."""
 
         def fits(axis: str, dim: int) -> bool:
             return self._fits(axis, local[dim], shape[dim]) is not None
@@ -405,17 +411,16 @@ class Compared(Running):
         ways = fitting(axes, differ, fits)
         if len(ways) > 1:
             ways = told_apart(ways, self, shape, place)
-        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
-            raise self._unlike(local, shape, axes[0])
+        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is equal everywhere
+            raise self._shape_failure(local, shape, axes[0])
         return ways[0]
 
     def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
-        """Return how a dim that is `whole` fits an axis whose ranks have `local` of it each; None:
-        not."""
+        """Return the rule that splits a dim of size `whole` into `local` for each rank, or None."""
         held = local * self.follower.sizes.get(axis, 0)
         return next((u for u in call_rules.legal(self, axis) if held == whole * u.wide), None)
 
-    def _mixes(self, axis: str) -> Mismatch:
+    def _mixed_failure(self, axis: str) -> Mismatch:
         return self.follower.refuse(
             f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
             " replicated one, whose gradient nothing would sum over the ranks",
@@ -423,20 +428,22 @@ class Compared(Running):
             "shard the module that computes it, or give this module `input=...`",
         )
 
-    def _otherwise(self, axis: str | None) -> Mismatch:
-        """A size of a part stands for that of the whole: `h / h.shape[-1]`."""
+    def _factor_failure(self, axis: str | None) -> Mismatch:
+        """Return the mismatch of a shard's size used as the full size: `h / h.shape[-1]`."""
         given, right = factors_of(self.name, self.args), self.expected.factors
-        said = " and ".join(f"{n:g}" for n in given), " and ".join(f"{n:g}" for n in right)
+        factors = " and ".join(f"{n:g}" for n in given), " and ".join(f"{n:g}" for n in right)
         reason = "`{}` takes {} where the original takes {}: it counts a part"
         return self.follower.refuse(
-            reason.format(self.name, *said), axis, "gather it first: `output=R` on the row before"
+            reason.format(self.name, *factors),
+            axis,
+            "gather it first: `output=R` on the row before",
         )
 
-    def _unlike(
+    def _shape_failure(
         self, local: Shape, shape: Shape, axis: str | None = None, why: str = ""
     ) -> Mismatch:
-        said = f"{list(local)} where the original returns {list(shape)}{why}"
-        return self.fail(f"`{self.name}` returns {said}", axis)
+        shapes = f"{list(local)} where the original returns {list(shape)}{why}"
+        return self.fail(f"`{self.name}` returns {shapes}", axis)
 
     def _carries_values(self) -> bool:
         return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")
@@ -452,12 +459,12 @@ class Compared(Running):
         tag, whole = source
         self._check_along(axis, tag, whole)
         if self.name in RESHAPES:
-            return self._reshaped(axis, tag, dim, whole, shape)
+            return self._reshape_blocks(axis, tag, dim, whole, shape)
         if self.name in PARTS and shape[dim] != whole[tag.dim]:
-            return self._parted(axis, tag, shape[dim], place)
+            return self._chunk_blocks(axis, tag, shape[dim], place)
         narrowed = self.name == "narrow" or self.name == "__getitem__" and len(shape) == len(whole)
         if narrowed and shape[dim] != whole[tag.dim]:
-            return self._sliced(axis, tag, dim)
+            return self._slice_blocks(axis, tag, dim)
         if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
             return tuple(
                 size for own, s in each for size in (own[axis].blocks if axis in own else (s[dim],))
@@ -468,7 +475,7 @@ class Compared(Running):
                 return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
 
-    def _reshaped(
+    def _reshape_blocks(
         self, axis: str, tag: Tag, dim: int, before: tuple[int, ...], after: tuple[int, ...]
     ) -> tuple[int, ...]:
         ranks = self.follower.sizes[axis]
@@ -480,7 +487,7 @@ class Compared(Running):
             return (after[dim],)
         rows = call_rules.rows_joined(before, tag, after, dim)
         if rows:
-            return (before[tag.dim],) * rows  # the heads of all rows one behind the other
+            return (before[tag.dim],) * rows  # the heads of all rows, concatenated
         if count > 1 and outer_after == outer_before:
             raise self.fail(
                 f"`{self.name}` of {list(before)} to {list(after)} does not follow"
@@ -493,7 +500,7 @@ class Compared(Running):
             axis,
         )
 
-    def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
+    def _chunk_blocks(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
         if place < len(tag.blocks) and tag.blocks[place] == size:
             return (size,)
         sizes = [shape[tag.dim] for shape in self.expected.outputs]
@@ -507,7 +514,7 @@ class Compared(Running):
         failure.asked = (("blocks", str(wanted)),)
         raise failure
 
-    def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
+    def _slice_blocks(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
         if self.name == "narrow":
             start, length = self.argument(2, "start"), self.argument(3, "length")
             cut: Any = slice(int(start), int(start) + int(length))
@@ -519,7 +526,7 @@ class Compared(Running):
         return (size,)
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
-        """Refuse what computes along the split dim: it would need the other ranks' parts."""
+        """Refuse a call that computes along the split dim: it needs the other ranks' shards."""
         dims = along(self.name, self.args, self.kwargs, len(whole))
         if self.name == ATTENTION:
             dims = {len(whole) - 1, len(whole) - 2}
@@ -532,7 +539,7 @@ class Compared(Running):
             )
 
     def _check_by_parts(self, axes: set[str], found: Sequence[Mapping[str, Tag]]) -> None:
-        """Refuse a call that no rule is about, and that does not give parts for parts."""
+        """Refuse a call without a rule whose results on shards are not shards of its result."""
         given = self.args, self.kwargs
         if call_rules.known(self.name, *given) or masks(self.func, *given):
             return

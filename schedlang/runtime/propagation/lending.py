@@ -1,8 +1,8 @@
-"""Parameters that a forward reads, replaces or writes into beside the modules that hold them.
+"""Parameters that a forward reads, replaces or writes outside of the modules that hold them.
 
-Who slices state gathers a module's parameters when it is called, and frees them behind it: what is
-read while no module around it runs was never gathered, what stands in for it is put away, and what
-is written into it is lost.
+Sharded state (ZeRO 3) is gathered when a module is called, and freed after the call.  A parameter
+that is read while no enclosing module runs was never gathered; a replacement of it, or a write into
+it, is lost.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TABLES = ("embedding", "embedding_bag")
 
 
 class Lending:
-    """Notes what is read, replaced and written in one forward on a throwaway copy.
+    """Record of the parameters that one forward of a throwaway copy reads, replaces and writes.
 
-    lent      parameters that are read, or replaced, while a module around them does not run, and it
+    lent      (parameter, enclosing module): read or replaced while that module does not run
     written   parameters that are written into
-    derives   modules whose own forward takes a gradient -> the line of the model that does
+    derives   modules whose own forward takes a gradient -> the model's line that takes it
     ungraded  modules that are called without a graph -> the `autograd.Function` that calls them
-    entering  modules whose hooks run before them: what gathers them has come first
+    entering  modules whose forward hooks run now: their parameters are gathered already
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Lending:
         self.derives: dict[str, str] = {}
         self.ungraded: dict[str, str] = {}
         self.entering: list[str] = []
-        self._names: dict[int, list[str]] = {}  # of each parameter, by its id
-        self._lies_in: dict[int, list[str]] = {}  # and by its storage
+        self._names: dict[int, list[str]] = {}  # names of a parameter, by its id
+        self._by_storage: dict[int, list[str]] = {}  # names of parameters, by storage
         self._own: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
 
     def noted(self) -> dict[str, Any]:
-        """Return what was noted, by the names that an `Original` has for it."""
+        """Return the record as keyword arguments of `Original`."""
         lent, written = frozenset(self.lent), frozenset(self.written)
         return {
             "lent": lent,
@@ -62,20 +62,20 @@ class Lending:
         }
 
     def watch(self, model: nn.Module) -> None:
-        """Know a model's parameters, and when a module is about to be called."""
+        """Register a model's parameters, and hooks that run before each module is called."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
-            self._lies_in.setdefault(_storage(parameter), []).append(name)
+            self._by_storage.setdefault(_storage(parameter), []).append(name)
         for fqn, module in model.named_modules():
             self._own[fqn] = module, dict(module._parameters)
-            if fqn and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hooks
+            if fqn and not isinstance(module, torch.jit.ScriptModule):  # accepts no such hooks
                 module.register_forward_pre_hook(partial(self._enter, fqn), prepend=True)
 
     def _enter(self, fqn: str, *unused: object) -> None:
         self.entering.append(fqn)
 
     def begin(self, fqn: str, muted: bool = False) -> None:
-        """Note that the forward of a module begins; `muted`: nothing is recorded there."""
+        """Note that the forward of a module begins; `muted`: nothing is recorded inside of it."""
         module, own = self._own[fqn]
         called = fqn in self.entering
         if called:
@@ -83,10 +83,10 @@ class Lending:
         if muted or isinstance(module, torch.jit.ScriptModule):
             return
         if not torch.is_grad_enabled():
-            self.ungraded[fqn] = _function()
+            self.ungraded[fqn] = _calling_function()
         if not called or torch._C._are_functorch_transforms_active():
-            # its `.forward` was called: no hooks run, that which gathers it among them; or a
-            # transform of torch.func calls it, under which torch's own hooks leave gradients away
+            # `.forward` was called directly, so no hook runs, and none gathers the parameters; or a
+            # transform of torch.func calls the module, where torch's own hooks drop gradients
             below = (n for names in self._names.values() for n in names if n.startswith(f"{fqn}."))
             self.lent.update((name, fqn) for name in below)
         for name, parameter in own.items():
@@ -94,28 +94,30 @@ class Lending:
                 self.lent.update((f"{fqn}.{name}", one) for one in _around(f"{fqn}.{name}"))
 
     def after(self, call: Running, running: Sequence[str]) -> None:
-        """Note what a call reads and writes, while some modules run."""
-        if call.func in BACKWARDS:  # units that it ends with are freed while the forward runs on
+        """Note what a call reads and writes while the modules `running` run."""
+        if call.func in BACKWARDS:  # a backward frees units while the forward continues
             every = (name for names in self._names.values() for name in names)
             self.lent.update((name, one) for name in every for one in _around(name))
             self.derives.setdefault(running[-1], model_line())
         for tensor in _written(call):
-            self.written.update(self._lies_in.get(_storage(tensor), ()))
-            self.written.update(self._names.get(id(tensor), ()))  # it may have got another storage
-        if call.outputs and (call.name != "to" or len(call.inputs) == 1):  # else a dtype is read
+            self.written.update(self._by_storage.get(_storage(tensor), ()))
+            # by id, too: the storage may have been replaced
+            self.written.update(self._names.get(id(tensor), ()))
+        # `x.to(other)` reads only the dtype of the other tensor
+        if call.outputs and (call.name != "to" or len(call.inputs) == 1):
             for tensor in call.inputs:
                 if id(tensor) in self._names:
                     self._read(self._names[id(tensor)], running)
 
     def _read(self, names: Sequence[str], running: Sequence[str]) -> None:
-        """Note what is read under these names, unless a module that holds it runs."""
+        """Note that a parameter with these names is read, unless a module that holds it runs."""
         away = [[one for one in not_running(name, running, self.entering)] for name in names]
         if all(away):
             self.lent.update((name, one) for name, some in zip(names, away) for one in some)
 
 
-def _function() -> str:
-    """The class of the innermost `torch.autograd.Function` whose forward runs now; "": of none."""
+def _calling_function() -> str:
+    """Return the class of the innermost `torch.autograd.Function` whose forward runs; "": none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _APPLY:
@@ -125,7 +127,7 @@ def _function() -> str:
 
 
 def not_running(fqn: str, running: Sequence[str], entering: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the modules around one, or a parameter, which do not run, nor anything else in them."""
+    """Yield the modules around a module or parameter that do not run, nor any module in them."""
     busy = [*running, *entering]
     for around in _around(fqn):
         if not any(name == around or name.startswith(f"{around}.") for name in busy):
@@ -133,25 +135,25 @@ def not_running(fqn: str, running: Sequence[str], entering: Sequence[str] = ()) 
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the modules around a module or a parameter, but for the model."""
+    """Yield the modules around a module or a parameter, without the model."""
     parts = name.split(".")
     return (".".join(parts[:depth]) for depth in range(1, len(parts)))
 
 
 def _storage(tensor: Tensor) -> int:
-    """The identity of the storage of a tensor, which its views share; 0 where there is none."""
+    """Return the identity of a tensor's storage, which its views share; 0 if it has none."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 def _written(call: Running) -> list[Tensor]:
-    """The tensors that a call writes into."""
+    """Return the tensors that a call writes into."""
     if call.name in TABLES and call.argument(3, "max_norm") is not None:
-        return tensors_in(call.argument(1, "weight"))  # rows that are looked up are made shorter
+        return tensors_in(call.argument(1, "weight"))  # renormalises rows in place
     return tensors_in(call.args[:1]) if _writes(call) else []
 
 
 def _writes(call: Running) -> bool:
-    """Return whether a call writes into what it is given first."""
+    """Return whether a call writes into its first argument."""
     if call.name.startswith("__"):
         return call.name in WRITING_OPERATORS
     plain = call.name.endswith("_") and call.name not in ("requires_grad_", "detach_")

@@ -1,4 +1,4 @@
-"""Tells by trying whether a module computes what the class that it inherits from computes."""
+"""Probe of subclasses: does a module compute the same as the class that it inherits from?"""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from schedlang.kernels.probe import bare_copy
 def computes_like(module: nn.Module, kind: str) -> bool:
     """Return whether a copy with random values computes a plain Linear, Conv1D or Embedding.
 
-    It is tried in training mode, and may have no parameters beside weight and bias.  A module with
-    a forward of its own may still be plain (Falcon's linear layers), or not (embeddings that
-    add positions); one that scales its rows is.  Anything that cannot be called with one tensor is
-    not, nor what cannot be tried because it has buffers whose values are not known.
+    `kind` is the name of the plain class.  The copy runs in training mode, and may have no
+    parameters other than weight and bias.  A module with its own forward may be plain (Falcon's
+    linear layers) or not (embeddings that add positions); an embedding that scales its rows is
+    plain.  A module is not plain if it cannot be called with one tensor, or has buffers on meta.
     """
     if kind == "EmbeddingBag":
-        return False  # one with a forward of its own
+        return False  # a subclass with its own forward
     if any(buffer.is_meta for buffer in module.buffers()):
         return False
     twin = bare_copy(module, torch.float64, 0).train()
@@ -39,7 +39,7 @@ def computes_like(module: nn.Module, kind: str) -> bool:
         return False
     expected = _plain(kind, given, weight, bias)
     if kind == "Embedding" and isinstance(got, Tensor) and got.shape == expected.shape:
-        expected = expected * (got.norm() / expected.norm())  # by a number is as good
+        expected = expected * (got.norm() / expected.norm())  # scaled by a constant
     return (
         isinstance(got, Tensor)
         and got.shape == expected.shape

@@ -1,8 +1,8 @@
-"""Arguments that every rank has whole, of which a module with parts needs its own part.
+"""Arguments that are full on every rank, and that a sharded module needs as this rank's shard.
 
-Biases of attention scores (ALiBi, one slope for each head) are made once for all heads and handed
-down; a rank takes its heads' part where its attention takes the argument. A residual of all tokens
-that is added to a sum along the sequence (BERT) is cut to this rank's tokens.
+Biases of attention scores (ALiBi, one slope for each head) are made once for all heads and passed
+down: a rank takes the shard of its heads where its attention takes the argument.  A residual of all
+tokens that is added to a sum that is split along the sequence (BERT) is cut to this rank's tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from schedlang.runtime.sharding.shard import Edge, block_sizes, laid, redistribu
 
 @dataclass(frozen=True)
 class Narrowed:
-    """An argument of a module, cut along `dim`; each `unit` of the dim (all heads) by itself.
+    """An argument of a module that is split along `dim`; each `unit` of the dim is split by itself.
 
-    A dim that holds the heads of each row of the batch one behind the other has several units; with
-    `unit` 0 it is one, however long (tokens).  `summed`: the argument was gathered, and there the
-    ranks' gradients are added up: each gives that of its own part alone.
+    A unit is all heads.  A dim with the concatenated heads of all rows of the batch has several
+    units; with `unit` 0 the dim is one unit of any length (tokens).  `summed`: the argument was
+    gathered, and the gather's backward sums the ranks' gradients: each rank gives the gradient of
+    its own shard only.
     """
 
     name: str
@@ -40,14 +41,14 @@ class Narrowed:
     summed: bool = False
 
     def placement(self, x: Tensor) -> S:
-        """Return the placement of this argument once it is cut."""
+        """Return the placement of this argument after the split."""
         return S(self.dim, x.shape[self.dim] // self.unit if self.unit else 1)
 
     def cut(self, x: Tensor) -> Tensor:
-        """This rank's part."""
+        """Return this rank's shard of the full tensor `x`."""
         if self.summed:
             return own_part(laid(x, self.placement(x), self.edge.group), self.dim, self.edge.group)
-        if not x.requires_grad:  # calls that others follow: of its tokens a rank may know more
+        if not x.requires_grad:  # calls that other modes follow: a rank may know more of its tokens
             whole, group = laid(x, self.placement(x), self.edge.group), self.edge.group
             size = whole.shape[self.dim] // group.size
             return whole.narrow(self.dim, group.rank * size, size).contiguous()
@@ -57,7 +58,7 @@ class Narrowed:
 def changed(
     module: nn.Module, name: str, change: Callable[[Tensor], Tensor], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """The arguments of a call with one tensor among them changed, if it is given."""
+    """Return a call's arguments with `change` applied to the tensor of one parameter, if passed."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     place = names.index(name)
     if isinstance(kwargs.get(name), Tensor):
@@ -68,7 +69,7 @@ def changed(
 
 
 class Parts:
-    """The layer of a module that is given parts of some arguments."""
+    """The layer around a module's forward that splits some of its arguments."""
 
     def __init__(self, module: nn.Module, parts: tuple[Narrowed, ...]) -> None:
         self.module, self.parts = module, parts
@@ -77,7 +78,7 @@ class Parts:
         return Parts(copy.deepcopy(self.module, memo), self.parts)  # groups are not copied
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `inner` with the arguments cut."""
+        """Call `inner` with this rank's shards of the arguments."""
         for part in self.parts:
             args, kwargs = changed(self.module, part.name, part.cut, args, kwargs)
         return inner(*args, **kwargs)
@@ -87,21 +88,22 @@ def dry_parts(
     module: nn.Module,
     parts: tuple[Narrowed, ...],
     follower: Follower,
-    told: Callable[[Narrowed, Narrowed | None], None],
+    on_split: Callable[[Narrowed, Narrowed | None], None],
 ) -> Callable[..., Any]:
-    """The same where the forward is followed: the parts are noted as such.
+    """Return a forward that splits the arguments like `Parts`, and notes the layouts of the shards.
 
-    `told` learns how each is cut at each call; None: it comes as a part, or is none of all heads.
+    `on_split` is called with each argument, and with its split in this call; None: the argument
+    arrives as a shard, or does not have all heads.
     """
     inner = module.forward
 
     def cut(part: Narrowed, x: Tensor) -> Tensor:
         note, axis = follower.of(x), part.edge.group.axes[0]
         if axis in note.tags or (part.unit and x.shape[part.dim] % part.unit):
-            told(part, None)
+            on_split(part, None)
             return x
         now = replace(part, summed=axis in note.entered)
-        told(part, now)
+        on_split(part, now)
         local = follower.unseen(now.cut, x)
         tag = Tag(part.dim, block_sizes(part.placement(x), x.shape[part.dim]), now.edge.group.label)
         if not part.unit:
@@ -121,13 +123,13 @@ def dry_parts(
 
         for part in parts:
             args, kwargs = changed(module, part.name, partial(kept, part), args, kwargs)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             before = [local._version for _, local in made]
         output = inner(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             now = [local._version for _, local in made]
         for (part, _), *counted in zip(made, before, now):
-            if len({*counted}) > 1:  # whoever calls it has the whole tensor, as it was
+            if len({*counted}) > 1:  # the caller's full tensor would not be changed
                 raise follower.refuse(
                     f"`{part.name}` is written into, of which a rank takes its part",
                     part.edge.group.axes[0],
@@ -141,8 +143,11 @@ def dry_parts(
 def whole_arguments(
     module: nn.Module, given: tuple[Any, Any], axis: str, unit: int, tokens: bool
 ) -> list[tuple[str, int]]:
-    """Names and dims of the arguments of a call that are whole and hold all heads in a dim, for
-    each row of the batch perhaps; or all tokens."""
+    """Return (name, dim) of the full arguments of a call that have all heads or tokens in a dim.
+
+    `unit` is the number of heads (a dim may have the heads of several rows) or, if `tokens`, of
+    tokens.
+    """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     args, kwargs = given
     found = []

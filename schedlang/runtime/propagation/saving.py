@@ -1,8 +1,8 @@
-"""Tensors that modules save for backward in a forward on the meta device: where, of what shape.
+"""Tensors that modules save for backward in a forward on the meta device: their sites and shapes.
 
-Of the original and of its sharded copy, one beside the other, this tells how the ranks split what
-each module saves, and what of it is one tensor for some and two for the others: a rank that has
-one head has nothing to transpose, and what the original copies is a view there.
+Comparing the original's list with that of its sharded copy shows how the ranks split each saved
+tensor.  It also shows which tensors are one memory in one model and two in the other: a rank with
+one head has nothing to transpose, so a copy in the original is a view there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from schedlang.runtime.storage.tiers import reference_to
 if TYPE_CHECKING:
     from schedlang.runtime.propagation.trace import Stack
 
-Turn = tuple[str, int]  # the innermost module that saves, and of what it saves in a call, from 1 on
+Turn = tuple[str, int]  # the innermost module that saves, and the number of the save, from 1
 
 
 class Saved(NamedTuple):
-    """One tensor: the innermost module that saved it, its shape, and where it stands in a call.
+    """A saved tensor: the innermost module that saved it, its shape, and its number in the call.
 
-    `same`: where in this call the same elements of the same memory were saved first, if they were.
+    `same`: the earlier save of the same elements of the same memory in this call, if there was one.
     """
 
     site: str
@@ -48,10 +48,10 @@ SavedBy = dict[str, list[Saved]]  # by module, in order
 
 
 def watch_saved(model: nn.Module, modules: Iterable[str], stack: Stack) -> SavedBy:
-    """Wrap the forwards of some modules of a throwaway copy, so that what they save is noted.
+    """Wrap the forwards of some modules of a throwaway copy, so that their saved tensors are noted.
 
-    Only what may be coded counts: floats that are neither weights, nor casts of these, nor given
-    without a gradient.
+    Only tensors that may be compressed count: floats that are neither weights, nor casts of
+    weights, nor inputs without a gradient.
     """
     found: SavedBy = {}
     for fqn in modules:
@@ -81,15 +81,15 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The places of a module's own tensors, and of what they are cast to while it runs.
+    """Mode that collects the storages of a module's own tensors, and of their casts in its forward.
 
-    Programs know a cast by its values, which are not there.
+    Programs recognise a cast by its values; on the meta device there are none.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = set(places(module))
-        self.made: list[Tensor] = []  # kept: nothing else may come to lie in their places
+        self.made: list[Tensor] = []  # held, so that no other tensor gets their storages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Call:
-    """One call: the tensors that it has saved so far."""
+    """One call of a module, and the tensors that it has saved so far."""
 
     def __init__(self, found: list[Saved]) -> None:
         self.found = found
@@ -110,9 +110,9 @@ class _Call:
         self.first: dict[tuple[object, ...], tuple[Turn, object]] = {}
 
     def note(self, site: str, tensor: Tensor) -> None:
-        """One tensor more."""
+        """Record one more saved tensor."""
         self.turns[site] = self.turns.get(site, 0) + 1
-        turn, reference = (site, self.turns[site]), reference_to(tensor)  # no memory is kept
+        turn, reference = (site, self.turns[site]), reference_to(tensor)  # holds no memory
         key = (reference.cdata, tensor._version, tensor.dtype, *elements(tensor))
         first, _ = self.first.setdefault(key, (turn, reference))
         same = first if first != turn else None

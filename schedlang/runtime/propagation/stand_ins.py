@@ -1,8 +1,8 @@
-"""Computations that cannot run without values, as stand-ins on the meta device.
+"""Stand-ins on the meta device for computations that cannot run there, or run otherwise.
 
-* A stand-in for a computation that cannot run without values: shapes and what depends on what.
-* Attention on the meta device by the fused operator that real devices take. There torch would
-  spell it out, and a forward would seem to keep every attention score.
+* Modules whose forward needs values (experts): the stand-in has the shapes and the dependencies.
+* Attention by the fused operator that real devices use.  On meta, torch would decompose attention,
+  and a forward would seem to save every attention score.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.overrides import _get_current_function_mode_stack
 
 from schedlang.runtime.modes import Ambient
 
-ROUTED = ("experts",)  # kinds whose own forward cannot run without values
+ROUTED = ("experts",)  # kinds of modules whose own forward cannot run without values
 
 
 def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Something of the shape of `rows` on the meta device, computed from them and parameters.
+    """Return a tensor of the shape of `rows` on the meta device, computed from rows and parameters.
 
-    A product with each, as experts multiply their rows: linear in the parameters' parts, so that
-    types and gradients are those of the real computation.
+    The rows are multiplied with a slice of each parameter, as experts multiply their rows: the
+    result is linear in each parameter, so dtypes and gradients are those of the real computation.
     """
     assert rows.is_meta
     out = rows
@@ -34,13 +34,16 @@ def stand_in(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 
 def playing() -> bool:
-    """Return whether a step is played, which counts operations, and follows no types."""
+    """Return whether a step is simulated now: operations are counted, dtypes are not followed."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, Fused) for mode in stack)
 
 
 def put_stand_ins(model: nn.Module, kinds: Mapping[str, str]) -> None:
-    """Give modules that cannot run without values a forward that needs none."""
+    """Replace the forwards of modules of the kinds `ROUTED` with stand-ins.
+
+    `kinds`: module name -> kind.
+    """
     for fqn, kind in kinds.items():
         if kind in ROUTED:
             module = model.get_submodule(fqn)
@@ -58,9 +61,9 @@ NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
 
 
 def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The result of `scaled_dot_product_attention`; None where no fused operator takes these.
+    """Return the result of `scaled_dot_product_attention`; None where no fused operator applies.
 
-    As torch decides on a CPU: four dims, no dropout, and a mask that wants no gradient.
+    The conditions are torch's for a CPU: four dims, no dropout, and a mask without a gradient.
     """
     given = {**dict(zip(NAMES, args)), **kwargs}
     query, key, value = (given[name] for name in NAMES[:3])
@@ -83,12 +86,12 @@ def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 class Fused(Ambient):
-    """Takes the fused operator wherever attention is computed, in recomputations too."""
+    """Mode that computes attention by the fused operator, in recomputations too."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the call, fused where it is attention that can be."""
+        """Run the call; attention by the fused operator where this is possible."""
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             found = attention(args, kwargs)

@@ -1,15 +1,16 @@
-"""The one mode beside a forward without values, and what it tells of calls and of tensors.
+"""Data-flow analysis of a forward without values: the mode `Trace`, and the lattices that it calls.
 
-* A forward beside which one mode runs, and tells lattices of every call of torch. What is known
-  of a tensor stands on the tensor itself, an attribute for each lattice; a call joins what is
-  known of the tensors that it is given into what is known of those that it gives.
-* The forward of the original, recorded: each call by module and turn, its labels and draws.
-* A forward with a number of rows that divides no other size, to know rows by their number.
-* What is known of a tensor while a sharded forward is followed, and how following it can end.
+* `Trace` calls lattices before and after every call of torch.  A lattice stores its value of a
+  tensor in an attribute of the tensor, and joins the values of a call's inputs into its outputs.
+* `Recorded` records the original's forward: each call by module and turn, its labels and draws.
+* `at_many_rows` runs a forward with a number of rows that divides no other size: then dims of rows
+  can be recognised by their size.
+* `Note`, `Tag`, `Mismatch` and `Hoist` are the values and the errors of layout propagation.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.ir import pytree
 from schedlang.ir.placement import EVEN, Uneven, positions
 from schedlang.runtime.batch import named_tensors, rows_of
@@ -35,14 +37,14 @@ from schedlang.runtime.tracing.meta import (
     without_values,
 )
 
-Frame = tuple[str, int]  # a module and which of its calls
+Frame = tuple[str, int]  # a module, and the number of its call, from 0
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that gave tensors: its name, shapes in and out, the integers among its arguments.
+    """A recorded call that returned tensors: its name, shapes in and out, its integer arguments.
 
-    factors  numbers by which arithmetic changes a tensor: they are the same for parts of it
+    factors  numbers by which arithmetic changes a tensor: they are the same for its shards
     """
 
     name: str
@@ -54,7 +56,7 @@ class Call:
 
 @dataclass
 class Running:
-    """A call of torch while it runs: in which frame, what it is given, and then what it gives."""
+    """A call of torch while it runs: its frame, its arguments, and afterwards its results."""
 
     frame: Frame
     name: str
@@ -66,15 +68,15 @@ class Running:
     outputs: list[Tensor] = field(default_factory=list)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its place or its name."""
+        """Return an argument by its position or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 class Lattice:
-    """A property that is followed from tensor to tensor through a forward.
+    """A property that is propagated from tensor to tensor through a forward.
 
-    mark     the attribute of a tensor that holds what is known of it
-    nothing  what is known of a tensor that nothing was put on
+    mark     the attribute of a tensor that holds the lattice's value
+    nothing  the value of a tensor without that attribute
     """
 
     mark = ""
@@ -82,33 +84,33 @@ class Lattice:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """Return what is known of a tensor."""
+        """Return the lattice's value of a tensor."""
         return tensor.__dict__.get(cls.mark, cls.nothing)
 
     @classmethod
     def put(cls, tensor: Tensor, known: Any) -> None:
-        """Write down what is known of a tensor."""
+        """Store the lattice's value of a tensor."""
         tensor.__dict__[cls.mark] = known
 
     def before(self, call: Running) -> None:
-        """Hear of a call that is about to run: it may write into what it is given."""
+        """Observe a call that is about to run: it may write into its arguments."""
 
     def after(self, call: Running) -> None:
-        """Join what is known of `call.inputs` into what is known of `call.outputs`."""
+        """Join the values of `call.inputs` into the values of `call.outputs`."""
 
     def failed(self, call: Running, error: Exception) -> None:
-        """Hear of a call that has raised; may raise something that says more."""
+        """Observe a call that has raised; may raise an error that explains more."""
 
 
 ANSWERS: Mapping[Any, bool] = {Tensor.__bool__: False, torch._is_all_true: True}
 
 
 class Trace(TorchFunctionMode):
-    """The mode: runs every call, before and after which its lattices hear of it.
+    """The mode that runs every call, and calls its lattices before and after it.
 
-    `asked`: a tensor whose truth is asked for gives it, as far as the batch decides it. Else the
-    answer is the same in every run: no, and yes of what distributions check.  `other`: it is yes
-    of both, to see what a model does then.
+    `asked`: `bool(tensor)` gives the tensor's value, as far as the batch decides it.  Otherwise the
+    answer is the same in every run: False, but True for checks of distributions.  `other`: the
+    answer is True for both, to see what the model does then.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.stack, self.lattices, self.asked, self.other = stack, lattices, asked, other
-        self.answered = False  # whether anybody asked for the truth of a tensor
+        self.answered = False  # whether the model has called `bool(tensor)`
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -136,7 +138,7 @@ class Trace(TorchFunctionMode):
                 lattice.failed(call, error)
             raise
         call.outputs = tensors_in(call.out)
-        if func is Tensor.__setitem__:  # gives nothing, and leaves another tensor behind
+        if func is Tensor.__setitem__:  # returns None, and changes its first argument
             call.outputs = given[:1]
         for lattice in self.lattices:
             lattice.after(call)
@@ -145,14 +147,16 @@ class Trace(TorchFunctionMode):
 
 @dataclass(eq=False)
 class Stack:
-    """The stack of modules that run now; entered by wrapping the forwards of a throwaway copy.
+    """The stack of running modules; `watch` wraps the forwards of a throwaway copy.
 
-    mains    the main tensor that each frame was given
+    mains    the main tensor among the arguments of each frame
     turns    modules in the order of their first call, and how often each was called
-    outside  modules that are called while a module around them does not run, and that one
-    overwrites  modules that write into a tensor that they are given
-    lending  what is read, replaced and written beside the modules that hold it, if that is asked
-    seen     told what each call is given, and what it gives
+    outside  (module, enclosing module) where the module is called while the enclosing one is idle
+    overwrites  modules that write into a tensor among their arguments
+    lending  records parameters that are read, replaced or written outside their modules, or None
+    muted    above 0 in opaque modules: nothing is recorded
+    seen     called with each call's frame and arguments, then with its frame and results
+    broke    the innermost call that has raised
     """
 
     frames: list[Frame] = field(default_factory=lambda: [("", 0)])
@@ -163,9 +167,10 @@ class Stack:
     lending: Lending | None = None
     muted: int = 0
     seen: Callable[[Frame, Any], None] | None = None
+    broke: Frame = ("", 0)
 
     def watch(self, model: nn.Module, opaque: Container[str] = ()) -> None:
-        """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
+        """Wrap every forward of the throwaway copy; inside opaque modules nothing is recorded."""
         if self.lending is not None:
             self.lending.watch(model)
         for fqn, module in model.named_modules():
@@ -175,7 +180,7 @@ class Stack:
     def _run(
         self, fqn: str, inner: Callable[..., Any], opaque: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The forward of a module, with its frame on the stack."""
+        """Run the forward of a module, with its frame on the stack."""
         if self.lending is not None:
             self.lending.begin(fqn, bool(self.muted))
         if self.muted:
@@ -187,7 +192,7 @@ class Stack:
             self.outside.update((fqn, around) for around in not_running(fqn, running))
         self.frames.append((fqn, turn))
         given = list(tensors_in((args, kwargs)))
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             before = [one._version for one in given]
             self.mains.append(next((t for t in given if t.is_floating_point()), None))
         if self.seen is not None:
@@ -195,6 +200,9 @@ class Stack:
         self.muted += opaque
         try:
             out = inner(*args, **kwargs)
+        except Exception:
+            self.broke = self.broke if self.broke[0] else self.frames[-1]
+            raise
         finally:
             self.muted -= opaque
             frame = self.frames.pop()
@@ -209,10 +217,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class LabelRule:
-    """The rule by which a model's loss reads its labels: an input, and operations on it.
+    """The rule by which a model's loss reads its labels: an input, and operations on the input.
 
-    `count(batch)` is the number of labels that count in a part of the batch; the operations (a
-    shift by one token, padding) are those that the model itself was seen to apply.
+    `count(batch)` is the number of labels that count in a chunk of the batch; the operations (a
+    shift by one token, padding) are those that the model was observed to apply.
     """
 
     source: str
@@ -220,14 +228,13 @@ class LabelRule:
     ignore_index: int
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of labels that count in this part of a batch; its rows if it has no
-        labels."""
+        """Return how many labels of a chunk of a batch count; its rows if it has no labels."""
         return float(self.counted(batch))
 
     def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
-        """The same where the labels lie: of many parts they are read at once, by `numbers`."""
+        """Return the same as a tensor on the labels' device: `numbers` reads many at once."""
         labels = batch.get(self.source)
-        if not isinstance(labels, Tensor):  # it lies deeper, by its path, or nowhere
+        if not isinstance(labels, Tensor):  # nested in the batch, or absent
             labels = named_tensors(batch).get(self.source)
         if labels is None:
             return float(rows_of(batch))
@@ -237,7 +244,7 @@ class LabelRule:
 
 
 def integers_in(tree: Any) -> tuple[int, ...]:
-    """The plain integers of a nest, in order; bounds of slices among them."""
+    """Return the plain integers of a pytree, in order, with the bounds of slices."""
     found: list[int] = []
     for leaf in pytree.tree_leaves(tree):
         bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
@@ -253,15 +260,14 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 class Recorded(Lattice):
-    """The tensors made of the batch, and those made of labels; every call is written down.
+    """A recorded forward; the lattice's value: whether a tensor is computed from the batch.
 
-    frames      calls by module and turn, but for those inside of opaque modules; only if `calls`
-    labels      how losses read their labels
-    counted     labels that count, of each mean of cross-entropies whose labels `values` knows
-    drawn       (module, turn) of each mask that is drawn -> its whole shape; (): it is not told;
-                only if `draws`: what is drawn is looked for
-    sourceless  those of them that are made of no tensor of the batch
-    means       sums of cross-entropies, divided by how many of their labels count: by identity
+    frames      calls by module and turn, without those in opaque modules; only if `calls`
+    labels      the rules by which losses read their labels
+    counted     how many labels count in each mean cross-entropy whose labels `values` knows
+    drawn       (module, turn) of each random mask -> its full shape, () if unknown; only if `draws`
+    sourceless  the keys of `drawn` whose masks depend on no tensor of the batch
+    means       sums of cross-entropies divided by the number of counted labels, by id
     """
 
     mark, nothing = "_schedlang_batched", False
@@ -280,8 +286,8 @@ class Recorded(Lattice):
         self.counted: list[float] = []
         self.drawn: dict[Frame, tuple[int, ...]] = {}
         self.sourceless: set[Frame] = set()
-        self._batched = False  # whether the call that runs is given something of the batch
-        # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
+        self._batched = False  # whether an input of the running call is computed from the batch
+        # labels are followed from an integer input to the loss: tensor id -> (tensor, input, steps)
         self._lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {}
         self.means: dict[int, Tensor] = {}
         self._summed: dict[int, tuple[Tensor, LabelRule]] = {}
@@ -293,12 +299,12 @@ class Recorded(Lattice):
 
     @property
     def choices(self) -> dict[str, str]:
-        """The modules that choose by values (a top-k, a sort), and the first such call of each."""
+        """The modules that select by values (a top-k, a sort), and the first such call of each."""
         calls = ((fqn, one) for (fqn, _), some in self.frames.items() for one in reversed(some))
         return {fqn: one.name for fqn, one in calls if one.name in CHOOSING}
 
     def before(self, call: Running) -> None:
-        """Note whether it is given something of the batch, and count the labels of a loss."""
+        """Note whether an input is computed from the batch, and count the labels of a loss."""
         self._batched = any(map(self.of, call.inputs))
         if call.func in LOSSES and self.values is not None:
             target = self.values.constants.real(call.argument(1, "target"))
@@ -307,11 +313,11 @@ class Recorded(Lattice):
                 self.counted.append(float(counts.sum()))
 
     def after(self, call: Running) -> None:
-        """Write the call down."""
+        """Record the call."""
         for tensor in call.outputs if self._batched else ():
             self.put(tensor, True)
         if call.outputs and self.calls and not self.stack.muted:
-            with torch._C.DisableTorchFunction():  # no mode hears what is asked
+            with torch._C.DisableTorchFunction():  # not seen by function modes
                 given, made = (
                     tuple(tuple(t.shape) for t in some) for some in (call.inputs, call.outputs)
                 )
@@ -326,8 +332,7 @@ class Recorded(Lattice):
             self._follow_labels(call)
 
     def _note_draw(self, call: Running) -> None:
-        """Note a call's random draws; of torch's multi-head attention only that it drops is
-        known."""
+        """Note a call's random draws; for torch's multi-head attention the shape is unknown."""
         func, args, kwargs = call.func, call.args, call.kwargs
         inside = func is F.multi_head_attention_forward and call.argument(10, "dropout_p", 0.0) > 0
         if inside and kwargs.get("training", True):
@@ -363,7 +368,7 @@ class Recorded(Lattice):
         self._lineage[id(out)] = (out, known[1], steps)
 
     def _follow_count(self, call: Running) -> None:
-        """Follow a count of labels to where a sum over them is divided by it: that is a mean."""
+        """Follow a count of labels to the division of a summed loss by it: the result is a mean."""
         args, out = call.args, call.out
         if not args or not isinstance(out, Tensor):
             return
@@ -388,7 +393,7 @@ class Recorded(Lattice):
 
 @dataclass(frozen=True)
 class Count:
-    """A count of the labels of an input that differ from one number; `bounded`: one at least."""
+    """The number of labels of an input that differ from `ignore_index`; `bounded`: at least 1."""
 
     source: str
     ignore_index: int
@@ -396,7 +401,7 @@ class Count:
 
 
 BOUNDED = ("clamp", "clamp_min", "clip")
-# calls of torch that choose or add labels; moves and reshapes do not change how many count
+# calls of torch that select or add labels; moves and reshapes do not change how many count
 _COUNT = frozenset({"__getitem__", "pad", "narrow"})
 
 
@@ -412,16 +417,16 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
 def reached(
     model: nn.Module, loss: Tensor | None, original: nn.Module, computes: object
 ) -> tuple[frozenset[str], bool, dict[str, bool]]:
-    """First names of the parameters that a backward from this loss would give a gradient, and
-    whether it would run another backward: that of a reentrant checkpoint of the model's; names of
-    those that are not the model's, and whether they are the original's, of which it is a copy, or
-    of a module that `computes` the loss beside it.
+    """Find the parameters to which a backward from `loss` would give gradients.
 
-    What stands inside of reentrant checkpoints is not seen.
+    Returns the first names of the model's parameters; whether the backward would run a reentrant
+    checkpoint; and the names of parameters that are not the model's: True for parameters of the
+    `original` (the model is its copy), False for parameters of the module that `computes` the
+    loss.  Parameters inside reentrant checkpoints are not found.
     """
     names: dict[int, tuple[str, bool | None]] = {}
-    beside = getattr(computes, "__self__", computes)
-    for one, own in ((beside, False), (original, True), (model, None)):
+    holder = getattr(computes, "__self__", computes)
+    for one, own in ((holder, False), (original, True), (model, None)):
         if isinstance(one, nn.Module):
             names |= {id(parameter): (name, own) for name, parameter in one.named_parameters()}
     todo: list[Any] = [loss.grad_fn] if loss is not None else []
@@ -450,9 +455,9 @@ def at_many_rows(
     batch: Mapping[str, Any],
     run: Callable[[nn.Module, dict[str, Any], Stack, int], Result],
 ) -> Result | None:
-    """Return `run(bare model, inputs, stack, rows)`; None if the model takes no other batch.
+    """Return `run(bare model, inputs, stack, rows)`; None if the model accepts no other batch.
 
-    A dim that holds rows is a multiple of `rows` there, and no dim of a parameter is.
+    `rows` is a prime: the dims of rows are its multiples, and no dim of a parameter is.
     """
     sizes = {n for p in model.parameters() for n in p.shape}
     sizes |= {n for t in tensors_in(dict(batch)) for n in t.shape[1:]}
@@ -465,12 +470,12 @@ def at_many_rows(
     try:
         with without_values(_repeated(batch, rows)) as (inputs, _):
             return run(bare, inputs, stack, rows)
-    except Exception:  # the model's own code, with another number of rows: then nothing is known
+    except Exception:  # the model's own code rejects the number of rows
         return None
 
 
 def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The batch with its rows again and again, until there are so many."""
+    """Return the batch with its rows repeated until there are `rows` rows."""
     count = rows_of(batch)
     index = torch.arange(rows) % count
 
@@ -484,21 +489,23 @@ def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tag:
-    """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it.
+    """A tensor dim that is split over an axis, with the sizes of its concatenated blocks.
 
-    `along`: a dim of a tensor whose parts several ranks hold, along which its values are alike: the
-    dim into which each key-value head is repeated for its query heads.
+    `along`: for a tensor whose shards several ranks hold, the dim along which its values are equal:
+    the dim into which each key-value head is repeated for its query heads.
     """
 
     dim: int
-    blocks: tuple[int, ...]  # of the whole dim
+    blocks: tuple[int, ...]  # of the full dim
     by: str = field(default="", compare=False)  # the sharded module that split it
     uneven: Uneven = EVEN
     along: int | None = None
 
     def positions(self, size: int, parts: int, place: int) -> list[int]:
-        """Return the indices that a rank holds of a dim of `size`, in order; those beyond `size`
-        are zeros."""
+        """Return the indices of a dim of `size` that a rank holds, in order.
+
+        `place` is the rank among `parts` ranks; indices of `size` and above stand for zeros.
+        """
         total = sum(self.blocks)
         sizes = [block * size // total for block in self.blocks]
         return positions(sizes, self.uneven, parts, place)
@@ -506,20 +513,20 @@ class Tag:
 
 @dataclass
 class Note:
-    """The knowledge about a tensor: its splits by axis, and where its gradient would go.
+    """The layout of a tensor: its splits by axis, and where its gradient is partial.
 
-    `entered` are axes over which the value is whole but the gradient a part, to be summed where the
-    tensor entered the sharded region.
+    `entered` are axes over which the value is full and the gradient partial; the gradient is summed
+    where the tensor entered the sharded region.
     """
 
     tags: Mapping[str, Tag] = field(default_factory=dict)
-    roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
-    data: bool = False  # made from the batch
+    roots: frozenset[str] = frozenset()  # parameters, if the tensor is computed from them alone
+    data: bool = False  # computed from the batch
     entered: frozenset[str] = frozenset()
 
 
 class Hoist(Exception):
-    """A tensor should be gathered where an enclosing module takes it, not deeper inside."""
+    """Raised to gather a tensor at the input of an enclosing module instead of deeper inside."""
 
     def __init__(self, fqn: str, axis: str) -> None:
         super().__init__(fqn, axis)
@@ -527,10 +534,10 @@ class Hoist(Exception):
 
 
 class Mismatch(Exception):
-    """The sharded model does not compute what its shapes should be.
+    """Raised if the sharded model's shapes do not agree with the original's.
 
     `integers` are arguments of the original call that should have been divided by the ranks of
-    `axis`; empty where no division can help.  `place` counts the calls that agreed before.
+    `axis`; empty if no division can help.  `place` counts the calls that agreed before.
     """
 
     def __init__(
@@ -545,14 +552,27 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
-        # arguments of the row, by name, with which it would be legal
+        # arguments (name, value) with which the row would be legal
         self.asked: tuple[tuple[str, str], ...] = ()
-        self.line = model_line()  # of the model, that ran
-        self.call = ""  # the function that was called there
-        self.by = ""  # the sharded module that split what fails
-        self.counted: tuple[int, ...] = ()  # into which sizes (heads first) a view takes a dim
-        self.raw = False  # the reason is in the words of torch
-        self.mixed = False  # parts that one rank holds met parts that several do
-        # parameters of which whole tensors that met a split one are made, and how many it has
+        self.line = model_line()  # the running line of the model
+        self.call = ""  # the function that the line called
+        self.by = ""  # the sharded module that split the failing tensor
+        self.counted: tuple[int, ...] = ()  # the sizes (heads first) into which a view splits a dim
+        self.raw = False  # the reason is a message of torch
+        self.mixed = False  # the call's tensors are split by different rules
+        # parameters of the full tensors beside a split tensor, and the size of the split dim
         self.made: tuple[frozenset[str], int] = (frozenset(), 0)
-        self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
+        self.unit = 0  # heads of a split tensor beside a full one; 0: no such pair
+
+
+def of_the_model(error: Exception) -> bool:
+    """Return whether a check of shapes in the model's own Python code has raised `error`.
+
+    Precondition: the same forward has run without shards before.
+    """
+    if isinstance(error, Refusal) or not isinstance(
+        error, (RuntimeError, ValueError, IndexError, AssertionError)
+    ):
+        return False
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return not str(last[0].f_globals.get("__name__", "")).startswith("schedlang")

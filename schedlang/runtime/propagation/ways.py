@@ -1,8 +1,9 @@
-"""Ways to split one call of torch over ranks: dims that are split together, found by trying.
+"""Ways to split one call of torch, or one module, over ranks: which dims are split together.
 
-* A dim of one tensor is made smaller, with the dims of the others that meet it, and the call runs
-  without values: the dims of its results that shrink alike are split as well.
-* Modules that are split as one: what a projection, a table, a norm, a convolution can do.
+* For a call they are found by trying: a dim of one tensor is made smaller, with the corresponding
+  dims of the others, and the call runs on meta.  Dims of results that shrink equally are split too.
+* For modules that are split as a unit (projections, tables, norms, convolutions, experts) they are
+  listed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from schedlang.runtime.propagation.trace import LOSSES, Running, Tag
 from schedlang.runtime.rng.draws import masks
 from schedlang.runtime.sharding.sizes import FILLS, PARTS, along
 
-WHOLE, SUM = -1, -2  # what is split in place of a dim: nothing; results are parts of a sum
+WHOLE, SUM = -1, -2  # in place of a dim: the tensor is full; the result is a partial sum
 SUMS = ("sum", "mean")
-BESIDE = 3  # at most so many blocks lie side by side in a dim that a view takes apart
+BESIDE = 3  # the most blocks that are concatenated in a dim which a view splits
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to split a call: for each tensor that it is given, and gives, the dim that is split.
+    """One way to split a call: the split dim of each of its inputs and outputs.
 
-    outputs  WHOLE where parts are summed within the call, SUM where they are left to be summed
+    outputs  WHOLE where partial sums are reduced within the call, SUM where they remain partial
     """
 
     inputs: tuple[int, ...]
@@ -38,11 +39,11 @@ class Way:
 
 
 def ways(call: Running) -> tuple[Way, ...]:
-    """Return the ways to split a call, without the one that splits nothing."""
+    """Return the ways to split a call; the way that splits nothing is left out."""
     given = call.args, call.kwargs
-    told = known(call.name, *given) or call.func in LOSSES or masks(call.func, *given)
-    told = told or call.name == "dropout"  # which draws nothing where it drops none
-    if call.name in FILLS or not call.outputs or not told:
+    ruled = known(call.name, *given) or call.func in LOSSES or masks(call.func, *given)
+    ruled = ruled or call.name == "dropout"  # with p=0 it draws no mask
+    if call.name in FILLS or not call.outputs or not ruled:
         return ()
     found: dict[Way, None] = {}
     for place, tensor in enumerate(call.inputs):
@@ -55,27 +56,27 @@ def ways(call: Running) -> tuple[Way, ...]:
 def _ways(call: Running, place: int, dim: int) -> Iterator[Way]:
     shapes = [tuple(one.shape) for one in call.inputs]
     if call.func in LOSSES:
-        yield from _loss(shapes, place, dim)
+        yield from _split_loss(shapes, place, dim)
         return
-    split = _together(call, shapes, place, dim)
-    if split is None or _mixes(call, shapes, split):
+    split = _split_dims(call, shapes, place, dim)
+    if split is None or _computes_along(call, shapes, split):
         return
     before, after = shapes[place], tuple(call.outputs[0].shape)
     given = tuple(split)
     if call.name in RESHAPES and len(shapes) == 1:
-        yield from (Way(given, (d,)) for d in _reshaped(before, dim, after))
+        yield from (Way(given, (d,)) for d in _reshaped_dims(before, dim, after))
     elif call.name in EXPANDS and len(shapes) == 1 and call.name != "repeat":
         yield Way(given, (dim + len(after) - len(before),))
     elif call.name in PARTS and all(one.shape[dim] != before[dim] for one in call.outputs):
         yield Way(given, (dim,) * len(call.outputs))
     else:
-        made = _tried(call, shapes, split)
+        made = _try_split(call, shapes, split)
         if made is not None:
             yield Way(given, made)
 
 
-def _loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[Way]:
-    """A loss over classes: of some of the rows, or of some of the classes."""
+def _split_loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[Way]:
+    """Yield the ways to split a loss over classes: by rows, or by classes."""
     if place == 0:
         labels = [WHOLE] * (len(shapes) - 1)
         if dim != min(1, len(shapes[0]) - 1) and labels:
@@ -83,8 +84,8 @@ def _loss(shapes: Sequence[Shape], place: int, dim: int) -> Iterator[Way]:
         yield Way((dim, *labels), (WHOLE,))
 
 
-def _together(call: Running, shapes: Sequence[Shape], place: int, dim: int) -> list[int] | None:
-    """The dim of each tensor that is split along with one of them; None: it is not known."""
+def _split_dims(call: Running, shapes: Sequence[Shape], place: int, dim: int) -> list[int] | None:
+    """Return the split dim of each tensor if tensor `place` is split along `dim`; None: unknown."""
     split = [WHOLE] * len(shapes)
     split[place] = dim
     if len(shapes) == 1:
@@ -113,8 +114,8 @@ def _role(call: Running, place: int, dim: int, shape: Shape) -> object:
     return meaning(call, Met(place, Tag(dim, (shape[dim],)), shape))
 
 
-def _mixes(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> bool:
-    """Return whether a call computes along one of the dims that are split."""
+def _computes_along(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> bool:
+    """Return whether a call computes along one of the split dims."""
     after = tuple(call.outputs[0].shape)
     main = shapes[0]
     dims = along(call.name, call.args, call.kwargs, len(main))
@@ -125,22 +126,24 @@ def _mixes(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> bool
     return split[0] in dims
 
 
-def _reshaped(before: Shape, dim: int, after: Shape) -> Iterator[int]:
-    """The dims of a view's result that hold the slowest parts of a dim, or of blocks in it."""
+def _reshaped_dims(before: Shape, dim: int, after: Shape) -> Iterator[int]:
+    """Yield the dims of a view's result that hold the slowest shards of a dim, or of its blocks."""
     outer = math.prod(before[:dim])
     for d, size in enumerate(after):
         if math.prod(after[:d]) == outer and size > 1:
             yield d
             inner = math.prod(after[d:])
             packed = len(after) > len(before) + 1 and size <= BESIDE
-            taken = math.prod(before[dim:]) == inner and packed
-            if taken and d + 1 < len(after) and after[d + 1] > 1:
+            splits_blocks = math.prod(before[dim:]) == inner and packed
+            if splits_blocks and d + 1 < len(after) and after[d + 1] > 1:
                 yield d + 1
             return
 
 
-def _tried(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> tuple[int, ...] | None:
-    """The dims of the results that shrink along; None: this cannot be told, or is none."""
+def _try_split(
+    call: Running, shapes: Sequence[Shape], split: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the dim of each result that shrinks with the inputs; None: unknown, or no such dim."""
     size = next(shape[d] for shape, d in zip(shapes, split) if d >= 0)
     factor = next(k for k in range(2, size + 1) if size % k == 0)
     if any(d >= 0 and shape[d] % factor for shape, d in zip(shapes, split)):
@@ -162,13 +165,13 @@ def _tried(call: Running, shapes: Sequence[Shape], split: Sequence[int]) -> tupl
     return tuple(found)
 
 
-# -- modules that are split as one ----------------------------------------------------------------
+# -- modules that are split as a unit -------------------------------------------------------------
 
 
 def linear(x: Shape, out: int, bias: bool) -> tuple[Way, ...]:
-    """A projection's ways: by its rows, by outputs, by what it sums over (a bias comes after).
+    """Return the ways of a projection: by rows, by outputs, by inputs (the bias is added last).
 
-    `out` is the dim of its weight that holds outputs.
+    `x` is the input's shape, `out` the dim of the weight that holds outputs.
     """
     last = len(x) - 1
     rest = (WHOLE,) if bias else ()
@@ -178,18 +181,18 @@ def linear(x: Shape, out: int, bias: bool) -> tuple[Way, ...]:
 
 
 def table(x: Shape) -> tuple[Way, ...]:
-    """The ways of a table: by what is looked up, by its rows, by its columns."""
+    """Return the ways of a table: by dims of the index (of shape `x`), by its rows or columns."""
     by_rows = (Way((d, WHOLE), (d,)) for d in range(len(x)))
     return (*by_rows, Way((WHOLE, 0), (SUM,)), Way((WHOLE, 1), (len(x),)))
 
 
 def norm(x: Shape, parameters: int, normed: int) -> tuple[Way, ...]:
-    """The ways of a norm over the last `normed` dims: by the others."""
+    """Return the ways of a norm over the last `normed` dims: by the other dims."""
     return tuple(Way((d, *(WHOLE,) * parameters), (d,)) for d in range(len(x) - normed))
 
 
 def convolution(x: Shape, bias: bool, grouped: bool) -> tuple[Way, ...]:
-    """The ways of a convolution: by rows, by places (edges are sent), by channels out and in."""
+    """Return the ways of a convolution: by rows, by positions (halos are sent), by channels."""
     rest = (WHOLE,) if bias else ()
     found = [Way((d, WHOLE, *rest), (d,)) for d in (0, *range(2, len(x)))]
     if not grouped:
@@ -199,10 +202,14 @@ def convolution(x: Shape, bias: bool, grouped: bool) -> tuple[Way, ...]:
 
 
 def experts(parameters: int, rest: int) -> tuple[Way, ...]:
-    """The ways of experts: by rows, each going to the rank of its expert, or not; by experts."""
-    beside, whole = (0,) * rest, (WHOLE,) * rest
+    """Return the ways of experts: by rows (with full or with split experts), by experts alone.
+
+    With split experts each row is sent to the rank of its expert.  `parameters`: how many the
+    experts have, `rest`: how many tensors follow the rows among the arguments.
+    """
+    split, whole = (0,) * rest, (WHOLE,) * rest
     return (
-        Way((0, *beside, *(WHOLE,) * parameters), (0,)),
-        Way((0, *beside, *(0,) * parameters), (0,)),
+        Way((0, *split, *(WHOLE,) * parameters), (0,)),
+        Way((0, *split, *(0,) * parameters), (0,)),
         Way((WHOLE, *whole, *(0,) * parameters), (SUM,)),
     )

@@ -1,7 +1,7 @@
-"""One forward recorded as a graph: steps, the values between them, and ways to split each step.
+"""One forward recorded as a graph of steps and values, with the ways to split each step over ranks.
 
-Modules that the language splits as one (projections, tables, norms, convolutions, experts) are one
-step each; around them every call of torch is one.
+Modules that a row shards as a unit (projections, tables, norms, convolutions, experts) are one step
+each; outside of them every call of torch is one step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PRODUCTS = {*SUMMING, "conv_transpose2d"}
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between steps.
+    """A tensor between steps: an edge of the graph.
 
-    made   what it is: a parameter's name, an input's name, or "" for what a step gives
-    varies whether it is made of the batch or of parameters, and may be split with them
+    made   the name of the parameter or the input; "" for a step's result
+    varies whether it is computed from the batch or from parameters, and may be split with them
     """
 
     shape: tuple[int, ...]
-    width: int  # bytes of one number
+    width: int  # bytes per element
     grad: bool
     kind: str = "step"  # "parameter", "input", "constant"
     made: str = ""
@@ -47,21 +47,21 @@ class Value:
 
     @property
     def bytes(self) -> float:
-        """Bytes of the whole."""
+        """Bytes of the full tensor."""
         return float(math.prod(self.shape) * self.width)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A module that is split as one, or a call of torch.
+    """A node of the graph: a module that is split as a unit, or a call of torch.
 
-    site, turn  the module in which it runs, or that it is, and which of its calls
-    place       how many steps of its name and shapes came before it in the call of the module
-    module      what kind of module it is; "" for a call
-    kind        a product, attention, or other
-    fills       whether it makes a tensor of one number
-    kept        whether its results are new memory, and none of what it was given
-    kernels     how many operators a module runs, and the bytes that these move `inside` of it
+    site, turn  the module, or the module that makes the call, and the number of its call
+    place       how many steps of equal name and shapes precede in this call of the module
+    module      the kind of a module; "" for a call
+    kind        "product", "attention" or "other"
+    fills       whether it fills a tensor with a constant
+    kept        whether its results are new memory, and not views of its inputs
+    kernels     how many operators a module runs; they move `inside` bytes within the module
     """
 
     site: str
@@ -82,14 +82,14 @@ class Step:
 
 @dataclass
 class Wired:
-    """The steps of a forward, in order, and all values."""
+    """The graph of a forward: its steps in order, and all values."""
 
     values: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
 
 class Wiring(Lattice):
-    """The value that each tensor is."""
+    """Lattice that maps tensors to values, and records the steps."""
 
     mark, nothing = "_schedlang_wired", None
 
@@ -100,7 +100,7 @@ class Wiring(Lattice):
         self.places: Counter[tuple[Frame, str, tuple[tuple[int, ...], ...]]] = Counter()
 
     def value(self, tensor: Tensor, kind: str, made: str = "", varies: bool = True) -> int:
-        """A new value for a tensor."""
+        """Add a value for a tensor, and return its number."""
         grad = tensor.requires_grad and tensor.is_floating_point()
         one = Value(tuple(tensor.shape), tensor.element_size(), grad, kind, made, varies)
         self.wired.values.append(one)
@@ -108,7 +108,7 @@ class Wiring(Lattice):
         return len(self.wired.values) - 1
 
     def known(self, tensor: Tensor) -> int:
-        """The value of a tensor; one that no step gave is a parameter, or a constant."""
+        """Return the number of a tensor's value; a new tensor is a parameter, or a constant."""
         found = self.of(tensor)
         if found is not None and found[0] is self:  # buffers are shared by copies of a model
             return int(found[1])
@@ -116,7 +116,7 @@ class Wiring(Lattice):
         return self.value(tensor, "parameter" if name else "constant", name, bool(name))
 
     def after(self, call: Running) -> None:
-        """Write down a call that is outside of the modules that are one step."""
+        """Record a call outside of the modules that are one step."""
         if self.muted or not call.outputs:
             if call.outputs and call.name not in LINEAR:
                 self.inner.append(_bytes((*call.inputs, *call.outputs)))
@@ -140,12 +140,12 @@ class Wiring(Lattice):
         kept: bool = True,
         inner: tuple[int, float] = (1, 0.0),
     ) -> None:
-        """Write down one step, with values for what it gives."""
+        """Record one step, with values for its results."""
         flops = _flops(call, module if module == "experts" else kind)
         outputs = [self.value(one, "step", varies=varies) for one in call.outputs]
-        alike = call.frame, call.name, tuple(tuple(one.shape) for one in call.inputs)
-        place = self.places[alike]
-        self.places[alike] += 1
+        key = call.frame, call.name, tuple(tuple(one.shape) for one in call.inputs)
+        place = self.places[key]
+        self.places[key] += 1
         self.wired.steps.append(
             Step(
                 *call.frame,
@@ -166,7 +166,7 @@ class Wiring(Lattice):
     def leaf(
         self, fqn: str, module: nn.Module, kind: str, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """The forward of a module that is one step."""
+        """Wrap the forward of a module that is one step."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.muted:
@@ -219,7 +219,7 @@ def _module_ways(
 
 
 def _flops(call: Running, kind: str) -> float:
-    """Operations of a forward: two for each product that is summed."""
+    """Return the operations of a forward: two for each product that is summed."""
     if kind == "experts":
         counts = [one.shape[-1] for one in call.inputs if not one.is_floating_point()]
         own = [one for one in call.inputs if isinstance(one, nn.Parameter)]
@@ -252,8 +252,8 @@ def wired(
 ) -> Wired:
     """Record one forward of a throwaway model on the meta device, with its loss.
 
-    kinds  modules that are one step: linear, conv1d, table, norm, convolution, experts
-    dtype  in which all is computed, `bf16` or `fp16`; "": as it is stored
+    kinds  modules that are one step -> linear, conv1d, table, norm, convolution or experts
+    dtype  the dtype of all computation, `bf16` or `fp16`; "": the dtype of the parameters
     """
     if dtype:
         low = DTYPES[dtype]

@@ -1,1 +1,1 @@
-"""Transfers between two layouts: where boxes lie, who sends which to whom, and the sending."""
+"""Redistribution of tensors between two layouts: shardings, routes, and their execution."""

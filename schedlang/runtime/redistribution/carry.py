@@ -1,4 +1,4 @@
-"""Carry: what a route says of this rank, done: packed into flat buckets, sent, and put in place."""
+"""Execution of a route on this rank: pack elements into flat buckets, send, receive, unpack."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from schedlang.runtime.comm import world
 from schedlang.runtime.redistribution.route import Kind, Route, TensorLayout, kinds_of, route
 from schedlang.runtime.redistribution.sharding import NOWHERE, Overlap, copied, overlaps
 
-ALIGNED = 16  # bytes of the widest element: buckets are cut between elements of any kind
-AT_ONCE = 2  # buckets each way that are packed or on their way
-Local = Callable[[Any], Tensor]  # this rank's part of a tensor, written in place
+ALIGNED = 16  # bytes of the largest element: a bucket ends between elements of any kind
+AT_ONCE = 2  # the most buckets in flight in each direction
+Local = Callable[[Any], Tensor]  # name -> this rank's part of the tensor, written in place
 
 
 def bucket_size(asked: int) -> int:
-    """The bytes of a bucket, cut between elements."""
+    """Return the bytes of a bucket: `asked` rounded down to full elements, at least one."""
     return max(asked // ALIGNED, 1) * ALIGNED
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Some elements that one rank sends to another, of tensors of one kind."""
+    """Elements that one rank sends to another, of tensors of one kind: a row of a route."""
 
     kind: Kind
     boxes: tuple[Overlap, ...]  # of each tensor
@@ -38,16 +38,19 @@ class _Stretch:
 
     @cached_property
     def each(self) -> int:
-        """The elements of one tensor."""
+        """The number of elements of one tensor."""
         return sum(math.prod(box.size) for box in self.boxes)
 
     @property
     def bytes(self) -> int:
-        """The bytes of all its elements."""
+        """The bytes of the stretch."""
         return (self.high - self.low) * self.kind.itemsize
 
     def pieces(self, low: int, high: int, local: Local, sends: bool) -> Iterator[Tensor]:
-        """Views of the elements from `low` to `high`, in their order."""
+        """Yield views of the elements from `low` to `high`, in order.
+
+        `sends`: `local` gives the sender's parts, else the receiver's.
+        """
         while low < high:
             number, at = divmod(low, self.each)
             end = min(high - number * self.each, self.each)
@@ -58,13 +61,13 @@ class _Stretch:
                 start, stop = max(at - first, 0), min(end - first, size)
                 if start < stop:
                     view = box.view(tensor, box.here if sends else box.there)
-                    yield from _run(view, start, stop)
+                    yield from _views_of_range(view, start, stop)
                 first += size
             low = number * self.each + end
 
 
-def _run(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
-    """Views of the elements from `low` to `high` of a box, row by row where they are no box."""
+def _views_of_range(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
+    """Yield views of the elements from `low` to `high` of a box, in row-major order."""
     if view.ndim == 0 or (low, high) == (0, view.numel()):
         yield view
     elif view.ndim == 1:
@@ -73,29 +76,29 @@ def _run(view: Tensor, low: int, high: int) -> Iterator[Tensor]:
         row = view[0].numel()
         first, last = -(-low // row), high // row
         if first > last:  # within one row
-            yield from _run(view[last], low - last * row, high - last * row)
+            yield from _views_of_range(view[last], low - last * row, high - last * row)
             return
         if low % row:
-            yield from _run(view[first - 1], low % row, row)
+            yield from _views_of_range(view[first - 1], low % row, row)
         if first < last:
             yield view[first:last]
         if high % row:
-            yield from _run(view[last], 0, high % row)
+            yield from _views_of_range(view[last], 0, high % row)
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """All that one rank sends to another, one stretch behind the other."""
+    """All elements that one rank sends to another: concatenated stretches."""
 
     stretches: tuple[_Stretch, ...]
 
     @cached_property
     def bytes(self) -> int:
-        """The bytes of all its stretches."""
+        """The bytes of all stretches."""
         return sum(one.bytes for one in self.stretches)
 
     def copy(self, low: int, flat: Tensor, local: Local, sends: bool) -> None:
-        """Copy what belongs into a bucket that begins at byte `low`, or out of it."""
+        """Pack the bucket `flat`, which begins at byte `low` of the stream, or unpack it."""
         high, start = low + flat.numel(), 0
         for one in self.stretches:
             item, end = one.kind.itemsize, start + one.bytes
@@ -113,7 +116,7 @@ class _Stream:
 
 @dataclass
 class Traffic:
-    """The bytes and messages that this rank has really sent, received and copied within itself."""
+    """The bytes and messages that this rank has sent and received, and the bytes copied locally."""
 
     sent: int = 0
     received: int = 0
@@ -123,7 +126,7 @@ class Traffic:
 
 
 def wire(home: torch.device) -> torch.device:
-    """Return where buckets of what lies there are: on the host where messages go from there."""
+    """Return the device of buckets for tensors on `home`: the host if the backend is gloo."""
     kind = world.here().backends.get(home.type, "gloo")
     return devices.HOST if kind == "gloo" else home
 
@@ -137,17 +140,17 @@ def move(
     device: torch.device,
     gaps: bool = False,
 ) -> tuple[Route, Traffic]:
-    """Give all tensors of one layout to another; all ranks of the world together.
+    """Redistribute all tensors from one layout to another; all ranks of the world must call this.
 
-    `here` and `there` give this rank's parts by name; of what nobody holds nothing comes, where
-    there may be gaps.  Raises Uncovered.
+    `here` and `there` give this rank's source and target parts by name.  `gaps`: elements that no
+    rank holds are left unchanged; else Uncovered is raised.
     """
     found = route(kinds_of(source, target), world.size(), gaps)
     return found, follow(found, here, there, bucket, device)
 
 
 def follow(route: Route, here: Local, there: Local, bucket: int, device: torch.device) -> Traffic:
-    """Give tensors to each other by a route that is known; all ranks of the world together."""
+    """Redistribute tensors by a known route; all ranks of the world must call this."""
     ours = world.here()
     make = ours.on_host if devices.on_host(device) else ours.made
     group = make([tuple(range(ours.size))], "transfer") if len(route.kind) else None
@@ -163,43 +166,43 @@ def carry(
     group: world.ProcessGroup | None,
     device: torch.device,
 ) -> Traffic:
-    """Send and receive what a route says of this rank; all ranks of the group together.
+    """Execute a route on this rank; all ranks of the group must call this.
 
-    `source` and `target` give this rank's parts by name.  Ranks meet in turns: in turn `n` each
-    sends to the one `n` places behind it and receives from the one `n` places before, bucket by
-    bucket, so that none waits in a circle, and `AT_ONCE` buckets each way are alive at most.
+    `source` and `target` give this rank's parts by name.  In turn `n` each rank sends to the rank
+    `n` places after it and receives from the rank `n` places before it, bucket by bucket: so there
+    is no deadlock, and at most `AT_ONCE` buckets in each direction exist at a time.
     """
     done = Traffic()
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        _within(route, rank, source, target, done)
+        _copy_local(route, rank, source, target, done)
         gives, takes = _streams(route, rank)
         turns = sorted(
             {(to - rank) % route.world for to in gives}
             | {(rank - at) % route.world for at in takes}
         )
-        under_way: list[_Meeting] = []
+        in_flight: list[_Exchange] = []
         for turn in turns:
             to, at = (rank + turn) % route.world, (rank - turn) % route.world
             give, take = gives.get(to), takes.get(at)
             longest = max(one.bytes for one in (give, take) if one is not None)
             for low in range(0, longest, bucket):
-                if len(under_way) == AT_ONCE:
-                    under_way.pop(0).end(target)
-                met = _Meeting(low, give, take, bucket, device)
-                met.begin(source, to, at, group)
-                under_way.append(met)
-                done.sent += met.out.numel()
-                done.received += met.into.numel()
-                done.messages += met.out.numel() > 0
-                alive = sum(m.out.numel() + m.into.numel() for m in under_way)
+                if len(in_flight) == AT_ONCE:
+                    in_flight.pop(0).end(target)
+                now = _Exchange(low, give, take, bucket, device)
+                now.begin(source, to, at, group)
+                in_flight.append(now)
+                done.sent += now.out.numel()
+                done.received += now.into.numel()
+                done.messages += now.out.numel() > 0
+                alive = sum(m.out.numel() + m.into.numel() for m in in_flight)
                 done.most = max(done.most, alive)
-        for met in under_way:
-            met.end(target)
+        for now in in_flight:
+            now.end(target)
     return done
 
 
-class _Meeting:
-    """One bucket that is sent and one that is received at the same time; either may be empty."""
+class _Exchange:
+    """A bucket that is sent, and one that is received at the same time; either may be empty."""
 
     def __init__(
         self,
@@ -209,15 +212,15 @@ class _Meeting:
         bucket: int,
         device: torch.device,
     ) -> None:
-        def room(stream: _Stream | None) -> Tensor:
+        def allocate(stream: _Stream | None) -> Tensor:
             size = 0 if stream is None else min(bucket, max(stream.bytes - low, 0))
             return torch.empty(size, dtype=torch.uint8, device=device)
 
         self.low, self.give, self.take = low, give, take
-        self.out, self.into = room(give), room(take)
+        self.out, self.into = allocate(give), allocate(take)
 
     def begin(self, source: Local, to: int, at: int, group: world.ProcessGroup | None) -> None:
-        """Pack what is sent, and start both."""
+        """Pack the outgoing bucket, and start both transfers."""
         sent, wanted = [], []
         if self.give is not None and self.out.numel():
             self.give.copy(self.low, self.out, source, True)
@@ -227,7 +230,7 @@ class _Meeting:
         self.works = world.batch_isend_irecv(sent, wanted, group)
 
     def end(self, target: Local) -> None:
-        """Wait for both, and put what has come where it belongs."""
+        """Wait for both transfers, and unpack the received bucket."""
         for work in self.works:
             work.wait()
         if self.take is not None and self.into.numel():
@@ -235,14 +238,14 @@ class _Meeting:
 
 
 def _streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
-    """Return what this rank sends to each other rank and is sent by it; found once for a route."""
+    """Return this rank's streams to and from each other rank; cached in the route."""
     if rank not in route.found:
-        route.found[rank] = _made(route, rank)
+        route.found[rank] = _build_streams(route, rank)
     found: tuple[Mapping[int, _Stream], Mapping[int, _Stream]] = route.found[rank]
     return found
 
 
-def _made(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
+def _build_streams(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, _Stream]]:
     known: dict[tuple[int, int, int], tuple[Overlap, ...]] = {}
 
     def stretch(row: int) -> _Stretch:
@@ -267,8 +270,8 @@ def _made(route: Route, rank: int) -> tuple[Mapping[int, _Stream], Mapping[int, 
     return found(route.sender, route.receiver), found(route.receiver, route.sender)
 
 
-def _within(route: Route, rank: int, source: Local, target: Local, done: Traffic) -> None:
-    """Copy what this rank holds itself."""
+def _copy_local(route: Route, rank: int, source: Local, target: Local, done: Traffic) -> None:
+    """Copy the elements that this rank holds itself."""
     for kind in route.kinds:
         a, b = int(kind.source.of[rank]), int(kind.target.of[rank])
         if NOWHERE in (a, b):

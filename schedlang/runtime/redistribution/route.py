@@ -1,9 +1,9 @@
-"""Route: who sends which elements to whom, from two layouts alone; the same on every rank.
+"""Route of a redistribution: which rank sends which elements to whom; equal on every rank.
 
-What a rank must receive is what it is to hold and does not hold yet, each element once: no transfer
-sends less.  A route sends just that.  Where several ranks hold a part, what is asked of it is laid
-on one line and cut where the bytes that they send, with all that they send already, are level.
-Tensors that lie alike on both sides are one kind, routed once, however many they are.
+A rank receives each element that it will hold and does not hold yet exactly once: no transfer can
+send less.  If several ranks hold a part, the requests for this part are split between them so that
+their total sent bytes are balanced.  Tensors with equal source and target shardings are one kind,
+which is routed once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedlang.runtime.redistribution.sharding import (
 
 
 class Uncovered(Exception):
-    """Raised where parts of a tensor are held by nobody, or overlap without being equal."""
+    """Raised if no rank holds some elements of a tensor (`missing`), or if parts overlap."""
 
     def __init__(self, name: str, missing: bool) -> None:
         super().__init__(name)
@@ -35,7 +35,7 @@ class Uncovered(Exception):
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One tensor of a side: where it lies, and the bytes of an element."""
+    """The layout of a tensor: its sharding, and the bytes of an element."""
 
     sharding: Sharding
     itemsize: int
@@ -43,7 +43,7 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Kind:
-    """Tensors that lie alike, before and after."""
+    """Tensors with equal source and equal target shardings."""
 
     names: tuple[Any, ...]
     source: Sharding
@@ -53,12 +53,12 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """All that is sent, as columns with a row for each kind, sender and receiver.
+    """All deliveries, as columns with a row for each kind, sender and receiver.
 
-    low, high   of the elements that the receiver wants of the sender's part, those that it gets
-                from this sender: tensor after tensor in the order of the kind's names, in each the
-                boxes in the order of the whole
-    bound       the fewest bytes that each rank can receive: what it is to hold less what it holds
+    low, high   range of elements that this sender delivers, among the elements that the receiver
+                needs of the sender's part; counted over the kind's tensors in the order of its
+                names, and in each tensor over boxes in the order of the full tensor
+    bound       the fewest bytes that each rank can receive: target elements that it does not hold
     """
 
     world: int
@@ -69,7 +69,7 @@ class Route:
     receiver: Array
     low: Array
     high: Array
-    found: dict[int, Any] = field(default_factory=dict, init=False)  # what ranks carry
+    found: dict[int, Any] = field(default_factory=dict, init=False)  # rank -> its streams
 
     @cached_property
     def bytes(self) -> Array:
@@ -81,34 +81,34 @@ class Route:
     @cached_property
     def sent(self) -> Array:
         """The bytes that each rank sends."""
-        return _summed(self.sender, self.bytes, self.world)
+        return _sum_by_place(self.sender, self.bytes, self.world)
 
     @cached_property
     def received(self) -> Array:
         """The bytes that each rank receives."""
-        return _summed(self.receiver, self.bytes, self.world)
+        return _sum_by_place(self.receiver, self.bytes, self.world)
 
     @cached_property
     def pairs(self) -> tuple[Array, Array, Array]:
-        """Senders, receivers and bytes of all pairs of ranks of which one sends to the other."""
+        """Senders, receivers and bytes of all pairs of ranks that communicate."""
         pair = self.sender * self.world + self.receiver
         found, place = np.unique(pair, return_inverse=True)
-        return found // self.world, found % self.world, _summed(place, self.bytes, len(found))
+        return found // self.world, found % self.world, _sum_by_place(place, self.bytes, len(found))
 
     def messages(self, bucket: int) -> int:
-        """Return how many messages of at most so many bytes are sent."""
+        """Return how many messages of at most `bucket` bytes are sent."""
         return int((-(-self.pairs[2] // bucket)).sum())
 
 
-def _summed(places: Array, values: Array, count: int) -> Array:
-    """Whole numbers added up by place, without a detour by floats."""
+def _sum_by_place(places: Array, values: Array, count: int) -> Array:
+    """Return [count]: the sums of integers with equal places, without conversion to floats."""
     found = np.zeros(count, np.int64)
     np.add.at(found, places, values)
     return found
 
 
 def kinds_of(a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]) -> tuple[Kind, ...]:
-    """The tensors of `b`, by how they lie here and there; wide elements first."""
+    """Return the tensors of `b` grouped by their shardings in `a` and `b`; large elements first."""
     names: dict[tuple[object, ...], list[Any]] = {}
     keys: dict[int, object] = {}
     for name, to in b.items():
@@ -125,14 +125,14 @@ def kinds_of(a: Mapping[Any, TensorLayout], b: Mapping[Any, TensorLayout]) -> tu
 
 
 def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
-    """Whom each rank gets what from.
+    """Return the route for all tensors of `kinds` in a job of `world` ranks.
 
-    Raises Uncovered where parts overlap, or are held by nobody though there may be no gaps.
+    Raises Uncovered if parts overlap, or if no rank holds some elements and `gaps` is false.
     """
     known: dict[tuple[Parts, Parts], Array] = {}
     bound, loads = np.zeros(world, np.int64), np.zeros(world, np.int64)
     found: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in range(5)]
-    # what only one rank has is sent by that one: the others are levelled around it
+    # parts that one rank holds come first: the senders of the others are balanced around them
     order = sorted(range(len(kinds)), key=lambda k: int(kinds[k].source.copies.max(initial=0)))
     for number in order:
         kind = kinds[number]
@@ -141,9 +141,9 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
             known[key] = volumes(*key)
         common = known[key]
         _check(kind, common, gaps)
-        part, receiver, wanted = _wanted(kind, common)
+        part, receiver, wanted = _find_requests(kind, common)
         np.add.at(bound, receiver, wanted * kind.itemsize)
-        columns = _levelled(kind, part, receiver, wanted, loads)
+        columns = _balance_senders(kind, part, receiver, wanted, loads)
         for column, values in zip(found, (np.full(len(columns[0]), number), *columns)):
             column.append(values)
     columns_ = [np.concatenate(column) for column in found]
@@ -151,7 +151,7 @@ def route(kinds: Sequence[Kind], world: int, gaps: bool = False) -> Route:
 
 
 def _check(kind: Kind, common: Array, gaps: bool) -> None:
-    """Refuse wanted parts that held ones do not make up, each element once."""
+    """Raise Uncovered unless the held parts have each element of the wanted parts once."""
     a, b = kind.source, kind.target
     held, wanted = a.copies > 0, b.copies > 0
     there = common[held].sum(0)
@@ -160,8 +160,8 @@ def _check(kind: Kind, common: Array, gaps: bool) -> None:
         raise Uncovered(kind.names[0], bool((there[odd] < b.sizes[odd]).any()))
 
 
-def _wanted(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
-    """Return which ranks want how many elements of each held part that they do not hold."""
+def _find_requests(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
+    """Return columns (held part, rank, elements) of what ranks need and do not hold."""
     a, b = kind.source, kind.target
     ranks = np.flatnonzero(b.of != NOWHERE)
     asked = common[:, b.of[ranks]]
@@ -173,23 +173,23 @@ def _wanted(kind: Kind, common: Array) -> tuple[Array, Array, Array]:
     return part, ranks[place], asked[part, place] * len(kind.names)
 
 
-def _levelled(
+def _balance_senders(
     kind: Kind, part: Array, receiver: Array, wanted: Array, loads: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Sender, receiver and range of each delivery; what is sent is added to `loads`."""
+    """Return sender, receiver and range of each delivery; add the sent bytes to `loads`."""
     holders = kind.source.holders
-    alone = kind.source.copies[part] == 1
+    single = kind.source.copies[part] == 1
     first = np.array([ranks[0] if len(ranks) else NOWHERE for ranks in holders], np.int64)
-    one = part[alone]
-    made = [(first[one], receiver[alone], np.zeros(len(one), np.int64), wanted[alone])]
-    np.add.at(loads, first[one], wanted[alone] * kind.itemsize)
-    rest = np.flatnonzero(~alone)  # by rising part
+    one = part[single]
+    made = [(first[one], receiver[single], np.zeros(len(one), np.int64), wanted[single])]
+    np.add.at(loads, first[one], wanted[single] * kind.itemsize)
+    rest = np.flatnonzero(~single)  # ascending by part
     starts = np.flatnonzero(np.diff(part[rest], prepend=-1))
     for low, high in zip(starts, [*starts[1:], len(rest)]):
         some = rest[low:high]
         senders = holders[part[some[0]]]
         line = np.cumsum(wanted[some])
-        shares = _shares(loads[senders], int(line[-1]), kind.itemsize)
+        shares = _share_elements(loads[senders], int(line[-1]), kind.itemsize)
         loads[senders] += shares * kind.itemsize
         ends = distinct(line, np.cumsum(shares))
         begins = np.concatenate([[0], ends[:-1]])
@@ -202,20 +202,20 @@ def _levelled(
     return columns[0], columns[1], columns[2], columns[3]
 
 
-def _shares(loads: Array, count: int, itemsize: int) -> Array:
-    """Share `count` elements among the senders, so that the fullest is as empty as can be."""
+def _share_elements(loads: Array, count: int, itemsize: int) -> Array:
+    """Split `count` elements among the senders so that the largest load is as small as possible."""
     order = np.argsort(loads, kind="stable")
     filled = loads[order]
     below = np.concatenate([[0], np.cumsum(filled)[:-1]])
     places = np.arange(len(filled))
-    # what it takes to raise all before a sender to its load: those that are reached join in
+    # a sender takes part if the elements can raise all smaller loads to its own load
     joined = int((filled * places - below <= count * itemsize).sum())
     level = (int(filled[:joined].sum()) + count * itemsize) // joined
     shares = np.zeros(len(filled), np.int64)
     shares[:joined] = np.maximum(level - filled[:joined], 0) // itemsize
-    left = count - int(shares.sum())
-    shares[:joined] += left // joined
-    shares[: left % joined] += 1
+    rest = count - int(shares.sum())
+    shares[:joined] += rest // joined
+    shares[: rest % joined] += 1
     found = np.empty_like(shares)
     found[order] = shares
     return found

@@ -1,7 +1,7 @@
-"""Sharding: where the boxes of tensors lie, as distinct parts and the ranks that hold each.
+"""Shardings: the distinct parts of a tensor, and the ranks that hold each part.
 
-All that is saved, loaded, put together or handed on is copied from one part into another by the
-boxes that the two have in common: a whole tensor is a part, a box in a file, a rank's slice.
+A part is a full tensor, a box in a file, or a rank's shard.  Saving, loading, gathering and
+transfers copy one part into another by the boxes that both have in common.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-Cell = tuple[int, int, int]  # of one dim: where it begins in the part, in the whole; its length
+Cell = tuple[int, int, int]  # in one dim: start in the part, start in the full tensor, length
 Part = tuple[tuple[Cell, ...], ...]  # for each dim its cells: the part is their product
-Array = Any  # of numpy, of whole numbers
+Array = Any  # a numpy array of integers
 NOWHERE = -1
 
 
 class Parts(Sequence[Part]):
-    """Parts of tensors of one shape: for each dim, numbers of cells and the cells themselves.
+    """Parts of tensors of one shape, stored as arrays; a `Part` is made when it is indexed.
 
-    Thousands of boxes are a few arrays, and none an object until it is asked for.
-
-    numbers   of each part, a column for each dim: which of its cells
-    cells     for each dim all cells as rows, rising by number: number, place in the part, place in
-              the whole, length
+    numbers   [parts, dims]: the number of a part's list of cells in each dim
+    cells     for each dim an array of rows (number of the list, start in the part, start in the
+              full tensor, length), ascending by number
     """
 
     def __init__(self, numbers: Array, cells: Sequence[Array]) -> None:
@@ -37,7 +35,7 @@ class Parts(Sequence[Part]):
 
     @staticmethod
     def of(parts: Sequence[Part], dims: int) -> Parts:
-        """Parts that are objects, as arrays."""
+        """Return `Part` objects of tensors with `dims` dims as arrays."""
         if isinstance(parts, Parts):
             return parts
         numbers, cells = np.empty((len(parts), dims), np.int64), []
@@ -50,21 +48,21 @@ class Parts(Sequence[Part]):
 
     @staticmethod
     def boxes(corners: Array, sizes: Array) -> Parts:
-        """Boxes, each a row of where it begins and a row of its size."""
+        """Return parts that are boxes: row k of `corners` and `sizes` is a box's start and size."""
         numbers = np.zeros(corners.shape, np.int64)
         numbers[:] = np.arange(len(corners))[:, None]
-        alike = ((corners == corners[:1]) & (sizes == sizes[:1])).all(0)
-        numbers[:, alike] = 0  # a dim that is not cut has one number
+        equal = ((corners == corners[:1]) & (sizes == sizes[:1])).all(0)
+        numbers[:, equal] = 0  # a dim that is not split has one list of cells
         rows = np.zeros((*corners.shape, 4), np.int64)
         rows[..., 0], rows[..., 2], rows[..., 3] = numbers, corners, sizes
         cells = []
-        for dim, same in enumerate(alike.tolist()):
+        for dim, same in enumerate(equal.tolist()):
             some = rows[:1, dim] if same else rows[:, dim]
             cells.append(some[some[:, 3] > 0])
         return Parts(numbers, cells)
 
     def some(self, places: Sequence[int]) -> Parts:
-        """The parts at these places."""
+        """Return the parts at these indices."""
         return Parts(self.numbers[list(places)], self.cells)
 
     def __len__(self) -> int:
@@ -79,7 +77,7 @@ class Parts(Sequence[Part]):
 
     @cached_property
     def counts(self) -> list[int]:
-        """One more than the greatest number of cells in each dim: of these parts, or of others."""
+        """The number of lists of cells of each dim: one more than the largest number in use."""
         every = zip(self.numbers.T, self.cells)
         return [max(int(n.max(initial=-1)), *rows[-1:, 0].tolist(), 0) + 1 for n, rows in every]
 
@@ -110,10 +108,10 @@ class Parts(Sequence[Part]):
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """The places of tensors of one shape on the ranks of a job.
+    """The placement of tensors of one shape on the ranks of a job.
 
-    parts   the distinct ones; shared between shardings that differ only in who holds them
-    of      for each rank of the job the part that it holds, or NOWHERE
+    parts   the distinct parts; shared between shardings that differ only in the holding ranks
+    of      for each rank of the job the index of the part that it holds, or NOWHERE
     """
 
     shape: tuple[int, ...]
@@ -122,11 +120,11 @@ class Sharding:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Two shardings of one key lie alike."""
+        """A key that is equal for equal shardings."""
         return self.shape, self.parts, self.of.tobytes()
 
     def on(self, ranks: Sequence[int]) -> Sharding:
-        """The same on these ranks only."""
+        """Return the sharding restricted to these ranks."""
         of = np.full_like(self.of, NOWHERE)
         of[list(ranks)] = self.of[list(ranks)]
         return Sharding(self.shape, self.parts, of)
@@ -143,7 +141,7 @@ class Sharding:
 
     @cached_property
     def holders(self) -> list[Array]:
-        """The ranks that hold each part, rising."""
+        """The ranks that hold each part, ascending."""
         order = np.argsort(self.of, kind="stable")
         ends = np.searchsorted(self.of[order], np.arange(len(self.parts) + 1))
         return [order[low:high] for low, high in itertools.pairwise(ends)]
@@ -155,35 +153,35 @@ class Sharding:
 
 
 def count(part: Part) -> int:
-    """The number of elements in a part."""
+    """Return the number of elements in a part."""
     return math.prod(sum(n for *_, n in cells) for cells in part)
 
 
 def everywhere(shape: Sequence[int], ranks: Sequence[int], world: int) -> Sharding:
-    """Hold the whole on each of some ranks."""
+    """Return the sharding of a tensor that is replicated on `ranks`, in a job of `world` ranks."""
     of = np.full(world, NOWHERE, np.int32)
     of[list(ranks)] = 0
     return Sharding(tuple(shape), Parts.of((whole(shape),), len(shape)), of)
 
 
 def whole(shape: Sequence[int]) -> Part:
-    """The part that is all of a tensor."""
+    """Return the part that is the full tensor."""
     return tuple(((0, 0, n),) if n else () for n in shape)
 
 
 def distinct(*numbers: Array) -> Array:
-    """All numbers of some arrays, each once, ascending."""
-    # what is asked for besides keeps numpy from importing all of its masked arrays to look for one
+    """Return the distinct numbers of some arrays, ascending."""
+    # with `return_index` numpy does not import its masked arrays
     return np.unique(np.concatenate(numbers), return_index=True)[0]
 
 
 def box_part(corner: Sequence[int], size: Sequence[int]) -> Part:
-    """The part that is one box of a tensor."""
+    """Return the part that is one box of a tensor."""
     return tuple(((0, at, n),) if n else () for at, n in zip(corner, size))
 
 
 def volumes(a: Parts, b: Parts) -> Array:
-    """The number of elements that each part of `a` has in common with each of `b`."""
+    """Return [parts of a, parts of b]: how many elements each pair of parts has in common."""
     found = np.ones((len(a), len(b)), np.int64)
     for dim, (mine, yours) in enumerate(zip(a.numbers.T, b.numbers.T)):
         common = np.zeros((a.counts[dim], b.counts[dim]), np.int64)
@@ -192,8 +190,8 @@ def volumes(a: Parts, b: Parts) -> Array:
 
 
 def _common(a: Array, b: Array, found: Array) -> Array:
-    """Count the indices of one dim that cells of two numbers share, for all pairs."""
-    for k in range(0, len(a), 256):  # some rows at a time: memory stays small
+    """Add to `found` [lists of a, lists of b] how many indices two lists of cells share."""
+    for k in range(0, len(a), 256):  # in chunks of rows, to limit memory
         one, _, low, length = a[k : k + 256, :, None].swapaxes(0, 1)
         other, _, start, more = b.T
         shared = np.minimum(low + length, start + more) - np.maximum(low, start)
@@ -204,19 +202,19 @@ def _common(a: Array, b: Array, found: Array) -> Array:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A box that two parts have in common: where it begins in each of them, and its size."""
+    """A box that two parts have in common: its start in each of them, and its size."""
 
     here: tuple[int, ...]
     there: tuple[int, ...]
     size: tuple[int, ...]
 
     def view(self, tensor: Tensor, corner: tuple[int, ...]) -> Tensor:
-        """Return this box of a part, where it begins at `corner`: `here` or `there`."""
+        """Return a view of this box in a part's tensor; `corner` is `here` or `there`."""
         return tensor[tuple(slice(at, at + n) for at, n in zip(corner, self.size))]
 
 
 def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
-    """All boxes that two parts have in common, in the order of the whole."""
+    """Yield the boxes that two parts have in common, in the order of the full tensor."""
     dims = []
     for ours, theirs in zip(a, b):
         found = []
@@ -231,7 +229,7 @@ def overlaps(a: Part, b: Part) -> Iterator[Overlap]:
 
 
 def copied(source: Tensor, a: Part, target: Tensor, b: Part) -> int:
-    """Copy what two parts have in common from one into the other; the bytes of it."""
+    """Copy the elements that two parts have in common into `target`; return the copied bytes."""
     size = 0
     for box in overlaps(a, b):
         view = box.view(target, box.there)

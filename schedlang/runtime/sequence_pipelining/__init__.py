@@ -1,1 +1,1 @@
-"""Sequences cut into slices that run one after the other."""
+"""Sequence pipelining: sequences are split into slices that run one after the other."""

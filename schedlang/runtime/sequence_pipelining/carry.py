@@ -1,17 +1,14 @@
-"""Keys and values that slices carry on: their gradients back, a cache, and a model's own calls.
+"""Keys and values that slices of a sequence pass to later slices, and their gradients back.
 
-* Keys and values that slices of one sequence carry to later slices, and their gradients back. A
-  slice attends to the keys of all slices before it. Those come in as leaves, one per slice, so
-  that the backwards of later slices leave what they owe in `.grad`; slices run backward in
-  reverse order, and the backward of a slice starts also from its own keys, with the sum that lies
-  there (Li et al., TeraPipe, ICML 2021; Sun et al., Seq1F1B, 2024).
-* Carried keys and values as the cache that models of transformers ask for theirs.
-* Lines of a model that count positions by the length of what they are given. Such as
-  `torch.arange(x.shape[1])`, `self.table[: x.shape[1]]`, or the last ones of a table.
-* Carried keys and values at a model's own calls of torch's attention, and positions by length.
-  For models that know no cache. Causal calls of `scaled_dot_product_attention` see the keys of
-  all slices before; lines that count positions by the length of what they are given, such as
-  `torch.arange(x.shape[1])` or `self.table[: x.shape[1]]`, count on from the slice's start.
+* `Carried`: a slice attends to the keys of all earlier slices.  These are autograd leaves, one per
+  slice, so that the backwards of later slices accumulate gradients in `.grad`.  Slices run backward
+  in reverse order; the backward of a slice starts from its loss and from its own keys, with these
+  gradients (Li et al., TeraPipe, ICML 2021; Sun et al., Seq1F1B, 2024).
+* `cache`: carried keys and values as a cache for models of transformers.
+* `Calls`: for models without a cache.  Causal calls of `scaled_dot_product_attention` get the keys
+  of all earlier slices, and lines that count positions by the length of their input, such as
+  `torch.arange(x.shape[1])` or `self.table[: x.shape[1]]`, count from the slice's start.
+* `Watch`: finds these lines, also such as take the last rows of a table.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ from schedlang.diagnostics.diagnostic import Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.modes import Ambient
 
-Place = tuple[str, int]  # a file and a line of it
+Place = tuple[str, int]  # (file, line)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The run [start, stop) of a sequence of `total` tokens; slice number `index`."""
+    """The positions [start, stop) of slice number `index` of a sequence of `total` tokens."""
 
     index: int
     start: int
@@ -48,13 +45,13 @@ class Span:
 
     @property
     def length(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens."""
         return self.stop - self.start
 
 
 @dataclass
 class _Line:
-    """One tensor of one attention along the whole sequence: its memory, and a leaf per slice."""
+    """Keys or values of one attention along the full sequence: their memory, a leaf per slice."""
 
     whole: Tensor
     leaves: dict[int, Tensor] = field(default_factory=dict)
@@ -64,18 +61,17 @@ class _Line:
 class Carried:
     """Keys and values of one microbatch on one stage, from the first forward to the last backward.
 
-    All slices of a line lie in one memory of the whole length, so that no slice keeps a copy of
-    what stands before it.
+    All slices of a line share one tensor of the full length: no slice holds a copy of earlier ones.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
 
     def join(self, key: Hashable, new: Tensor, dim: int, span: Span) -> Tensor:
-        """`new` with the same line of all earlier slices before it, along `dim`.
+        """Return the line `key` of all earlier slices and `new`, concatenated along `dim`.
 
-        The first call for a slice notes it; a second one, of a recomputation, gives the same.
-        Raises LookupError where an earlier slice has no such line.
+        The first call for a slice records it; a second call, in a recomputation, returns the same.
+        Raises LookupError if an earlier slice has no such line.
         """
         dim = dim % new.dim()
         if span.index == 0 and key not in self._lines:
@@ -93,8 +89,10 @@ class Carried:
         return joined
 
     def roots(self, index: int) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return where gradients of a slice's keys and values enter, and what later slices left of
-        them."""
+        """Return the gradient edges of a slice's keys and values, and their gradients.
+
+        Later slices have accumulated these gradients.
+        """
         found = [
             (edge, line.leaves[index].grad)
             for line in self._lines.values()
@@ -104,8 +102,7 @@ class Carried:
         return [edge for edge, _ in there], [grad for _, grad in there]
 
     def leaves(self, index: int) -> list[Tensor]:
-        """Return the keys and values that a slice has taken of earlier ones, and gives gradients
-        to."""
+        """Return the keys and values of earlier slices to which a slice gives gradients."""
         return [
             line.leaves[before]
             for line in self._lines.values()
@@ -115,7 +112,7 @@ class Carried:
         ]
 
     def free(self, index: int) -> None:
-        """The backward of a slice is done: nothing of it is needed any more."""
+        """Free a slice's keys and values, after its backward."""
         for key, line in list(self._lines.items()):
             line.leaves.pop(index, None)
             line.edges.pop(index, None)
@@ -124,15 +121,15 @@ class Carried:
 
 
 class _Join(torch.autograd.Function):
-    """Writes a slice behind those before it and gives all of them, without a copy of the others."""
+    """Write a slice behind the earlier slices, and return all, without a copy of the earlier."""
 
     @staticmethod
     def forward(
         ctx: Any, whole: Tensor, dim: int, span: Span, new: Tensor, *past: Tensor
     ) -> Tensor:
         ctx.dim, ctx.sizes = dim, [*(leaf.shape[dim] for leaf in past), new.shape[dim]]
-        # tensors of their own over one memory: what a later slice writes behind does not count as
-        # a change of what an earlier one has kept
+        # separate tensors over one storage: a later slice's write does not change the version of
+        # tensors that earlier slices have saved
         whole.data.narrow(dim, span.start, span.length).copy_(new)
         return whole.data.narrow(dim, 0, span.stop).data
 
@@ -166,18 +163,18 @@ class Visit:
         return self.span.stop != self.span.total
 
     def runs(self) -> dict[str, range]:
-        """The positions of the tokens here, and of the keys that they see."""
+        """Return the positions of the slice's tokens, and of the keys that they see."""
         return {"rows": range(self.span.start, self.span.stop), "keys": range(self.span.stop)}
 
     def join(self, key: Hashable, new: Tensor, dim: int = -2) -> Tensor:
-        """See Carried.join."""
+        """Concatenate with earlier slices, as `Carried.join`; without `carried` for shapes only."""
         if self.carried is None:
             dim = dim % new.dim()
             return new.new_empty([*new.shape[:dim], self.span.stop, *new.shape[dim + 1 :]])
         return self.carried.join(key, new, dim, self.span)
 
     def on_meta(self) -> Visit:
-        """The same for shapes only: it notes nothing, and joins with nothing."""
+        """Return the visit for shapes only: it records nothing."""
         return Visit(None, self.span)
 
 
@@ -185,25 +182,25 @@ _CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the cache of keys and values that a model of transformers takes."""
+    """Return the name of a transformers model's argument for a cache; None if it has none."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
         return None
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHES if name in taken), None)
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
 
 
 def cache(span: Span) -> Any:
-    """The cache for one slice: it knows all lengths, whichever layers run here."""
-    return _class()(span)
+    """Return the cache for one slice; its lengths do not depend on the layers of this stage."""
+    return _cache_class()(span)
 
 
 @functools.cache
-def _class() -> type:
-    """Made when first asked for: transformers is imported for its own models only."""
+def _cache_class() -> type:
+    """Return the class of caches; imports transformers, which only its own models need."""
     from transformers.cache_utils import DynamicCache
 
     class SliceCache(DynamicCache):  # type: ignore[misc]
-        """Answers for every layer alike; layers of other stages never call it."""
+        """The cache of one slice, equal for every layer; layers of other stages do not call it."""
 
         def __init__(self, span: Span) -> None:
             super().__init__()
@@ -212,35 +209,35 @@ def _class() -> type:
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
-            """The keys and values of this slice behind those of the slices before."""
-            visit = scope.visit()  # ours, or one for shapes only
+            """Return the keys and values of all earlier slices and of this slice."""
+            visit = scope.visit()  # of this slice, perhaps for shapes only
             if visit is None or visit.span != self.span:
                 raise LookupError("the cache of a slice is used outside its call")
             keys = visit.join((layer_idx, "keys"), key_states)
             return keys, visit.join((layer_idx, "values"), value_states)
 
-        def _other(self, *_: Any, **__: Any) -> Any:
+        def _refuse(self, *_: Any, **__: Any) -> Any:
             raise NotImplementedError(
                 "its cache holds states of convolutions or recurrences, not only keys and values"
             )
 
-        update_conv_state = update_recurrent_state = update_indexer = _other
-        get_conv_state = get_recurrent_state = has_previous_state = _other
+        update_conv_state = update_recurrent_state = update_indexer = _refuse
+        get_conv_state = get_recurrent_state = has_previous_state = _refuse
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            """A recomputation, which copies what a forward changes, gets the same keys again."""
+            """Return the cache itself: a recomputation, which copies arguments, needs its keys."""
             return self
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            """Tokens before this slice."""
+            """Return the number of tokens before this slice."""
             return self.span.start
 
         def get_query_offset(self, layer_idx: int = 0) -> int:
-            """Tokens before this slice."""
+            """Return the number of tokens before this slice."""
             return self.span.start
 
         def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-            """Keys that this slice sees; their first is the first of the sequence."""
+            """Return the number of keys that this slice sees, and the position of the first, 0."""
             return self.span.stop, 0
 
     return SliceCache
@@ -250,10 +247,12 @@ _OURS = tuple(str(folder) for folder in (Path(torch.__file__).parent, Path(__fil
 
 
 class Watch(Ambient):
-    """Notes in a whole forward the lines that count positions up to its length.
+    """Mode that records in a full forward the lines that count positions up to its length.
 
-    `tables` are ids of the model's parameters and buffers. A line that also does something else of
-    the kind is in `others`.
+    length  the number of tokens
+    tables  ids of the model's parameters and buffers
+    found   lines that count positions
+    others  lines with similar calls that do not count positions; a line may be in both
     """
 
     def __init__(self, length: int, tables: Collection[int]) -> None:
@@ -278,7 +277,7 @@ class Watch(Ambient):
 
 
 def caller() -> Place:
-    """The line of the model that is running: the innermost outside of torch and of this package."""
+    """Return the running line of the model: the innermost outside of torch and of schedlang."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -286,8 +285,7 @@ def caller() -> Place:
 
 
 def upto(args: Sequence[Any], kwargs: Mapping[str, Any], length: int) -> bool:
-    """Return whether these are the arguments of torch.arange(length), or torch.arange(0,
-    length)."""
+    """Return whether arguments are those of `torch.arange(length)` or `torch.arange(0, length)`."""
     ends = tuple(args) or tuple(kwargs[name] for name in ("start", "end") if name in kwargs)
     return ends in ((length,), (0, length))
 
@@ -301,7 +299,7 @@ def firsts(index: Any, length: int) -> list[bool]:
 
 
 def lasts(tensor: Tensor, index: Any, length: int) -> list[bool]:
-    """Return for each item of an index whether it takes the last `length` of more."""
+    """Return for each item of an index whether it takes the last `length` of a longer dim."""
     items = items_of(index)
     sized = len(items) <= tensor.dim() and all(isinstance(item, (slice, int)) for item in items)
     return [
@@ -316,7 +314,7 @@ def lasts(tensor: Tensor, index: Any, length: int) -> list[bool]:
 
 
 def items_of(index: Any) -> tuple[Any, ...]:
-    """The items of an index, one or several."""
+    """Return the items of an index as a tuple."""
     return index if isinstance(index, tuple) else (index,)
 
 
@@ -329,8 +327,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 
 
 class Calls(Ambient):
-    """The mode in which a slice runs: keys and values joined, positions moved at the places
-    given."""
+    """Mode in which a slice runs: carries keys and values, and shifts positions in `places`."""
 
     eager = "sequences run in slices, which pass keys and values on"
 
@@ -361,7 +358,7 @@ def _attend(visit: Visit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     if not causal and (mask is None or mask.shape[-1] != span.stop):
         raise _not_causal(mask is None)
     if query.untyped_storage()._cdata == key.untyped_storage()._cdata:
-        # a view of queries, keys and values in one would keep what has been copied to its line
+        # as a view of fused queries, keys and values, the query would keep keys and values alive
         given["query"] = query.clone()
     turn = scope.next_call("keys and values")
     given["key"] = visit.join((turn, "keys"), key)
@@ -372,10 +369,10 @@ def _attend(visit: Visit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
 
 
 def _lower_right(visit: Visit, query: Tensor) -> Tensor:
-    """The mask under which each query of the slice sees the keys up to its own.
+    """Return the additive causal mask of a slice's queries over all keys so far.
 
-    One for all layers, and of the queries' dtype: from a mask of booleans every call would make,
-    and keep for its backward, one of its own.
+    One mask for all layers, in the queries' dtype: from a boolean mask every call would make its
+    own, and save it for backward.
     """
     key = f"mask {query.dtype}"
     if key not in visit.memo:
@@ -400,7 +397,7 @@ def _not_causal(without: bool) -> Refusal:
 
 
 def _arange(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """torch.arange(length) and torch.arange(0, length)."""
+    """Change `torch.arange(length)` and `torch.arange(0, length)` to the slice's positions."""
     if not upto(args, kwargs, span.length):
         return args, kwargs
     rest = {name: value for name, value in kwargs.items() if name not in ("start", "end")}
@@ -408,7 +405,7 @@ def _arange(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _getitem(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """table[:length] of a parameter or buffer; of two such dims the first counts queries."""
+    """Change `table[:length]` to the slice's positions; of two such dims the last is of keys."""
     tensor, index = args
     runs = firsts(index, span.length)
     if not any(runs):

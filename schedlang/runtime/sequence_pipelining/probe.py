@@ -1,9 +1,8 @@
-"""Whether a model may run on slices of its sequences, and the module at which it may not.
+"""Probe of sequence pipelining: run a small copy of a model by slices on one process.
 
-* Why a model cannot be cut along its sequences: the module that gives a slice something else.
-* Whether a model may run on slices of its sequences, tried on a small stand-in before it trains.
-  Whole and by slices, on one process, the losses and every gradient must be equal. A model for
-  which no way is found is refused, with the first module that gives something else.
+The loss and every gradient must equal those of the full sequences.  `probe` tries candidates of
+`Slicing` and returns the first that passes; if none passes, the model is refused with the first
+module that computes a slice differently.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from schedlang.runtime.tracing.meta import meta_model, without_values
 
 
 def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
-    """The refusal of a model for which slices failed with `error` when run as `slicing` says."""
+    """Return the refusal of a model whose run by slices, as `slicing` describes, gave `error`."""
     total, first = sum(trial.lengths), trial.lengths[0]
     kind = type(trial.model).__name__
     whole = _outputs(trial, trial.batch)
-    changed = _outputs(trial, _changed(trial.batch, first, total))
+    changed = _outputs(trial, _change_later_tokens(trial.batch, first, total))
     ahead = [
         (name, not near(plain[:, :first], changed[name][:, :first]))
         for name, plain in whole.items()
@@ -59,14 +58,17 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     try:
         with noted(trial.model) as found:
             sliced(trial, slicing)
-    except Exception as raised:  # the model's own code, on a slice: whatever it raises
-        said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return refusal(f"`{kind}` does not run on a slice of a sequence", said, *_where(found))
+    except Exception as raised:  # the model's own code may raise anything
+        message = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        return refusal(
+            f"`{kind}` does not run on a slice of a sequence", message, *_describe_place(found)
+        )
     for name, output in whole.items():
         if output.dim() < 2 or output.shape[1] != total:
             continue
         parts = found.get(name, {})
-        joined = _joined(output, [*parts.values()], trial.lengths)  # in the order in which they ran
+        # the outputs are in the order in which the slices ran
+        joined = _join_slices(output, [*parts.values()], trial.lengths)
         if joined is None or not near(joined, output):
             return refusal(
                 f"`{kind}` cannot be split into slices",
@@ -77,27 +79,27 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
     return refusal(f"`{kind}` cannot be split into slices", str(error))
 
 
-def _joined(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
+def _join_slices(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
     """Join the outputs of slices along dim 1; None if they do not fit together."""
     parts = [part[:, :length] for part, length in zip(parts, lengths) if part.dim() > 1]
     sizes = [(whole.shape[0], length, *whole.shape[2:]) for length in lengths]
     return torch.cat(parts, 1) if [tuple(part.shape) for part in parts] == sizes else None
 
 
-def _where(found: Outputs) -> list[str]:
-    """The module that ended last before a slice failed."""
+def _describe_place(found: Outputs) -> list[str]:
+    """Describe the slice that failed, and the last module that ended before."""
     upto = max((len(outputs) for outputs in found.values()), default=0)
     done = [name for name, outputs in found.items() if len(outputs) == upto]
     return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
 
 
 def near(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two outputs are equal but for rounding."""
+    """Return whether two outputs are equal up to rounding."""
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
-def _changed(batch: Mapping[str, Any], first: int, total: int) -> dict[str, Any]:
-    """The batch with other tokens after the first slice."""
+def _change_later_tokens(batch: Mapping[str, Any], first: int, total: int) -> dict[str, Any]:
+    """Return the batch with other tokens after the first slice."""
 
     def other(name: str, value: Any) -> Any:
         ids = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == total
@@ -119,7 +121,7 @@ def _outputs(trial: Trial, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refusal(title: str, *notes: str) -> Refusal:
-    """The model cannot be cut along its sequences."""
+    """Return the refusal S655 of a model that cannot be split along its sequences."""
     return Refusal.of(
         "S655",
         title,
@@ -135,30 +137,30 @@ Tags = Mapping[tuple[str, int], tuple[str, ...]]
 
 
 class Differs(Exception):
-    """Slices give something else than the whole; the message says what."""
+    """Raised if the run by slices differs from the run of full sequences."""
 
 
 def probe(trial: Trial, count: int) -> Slicing:
-    """Find how the model of a trial runs on slices; raise Refusal S655 where it cannot.
+    """Find how a trial's model runs on slices; raise Refusal S655 if it cannot.
 
-    `count` is the number of slices of the program; the trial has those of its lengths.
+    `count` is the program's number of slices; the trial has one slice for each of its lengths.
     """
     whole = watched(trial)
     first: tuple[Slicing, Exception] | None = None
     for slicing in candidates(trial):
         try:
-            tagged = _tagged(trial, slicing, whole)
+            tagged = _with_draws(trial, slicing, whole)
             compare(whole, sliced(trial, tagged))
-        except Exception as error:  # the model's own code, on what it has not been given before
+        except Exception as error:  # the model's own code may raise anything
             first = first or (slicing, error)
             continue
-        return replace(tagged, count=count, left=_left(trial, tagged))
+        return replace(tagged, count=count, left=_allows_left_padding(trial, tagged))
     assert first is not None, "there is always a candidate"
     raise fault(trial, *first)
 
 
 def guess(trial: Trial, count: int) -> Slicing:
-    """Return how a model without values would run, untried: it can be shown, not trained."""
+    """Return how a model without values would probably run: for plans, not for training."""
     style = shift_of(trial)
     cache = cache_argument(trial.model)
     given = cache and style == "padded" and trial.loss is None
@@ -167,11 +169,11 @@ def guess(trial: Trial, count: int) -> Slicing:
     return Slicing(count, carrier, masks, shift=shift, **labelled(trial))
 
 
-# -- ways ----------------------------------------------------------------------------------------
+# -- candidates ----------------------------------------------------------------------------------
 
 
 def candidates(trial: Trial) -> Iterator[Slicing]:
-    """Ways that a model of this kind may be run in, the likeliest first."""
+    """Yield the candidates of how a model may run on slices, the likeliest first."""
     style, count = shift_of(trial), len(trial.lengths)
     masks = masks_of(trial.batch)
     base = Slicing(count, "calls", masks, **labelled(trial))
@@ -188,15 +190,17 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
 
 
 def labelled(trial: Trial) -> dict[str, Any]:
-    """The fields of `SequenceParts` that follow from the batch and the loss of a trial alone."""
+    """Return the fields of `SequenceParts` that a trial's batch and loss decide alone."""
     rule = trial.rule
     known = {"labels": rule.source, "ignore": rule.ignore_index} if rule else {}
     return {"along": trial.along, **known}
 
 
 def shift_of(trial: Trial) -> str:
-    """Return a model's shift of its labels: `none`; `padded` or `cut`, by one token; refuse
-    others."""
+    """Return a model's shift of its labels: "none"; "padded" or "cut", by one token.
+
+    Raises Refusal S655 for another selection of labels.
+    """
     if trial.rule is None:
         return "none"
     total = sum(trial.lengths)
@@ -218,7 +222,7 @@ def shift_of(trial: Trial) -> str:
 
 
 def head_of(trial: Trial) -> str:
-    """The last module, but the model itself, that gives something for every token."""
+    """Return the last called module, except the model, whose output has a dim of all tokens."""
     total, found = sum(trial.lengths), [""]
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -227,30 +231,30 @@ def head_of(trial: Trial) -> str:
 
     named = [(name, module) for name, module in trial.model.named_modules() if name]
     with hooked(module.register_forward_hook(partial(note, name)) for name, module in named):
-        _shown(trial, trial.batch)
+        _run_once(trial, trial.batch)
     return found[-1]
 
 
 def places_of(trial: Trial) -> frozenset[Place]:
-    """Lines that count positions."""
+    """Return the lines of the model that count positions."""
     tables = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
     return lines_of(trial, lambda length: Watch(length, tables))
 
 
 def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
-    """Lines that a mode for a length finds, at the whole length and at one token less."""
+    """Return the lines that the mode `watching(length)` finds with all tokens and with one less."""
     total = sum(trial.lengths)
     found: list[set[Place]] = []
     for length in (total, total - 1):
         watch, batch = watching(length), tokens_of(trial.batch, total, torch.arange(length))
         with ambient(watch):
-            _shown(trial, batch)
+            _run_once(trial, batch)
         found.append(watch.found - watch.others)
     return frozenset(found[0] & found[1])
 
 
-def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
-    """The model on a batch, to be watched; for shapes only where it has no values."""
+def _run_once(trial: Trial, batch: Mapping[str, Any]) -> None:
+    """Run the model on a batch; on the meta device if it has no values."""
     model = trial.model
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         forward(trial, trial.model, batch)
@@ -263,9 +267,8 @@ def _shown(trial: Trial, batch: Mapping[str, Any]) -> None:
 
 
 def compare(whole: Seen, parts: Seen) -> None:
-    """Raise Differs unless losses and all gradients are equal but for rounding."""
-    wide = whole.loss.dtype == torch.float64
-    gate = 1e-9 if wide else 1e-3
+    """Raise Differs unless losses and all gradients are equal up to rounding."""
+    gate = 1e-9 if whole.loss.dtype == torch.float64 else 1e-3
     if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
         raise Differs(f"the loss is {parts.loss:.6g} in slices, {whole.loss:.6g} without")
     if parts.gradients.keys() != whole.gradients.keys():
@@ -278,7 +281,7 @@ def compare(whole: Seen, parts: Seen) -> None:
             raise Differs(f"the gradient of `{name}` differs by {gap / float(wanted.norm()):.1g}")
 
 
-def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
+def _with_draws(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
     if not trial.random or not whole.draws:
         return slicing
     stops = list(itertools.accumulate(trial.lengths))
@@ -286,24 +289,28 @@ def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
 
 
 def draws_along(trial: Trial, whole: Seen, seen: Seen, stops: Sequence[int]) -> Tags:
-    """Find the dims of random draws along the sequence, from their shapes in a pass by parts.
+    """Return the dims of random draws along the sequence, from their shapes in a run by parts.
 
-    `stops` are the numbers of keys that the parts see.
+    whole  the run of full sequences
+    seen   the run by parts
+    stops  for each part, the number of keys that it sees
     """
     tags, parts = {}, seen.draws
     for (_, site, call), shape in whole.draws.items():
-        drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        dims = _dims_of(site, shape, drawn, trial.lengths, stops)
+        shapes = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
+        dims = _dims_of(site, shape, shapes, trial.lengths, stops)
         _check_samples(trial, site, call, shape, dims)
         tags[(site, call)] = dims
-    return _spread(tags, trial.alike)
+    return _copy_to_equal_blocks(tags, trial.alike)
 
 
 def _check_samples(
     trial: Trial, site: str, call: int, shape: tuple[int, ...], dims: tuple[str, ...]
 ) -> None:
-    """Refuse (S812) a mask of tokens that all samples share: who holds some tokens draws no part
-    of it alike in training."""
+    """Refuse (S812) a mask of tokens that all samples share.
+
+    In training, ranks with some of the tokens do not draw equal parts of this mask.
+    """
     if trial.unbatched.get((site, call)) and any(dims):
         raise Refusal.of(
             "S812",
@@ -317,10 +324,12 @@ def _check_samples(
         )
 
 
-def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
-    """The same for the blocks that were left out."""
+def _copy_to_equal_blocks(
+    tags: Tags, representatives: Mapping[str, str]
+) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Add the tags of the blocks that the small model leaves out."""
     found = dict(tags)
-    for block, stands in alike.items():
+    for block, stands in representatives.items():
         for (site, call), dims in tags.items():
             if site == stands or site.startswith(f"{stands}."):
                 found[(block + site[len(stands) :], call)] = dims
@@ -330,13 +339,13 @@ def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple
 def _dims_of(
     site: str,
     shape: tuple[int, ...],
-    drawn: Sequence[tuple[int, ...] | None],
+    shapes: Sequence[tuple[int, ...] | None],
     lengths: Sequence[int],
     stops: Sequence[int],
 ) -> tuple[str, ...]:
-    """Per dim whether it is that of the slice, of all keys so far, or another."""
-    known = [s for s in drawn if s is not None]
-    if len(known) < len(drawn) or any(len(s) != len(shape) for s in known):
+    """Return "rows" for a dim of the slice's tokens, "keys" for one of all keys so far, else ""."""
+    known = [s for s in shapes if s is not None]
+    if len(known) < len(shapes) or any(len(s) != len(shape) for s in known):
         raise Differs(f"`{site}` does not draw its random numbers equally in every slice")
     found = []
     for dim, size in enumerate(shape):
@@ -349,9 +358,8 @@ def _dims_of(
     return tuple(found)
 
 
-def _left(trial: Trial, slicing: Slicing) -> bool:
-    """Return whether rows that begin with padding, a whole slice of it and more, come out right,
-    too."""
+def _allows_left_padding(trial: Trial, slicing: Slicing) -> bool:
+    """Return whether slices also agree for a row that begins with a slice of padding and more."""
     masks = masks_of(trial.batch)
     if not masks:
         return True
@@ -365,6 +373,6 @@ def _left(trial: Trial, slicing: Slicing) -> bool:
     try:
         other = replace(trial, batch=padded)
         compare(watched(other), sliced(other, slicing))
-    except Exception:  # the model's own code: padding in front is what it cannot bear
+    except Exception:  # the model's own code fails with padding on the left
         return False
     return True

@@ -1,6 +1,6 @@
-"""A microbatch cut along its sequence, and a model that runs slice by slice.
+"""A microbatch that is split along its sequence, and a model that runs slice by slice.
 
-* A model that runs slice by slice: modes, caches and hooks around its own forward.
+`Slicing` splits microbatches; `Slices` puts modes, caches and hooks around the model's own forward.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ Weight = Callable[[Batch], float]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParts:
-    """The way in which an unmodified model runs on parts of its sequences, found by a probe.
+    """The split of an unmodified model's sequences into parts; found by a probe.
 
-    labels   the input that holds them; "" where there is none
-    shift    how a part's last token gets its label, which the next part may have: `none`, the model
-             does not shift; `given`, as `shift_labels`; `head`, the part gets that label too, and
-             the output of the module `head` one more row, which then has none
-    along    inputs (by path) that run along the sequence; None: those whose sizes say so
-    places   lines of the model that count positions by the length of what they are given
-    draws    (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
+    labels   the input with the labels; "" if there is none
+    shift    how the last token of a part gets its label, which the next part may have: "none", the
+             model does not shift labels; "given", as the input `shift_labels`; "head", the part
+             gets that label too, and the output of the module `head` one more row without a label
+    ignore   the label that does not count
+    along    inputs (by path) that are split along the sequence; None: decided by their sizes
+    places   lines of the model that count positions by the length of their input
+    draws    (module, turn) of a random draw -> for each dim of one sample "", "rows" or "keys"
     """
 
     labels: str = ""
@@ -68,17 +69,17 @@ class SequenceParts:
     draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
     def is_along(self, name: str, value: Any, total: int, rows: int) -> bool:
-        """Return whether an input runs along the sequence."""
+        """Return whether an input is split along the sequence."""
         return runs_along(value, total, rows) if self.along is None else name in self.along
 
     def lengthen_head(self, model: nn.Module) -> list[RemovableHandle]:
-        """Let the module `head` give one more row where labels come moved: handles of hooks."""
+        """Add a row to the output of module `head` if labels are shifted; return hook handles."""
         if self.shift != "head" or not self.head:
             return []
-        return [model.get_submodule(self.head).register_forward_hook(_one_more)]
+        return [model.get_submodule(self.head).register_forward_hook(_append_row)]
 
     def windows(self, inner: Windows | None) -> Windows:
-        """The part of a logical mask that a part draws, on top of what shards of it draw."""
+        """Return the window of a logical dropout mask for a part, within `inner`'s windows."""
 
         def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
             held = inner(site, call, shape) if inner else None
@@ -89,19 +90,19 @@ class SequenceParts:
             if dims is None or len(dims) != len(shape):
                 raise self.unknown_draw(site)
             if all(size == total for size, what in zip(shape, dims) if what):
-                return held  # an attention asks for the whole, and takes its part by itself
+                return held  # an attention draws the full mask, and takes its part itself
             runs = here.runs()
             return within(held, shape, total, [runs.get(what) for what in dims])
 
         return window
 
     def unknown_draw(self, site: str) -> Refusal:
-        """The refusal of a draw whose dims are not known."""
+        """Return the refusal of a random draw whose dims are not known."""
         raise NotImplementedError
 
 
-def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
-    """A row without label behind those of a part that has the first label of the next."""
+def _append_row(module: nn.Module, args: Any, output: Any) -> Any:
+    """Append a row without a label to the output of a part that has the next part's first label."""
     here = scope.visit()
     if here is None or not here.more:
         return output
@@ -110,13 +111,15 @@ def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slicing(SequenceParts):
-    """The way in which a model runs on slices of its sequences, one after the other.
+    """The split of a model's sequences into slices that run one after the other.
 
-    carrier  `cache`: by the cache of transformers; `calls`: at its calls of torch's attention
-    keys     inputs along the sequence, of two dims, that are about keys: a slice sees them up to
-             its end
+    count    the number of slices
+    carrier  how keys and values are carried: "cache", by a cache of transformers; "calls", at the
+             model's calls of torch's attention
+    keys     inputs of two dims along the sequence that describe keys: a slice gets them up to its
+             end
     left     whether sequences may be padded on the left
-    grain    lengths are multiples of it, where ranks split sequences between them
+    grain    lengths are multiples of it, if ranks split sequences
     """
 
     count: int
@@ -126,7 +129,7 @@ class Slicing(SequenceParts):
     grain: int = 1
 
     def unknown_draw(self, site: str) -> Refusal:
-        """The refusal S655 of a draw whose dims are not known."""
+        """Return the refusal S655 of a random draw whose dims are not known."""
         return Refusal.of(
             "S655",
             f"`{site}` draws random numbers that it did not draw at build",
@@ -135,9 +138,9 @@ class Slicing(SequenceParts):
         )
 
     def pieces(self, batch: Batch, lengths: tuple[int, ...] | None = None) -> list[Piece]:
-        """The slices of a microbatch, equal in length but for one token where none are given.
+        """Split a microbatch into slices; without `lengths` they are as equal as possible.
 
-        Raises Refusal S606 for a sequence shorter than the slices are many.
+        Raises Refusal S606 for a sequence with fewer tokens than slices.
         """
         total, rows = length_of(batch), rows_of(batch)
         spans = _spans(total, lengths or even(total, self.count, self.grain))
@@ -155,7 +158,7 @@ class Slicing(SequenceParts):
             labels = name == self.labels
             until = span.stop + more
             own = value[:, span.start : until] if labels else self._cut(name, value, span)
-            return own.contiguous()  # models take views of what they are given
+            return own.contiguous()  # models take views of their inputs
 
         seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
         if self.shift != "given" or self.labels not in seen:
@@ -176,7 +179,7 @@ class Slicing(SequenceParts):
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a microbatch: what the model is given, and what is weighed."""
+    """A slice of a microbatch: the model's inputs, and the batch that decides its weight."""
 
     span: Span
     inputs: dict[str, Any]
@@ -184,9 +187,9 @@ class Piece:
 
 
 def length_of(batch: Batch) -> int:
-    """The length of the sequences: dim 1 of the first tensor of integers that has two dims.
+    """Return the length of sequences: dim 1 of the first tensor of integers with two dims.
 
-    Without one, dim 1 of the first tensor with at least two. Raises Refusal S656.
+    Without such a tensor, dim 1 of the first tensor with at least two dims.  Raises Refusal S656.
     """
     tensors = [t for t in pytree.tree_leaves(dict(batch)) if isinstance(t, Tensor) and t.dim() > 1]
     whole = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
@@ -201,7 +204,10 @@ def length_of(batch: Batch) -> int:
 
 
 def even(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
-    """Lengths that differ by at most `grain`, multiples of it as far as the whole is one."""
+    """Return lengths of `count` slices that differ by at most `grain`.
+
+    They are multiples of `grain`, except the last one if `total` is not a multiple.
+    """
     *most, last = (grain * len(run) for run in shares(total // grain, count))
     return (*most, last + total % grain)
 
@@ -228,7 +234,7 @@ def _other_length(name: str, value: Tensor, total: int) -> Refusal:
 
 
 def masks_of(batch: Batch) -> frozenset[str]:
-    """Inputs of two dims that say which tokens count: by their name, or because they are bools."""
+    """Return the inputs of two dims that mask tokens, by their name or their boolean dtype."""
     return frozenset(
         name
         for name, value in batch.items()
@@ -238,17 +244,17 @@ def masks_of(batch: Batch) -> frozenset[str]:
 
 
 def along(batch: Batch) -> frozenset[str]:
-    """Paths of the inputs that run along the sequence, by their sizes."""
+    """Return the paths of the inputs that are split along the sequence, by their sizes."""
     total, rows = length_of(batch), rows_of(batch)
     leaves, _ = pytree.tree_flatten_with_path(dict(batch))
     return frozenset(dotted(path) for path, value in leaves if runs_along(value, total, rows))
 
 
 def sections(value: Any, total: int, rows: int) -> bool:
-    """Return whether a tensor holds several positions of every token: integers [sections, rows,
-    tokens].
+    """Return whether a tensor has several positions for each token.
 
-    So multimodal models have them, for rotations by time, height and width.
+    These are integers [sections, rows, tokens], which multimodal models use for rotary embeddings
+    by time, height and width.
     """
     return (
         isinstance(value, Tensor)
@@ -259,8 +265,7 @@ def sections(value: Any, total: int, rows: int) -> bool:
 
 
 def runs_along(value: Any, total: int, rows: int) -> bool:
-    """Return whether a tensor runs along the sequence: [rows, tokens, ..] or a mask of four
-    dims."""
+    """Return whether a tensor has a dim of tokens: [rows, tokens, ..], or a mask of four dims."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
     if value.dim() == 4 and value.shape[-1] == total and value.shape[2] in (1, total):
@@ -274,17 +279,17 @@ Lengths = Callable[[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weighed:
-    """A slice, and its share of the mean loss of its microbatch."""
+    """A slice, and its share in the mean loss of its microbatch."""
 
     piece: Piece
     share: Number
 
 
 class Slices:
-    """Runs the slices of `model`, as `slicing` says; one for all stages of a rank.
+    """Runs `model` on slices as `slicing` describes; one object for all stages of a rank.
 
-    weight   what a part of a batch weighs in the mean loss
-    lengths  (tokens, slices) to the length of each slice; default: equal
+    weight   returns the weight of a part of a batch in the mean loss
+    lengths  (tokens, slices) -> the length of each slice; default: equal lengths
     """
 
     def __init__(
@@ -301,16 +306,16 @@ class Slices:
         self.handles = slicing.lengthen_head(model)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for handle in self.handles:
             handle.remove()
 
     def of(self, batch: Batch) -> list[Weighed]:
-        """The slices of a microbatch."""
+        """Return the slices of a microbatch."""
         return self.of_all([batch])[0]
 
     def of_all(self, batches: Sequence[Batch]) -> list[list[Weighed]]:
-        """The slices of each microbatch, weighed where their labels lie."""
+        """Return the slices of each microbatch; weights are computed on the labels' device."""
         pieces = [self._pieces(batch) for batch in batches]
         weight = getattr(self.weight, "counted", self.weight)
         found = iter(counted([weight(piece.weighed) for some in pieces for piece in some]))
@@ -323,7 +328,7 @@ class Slices:
 
     def _pieces(self, batch: Batch) -> list[Piece]:
         if not self.slicing.left:
-            _check_left(batch)
+            _check_left_padding(batch)
         _check_packed(batch)
         total = length_of(batch)
         lengths = self.lengths(total, self.slicing.count) if self.lengths else None
@@ -331,7 +336,7 @@ class Slices:
 
     @contextmanager
     def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
-        """Enter the forward of a slice; give the keyword arguments of the model."""
+        """Context of a slice's forward; yields the keyword arguments of the model."""
         piece = part.piece
         visit = Visit(carried, piece.span)
         modes = ambient(*([self.mode] if self.mode is not None else []))
@@ -342,7 +347,7 @@ class Slices:
                 yield piece.inputs
 
 
-def _check_left(batch: Batch) -> None:
+def _check_left_padding(batch: Batch) -> None:
     for name in masks_of(batch):
         value = batch[name]
         if not value.is_meta and not bool(value[:, 0].all()):
@@ -355,7 +360,7 @@ def _check_left(batch: Batch) -> None:
 
 
 def _check_packed(batch: Batch) -> None:
-    """Refuse several documents in a row, told apart by positions alone: a cache hides them."""
+    """Refuse (S658) documents that only positions separate: with a cache they would mix."""
     positions = batch.get("position_ids")
     if positions is None or "attention_mask" in batch or positions.is_meta:
         return
@@ -372,7 +377,7 @@ def _check_packed(batch: Batch) -> None:
 
 
 def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
-    """The mean loss of a microbatch; a slice that weighs nothing may have no number."""
+    """Return the mean loss of a microbatch; the loss of a slice with share 0 may be NaN."""
     all_shares = [piece.share for piece in pieces]
     if known(all_shares):
         shares = [(value, share) for value, share in zip(losses, all_shares) if share]
@@ -384,14 +389,14 @@ def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
-    """The output of a microbatch from those of its slices: tokens one after the other."""
+    """Join the outputs of slices to the output of a microbatch, along tokens if there are any."""
     from schedlang.ir import pytree
 
     lengths, shares = [p.piece.span.length for p in pieces], numbers([p.share for p in pieces])
     flat = [pytree.tree_flatten(output) for output in outputs]
     made = [
-        _along(values, lengths)
-        if _runs(values, lengths)
+        _concatenate_tokens(values, lengths)
+        if _have_tokens(values, lengths)
         else stack(values, [1] * len(values), shares)
         for values in zip(*(leaves for leaves, _ in flat))
     ]
@@ -402,12 +407,12 @@ def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
     return pytree.tree_unflatten(whole, flat[0][1])
 
 
-def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+def _have_tokens(values: Sequence[Any], lengths: Sequence[int]) -> bool:
     tensors = all(isinstance(v, Tensor) and v.dim() > 1 for v in values)
     return tensors and all(v.shape[1] in (n, n + 1) for v, n in zip(values, lengths))
 
 
-def _along(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
+def _concatenate_tokens(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
     return torch.cat([value[:, :n] for value, n in zip(values, lengths)], 1)
 
 
@@ -417,9 +422,10 @@ def _along(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
 def run(
     slices: Slices, model: nn.Module, batch: Batch, loss: Loss | None = None
 ) -> tuple[Tensor, list[Any]]:
-    """Forward and backward of a microbatch by slices on one process: the loss, and the outputs.
+    """Run forward and backward of a microbatch by slices on one process.
 
-    Gradients are added to the parameters' `.grad`.
+    Returns the loss, and the outputs of the slices.  Gradients are added to the parameters'
+    `.grad`.
     """
     carried, pieces = Carried(), slices.of(batch)
     outputs, losses = [], []
@@ -435,7 +441,7 @@ def run(
 
 
 def back(carried: Carried, part: Weighed, value: Tensor) -> None:
-    """The backward of one slice, from its loss and from its own keys and values."""
+    """Run the backward of one slice from its loss `value` and from its own keys and values."""
     index = part.piece.span.index
     edges, grads = carried.roots(index)
     roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)

@@ -1,6 +1,7 @@
-"""A small trial of a model: whole and by slices, on one process, with what each pass showed.
+"""Trials for probes: a small copy of a model, a small batch, and runs of them on one process.
 
-* A small stand-in of a model, of its own classes: few blocks, random values, float64.
+The copy has the model's own classes, few blocks, random values, and float64 if memory allows.
+Probes compare a run of full sequences with a run by slices or shards of tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from schedlang.runtime.sequence_pipelining.slices import (
 from schedlang.runtime.tracing.meta import copy_with, meta_parameter
 from schedlang.runtime.training import Training
 
-WIDE = 100_000_000  # parameters that still fit into memory twice in float64
+WIDE = 100_000_000  # the most parameters that fit into memory twice in float64
 
 
 @dataclass(frozen=True)
 class Small:
-    """A small model; `alike`: a block that was left out -> one of its kind that stands for it."""
+    """A small model; `alike`: a block that was left out -> the equal block that represents it."""
 
     model: nn.Module
     alike: Mapping[str, str]
@@ -51,25 +52,28 @@ class Small:
 def small_copy(
     model: nn.Module, *, short: bool = True, seed: int = 0, sites: Collection[str] = ()
 ) -> Small:
-    """A copy with drawn parameters; `short`: of alike blocks in a list only the first ones.
+    """Return a copy of a model with random parameters.
 
-    One of a model on the meta device lies there, too.
+    short  copy only the first of equal blocks in a list
+    sites  modules with rows: blocks are equal only if they have rows at the same modules inside
 
-    Blocks are alike if rows of the schedule stand at the same modules inside, too: at `sites`.
-
-    Buffers keep their values, and must have some. Nothing of the model is copied that the copy
-    does not keep.
+    The copy of a model on the meta device is on meta.  Buffers keep their values, and must have
+    values.  Only the memory of the copy is allocated.
     """
     values = lambda t: t if t.is_meta else t.detach().to("cpu", copy=True)  # noqa: E731
     copied = copy_with(model, lambda name, p: meta_parameter(p), values)
     alike = _shorten(copied, sites) if short else {}
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        _draw(copied, torch.Generator().manual_seed(seed))  # else it is asked for shapes alone
+        # a model on meta is used for shapes only
+        _draw_parameters(copied, torch.Generator().manual_seed(seed))
     return Small(copied, alike)
 
 
 def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
-    """Keep of each list of blocks the shortest beginning that has two blocks and every kind."""
+    """Shorten each list of blocks to the first blocks that include two blocks and every kind.
+
+    Returns left-out block -> the equal block that represents it.
+    """
     alike: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
@@ -86,16 +90,15 @@ def _shorten(model: nn.Module, sites: Collection[str]) -> dict[str, str]:
 
 
 def _kinds(blocks: nn.ModuleList) -> list[tuple[str, str]]:
-    """Return the kind of each block: classes, shapes, and settings that are not merely its
-    number."""
+    """Return the kind of each block: its settings, without its own number, classes and shapes."""
     plain = [_settings(block) for block in blocks]
     numbers = {k for k in plain[0] if all(one.get(k) == at for at, one in enumerate(plain))}
     settings = [sorted((k, str(v)) for k, v in one.items() if k not in numbers) for one in plain]
-    return [(str(known), _shape(block)) for known, block in zip(settings, blocks)]
+    return [(str(known), _describe_shapes(block)) for known, block in zip(settings, blocks)]
 
 
 def _settings(block: nn.Module) -> dict[str, str | int]:
-    """Plain values that its modules hold, by path; numbers as they are."""
+    """Return the plain attributes of a block's modules, by path; integers unchanged, else text."""
     return {
         f"{name}.{key}": value if type(value) is int else str(value)
         for name, module in block.named_modules()
@@ -104,29 +107,29 @@ def _settings(block: nn.Module) -> dict[str, str | int]:
     }
 
 
-def _shape(block: nn.Module) -> str:
-    """Classes of its modules and shapes of its parameters."""
+def _describe_shapes(block: nn.Module) -> str:
+    """Return the classes of a block's modules and the shapes of its parameters, as text."""
     classes = [(name, type(module).__qualname__) for name, module in block.named_modules()]
     return str((classes, [(name, tuple(p.shape)) for name, p in block.named_parameters()]))
 
 
-def _draw(model: nn.Module, generator: torch.Generator) -> None:
-    """Values for all parameters; what was tied stays tied."""
-    wide = sum(p.numel() for p in model.parameters()) <= WIDE
+def _draw_parameters(model: nn.Module, generator: torch.Generator) -> None:
+    """Give all parameters random values; ties stay."""
+    as_float64 = sum(p.numel() for p in model.parameters()) <= WIDE
     done: dict[int, nn.Parameter] = {}
 
     def fresh(old: nn.Parameter) -> nn.Parameter:
         if id(old) not in done:
             scale = old.shape[-1] ** -0.5 if old.dim() > 1 else 0.5
-            drawn = torch.randn(old.shape, generator=generator, device="cpu") * scale
-            value = drawn.to(torch.float64 if wide else torch.float32)
+            values = torch.randn(old.shape, generator=generator, device="cpu") * scale
+            value = values.to(torch.float64 if as_float64 else torch.float32)
             done[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
         return done[id(old)]
 
     def moved(old: Tensor) -> Tensor:
-        return old.double() if wide and old.is_floating_point() else old
+        return old.double() if as_float64 and old.is_floating_point() else old
 
-    kept = list(model.parameters())  # alive, so that their ids stay theirs
+    alive = list(model.parameters())  # so that no id is used again
     for module in model.modules():
         for name, held in list(module._parameters.items()):
             if held is not None:
@@ -134,15 +137,24 @@ def _draw(model: nn.Module, generator: torch.Generator) -> None:
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
-    del kept
+    del alive
 
 
-TOKENS = (3, 2, 4)  # of the slices: lengths and ends all differ
+TOKENS = (3, 2, 4)  # lengths of slices; all lengths and ends differ
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A small model, a small batch, and how the parts of it are weighed."""
+    """A small model and a small batch with the options of its runs.
+
+    lengths    tokens of each part
+    weight     returns the weight of a part in the mean loss
+    rule       how the loss reads its labels
+    random     whether the model draws random numbers
+    alike      left-out block -> the equal block that represents it (see `Small`)
+    along      inputs that are split along the sequence
+    unbatched  random draws without a dim of samples
+    """
 
     model: nn.Module
     batch: Mapping[str, Any]
@@ -151,14 +163,17 @@ class Trial:
     weight: Weight
     rule: LabelRule | None
     random: bool
-    alike: Mapping[str, str] = field(default_factory=dict)  # see small_model.Small
-    along: frozenset[str] = frozenset()  # inputs that run along the sequence
-    unbatched: Unbatched = field(default_factory=dict)  # draws that have no dim of samples
+    alike: Mapping[str, str] = field(default_factory=dict)
+    along: frozenset[str] = frozenset()
+    unbatched: Unbatched = field(default_factory=dict)
 
 
 @dataclass
 class Seen:
-    """The results of one pass over the trial's model."""
+    """The result of one run of the trial's model.
+
+    draws  (part, module, turn) of each random draw -> its shape
+    """
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -178,11 +193,14 @@ def trial_of(
     short: bool = True,
     sites: Collection[str] = (),
 ) -> Trial:
-    """A trial from a microbatch: its first rows and tokens, on a short model (`small_copy`)."""
+    """Return a trial of the first rows and tokens of a microbatch on a `small_copy` of a model.
+
+    `count`: the number of parts, if the sample is too short for `TOKENS`, or not `short`.
+    """
     total = length_of(sample)
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
     ignoring = rule is not None and not labels_are_input(model, rule, loss)
-    batch = _small(model, sample, sum(lengths), rule, ignoring)
+    batch = _small_batch(model, sample, sum(lengths), rule, ignoring)
     small = small_copy(model, short=short, sites=sites)
     trial = Trial(
         small.model,
@@ -196,21 +214,21 @@ def trial_of(
         along(sample),
         unbatched or {},
     )
-    if ignoring and loss is None and not _runs(trial):  # labels are its tokens as well
-        return replace(trial, batch=_small(model, sample, sum(lengths), rule, False))
+    if ignoring and loss is None and not _can_run(trial):  # the labels are its tokens, too
+        return replace(trial, batch=_small_batch(model, sample, sum(lengths), rule, False))
     return trial
 
 
-def _runs(trial: Trial) -> bool:
+def _can_run(trial: Trial) -> bool:
     try:
         forward(trial, trial.model, trial.batch)
-    except Exception:  # whatever the model raises
+    except Exception:  # the model's own code may raise anything
         return False
     return True
 
 
 def labels_are_input(model: nn.Module, rule: LabelRule, loss: Loss | None) -> bool:
-    """Return whether a loss function takes as labels what the model itself takes."""
+    """Return whether the labels of a loss function are an input of the model."""
     return loss is not None and rule.source in (named_arguments(model) or ())
 
 
@@ -218,16 +236,16 @@ def _lengths(total: int, count: int) -> tuple[int, ...]:
     return tuple(len(run) for run in shares(total, min(count, total)))
 
 
-def _small(
+def _small_batch(
     model: nn.Module,
     sample: Mapping[str, Any],
     total: int,
     rule: LabelRule | None,
     ignoring: bool,
 ) -> dict[str, Any]:
-    """Two rows of `total` tokens; what is constant there is drawn, masks pad the last row.
+    """Return two rows of `total` tokens of a sample, with labels and constant inputs drawn anew.
 
-    `ignoring`: one label does not count.
+    Masks pad the last row.  `ignoring`: one label does not count.
     """
     rows, length = rows_of(sample), length_of(sample)
     keep, masks, labels = min(rows, 2), masks_of(sample), rule.source if rule else None
@@ -254,7 +272,8 @@ def _small(
                 high = max(high, min((s for s in sizes if s >= high), default=high))
             cut = torch.randint(0, high, cut.shape, generator=generator).to(cut.dtype)
         if rule and ignoring and name == labels and cut.dim() == 2 and cut.shape[1] > 2:
-            cut[0, 1] = rule.ignore_index  # so no layout has parts with as many labels as tokens
+            # so that counts of labels and of tokens differ in all layouts
+            cut[0, 1] = rule.ignore_index
         return cut
 
     def each(name: str, value: Any) -> Any:
@@ -268,8 +287,8 @@ def _constant(value: Tensor) -> bool:
     return kinds and bool((value == value[:1, :1]).all())
 
 
-class _Noting(LogicalDropout):
-    """Logical masks that note their shapes, by slice, module and turn."""
+class _RecordingDropout(LogicalDropout):
+    """Logical dropout that records the shapes of its masks by part, module and turn."""
 
     def __init__(
         self, found: dict[Any, tuple[int, ...]], within: Any, unbatched: Unbatched
@@ -286,10 +305,10 @@ class _Noting(LogicalDropout):
 
 @contextmanager
 def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) -> Iterator[None]:
-    """The modes, the scope and the state of random numbers of a pass."""
-    wide = next(trial.model.parameters()).dtype == torch.float64
-    modes: list[Any] = [Float64()] if wide else []
-    modes += [_Noting(draws, inner, trial.unbatched)] if trial.random else []
+    """Context of a run: its modes, its scope and its random state; records draws in `draws`."""
+    is_float64 = next(trial.model.parameters()).dtype == torch.float64
+    modes: list[Any] = [Float64()] if is_float64 else []
+    modes += [_RecordingDropout(draws, inner, trial.unbatched)] if trial.random else []
     rows = tuple(range(rows_of(trial.batch)))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -300,7 +319,7 @@ def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) 
 
 
 def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
-    """The whole model on a batch: output and loss."""
+    """Run the trial's model on a batch; return output and loss."""
     with running(trial, {}):
         output = called(model, batch)
         value = loss_of(output, batch, trial.loss)
@@ -309,7 +328,7 @@ def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[A
 
 
 def watched(trial: Trial) -> Seen:
-    """A pass over the whole sequence, in training."""
+    """Run full sequences in training, forward and backward."""
     model = trial.model
     draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
@@ -323,7 +342,7 @@ def watched(trial: Trial) -> Seen:
 
 
 def sliced(trial: Trial, slicing: Slicing) -> Seen:
-    """A pass by slices."""
+    """Run the trial by slices, forward and backward."""
     model = trial.model
     draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
@@ -337,16 +356,16 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that a backward has left."""
+    """Return copies of the parameters' gradients, by name."""
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-Outputs = dict[str, dict[int | None, Tensor]]  # by module, then by part; None: the whole sequence
+Outputs = dict[str, dict[int | None, Tensor]]  # by module, then by part; None: full sequence
 
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[Outputs]:
-    """Note the first output of every module in a block, innermost first, of each part that runs."""
+    """Context that records the first output of every module for each part, innermost first."""
     found: Outputs = {}
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -362,7 +381,7 @@ def noted(model: nn.Module) -> Iterator[Outputs]:
 
 
 def tokens_of(batch: Mapping[str, Any], total: int, held: Tensor) -> dict[str, Any]:
-    """Some tokens of a batch of `total`, as one would take them by hand."""
+    """Return the tokens with indices `held` of a batch of `total` tokens."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2:

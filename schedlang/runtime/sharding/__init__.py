@@ -1,1 +1,1 @@
-"""Modules whose parameters are parts: how they compute, and what crosses their edges."""
+"""Sharded modules: forwards on shards of parameters, and redistribution at their edges."""

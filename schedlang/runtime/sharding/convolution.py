@@ -1,7 +1,4 @@
-"""Convolutions and pools whose channels or positions are split over ranks.
-
-* Rows that neighbours need of each other, where positions of a tensor are split over ranks.
-"""
+"""Convolutions and pools whose channels or positions are split over ranks, with halo exchange."""
 
 from __future__ import annotations
 
@@ -22,11 +19,12 @@ from schedlang.runtime.sharding.shard import Edge, Forward, dim_of
 def with_halo(
     x: Tensor, dim: int, before: int, after: int, group: Group, fill: float = 0.0
 ) -> Tensor:
-    """This rank's part along `dim` with the last `before` rows of the rank before it in front.
+    """Return this rank's shard along `dim` with rows of its neighbours around it.
 
-    Behind it stand the first `after` rows of the rank after it; a negative `after` cuts rows off.
-    At both ends of the whole tensor `fill` stands for what is not there.  Gradients of rows that
-    were lent are added to those of their owner, which torch does where the parts are put together.
+    The last `before` rows of the previous rank are in front, the first `after` rows of the next
+    rank behind; a negative `after` removes rows of the shard.  At both ends of the full tensor the
+    halo is `fill`.  Gradients of exchanged rows are added to those of their owner, by the backward
+    of the exchange and of the concatenation.
     Dryden et al. (2019), Hy-Fi (2022): spatial parallelism with halo exchange.
     """
     rows = x.movedim(dim, 0)
@@ -63,32 +61,31 @@ CHANNELS = 1  # the dim of an activation, [batch, channels, positions...], that 
 
 @dataclass(frozen=True)
 class Window:
-    """The input rows that one output position sees along one dim."""
+    """The window of a convolution or pool along one dim: the input rows of one output position."""
 
     kernel: int
     stride: int
     dilation: int
     before: int  # padding in front
-    behind: int
+    behind: int  # padding at the end
 
     @property
     def after(self) -> int:
-        """The rows that the part needs of the one behind it; negative if its own are too many."""
+        """The rows that a shard needs of the next rank; negative if its last rows are not used."""
         return self.dilation * (self.kernel - 1) - self.stride + 1 - self.before
 
     def fits(self, rows: int) -> bool:
-        """Return whether parts of so many rows each make their share of the outputs, with one
-        neighbour."""
+        """Return whether shards of `rows` rows give the full outputs with one neighbour's rows."""
         reach = max(self.before, self.after)
         return rows % self.stride == 0 and reach <= rows and self.even(rows)
 
     def even(self, rows: int) -> bool:
-        """Return whether the whole gives one output for each `stride` rows, as the parts do."""
+        """Return whether the full tensor gives one output for each `stride` rows, as shards do."""
         return 0 <= self.behind - self.after < self.stride and rows > 0
 
 
 def windows(module: nn.Module) -> tuple[Window, ...]:
-    """The window of a convolution or pool along each dim of positions."""
+    """Return the windows of a convolution or pool, one for each dim of positions."""
     dims = int(type_dims(module))
     kernel, stride = _each(module.kernel_size, dims), _each(module.stride, dims)
     dilation = _each(getattr(module, "dilation", 1), dims)
@@ -99,8 +96,7 @@ def windows(module: nn.Module) -> tuple[Window, ...]:
 
 
 def type_dims(module: nn.Module) -> int:
-    """Return the number of position dims of a convolution or pool, from the class that it
-    inherits."""
+    """Return the number of position dims of a convolution or pool, from its class in torch."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
 
@@ -121,7 +117,10 @@ def _padding(module: nn.Module, kernel: int, dilation: int, at: int) -> tuple[in
 
 
 def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """A convolution on its parts: enter, fetch a halo, convolve, reduce, add the bias once."""
+    """Return the forward of a sharded convolution.
+
+    It enters, exchanges halos, convolves, reduces, adds the bias once, and exits.
+    """
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     pending = bool(sums)
     compute = CONVOLUTIONS[kind]
@@ -140,7 +139,7 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
         for edge in sums:
             y = edge.exit(y)
         late = module._parameters.get("bias") if pending else None
-        if late is not None:  # before positions are gathered: its gradient is of this rank's own
+        if late is not None:  # before positions are gathered: its gradient is of local positions
             y = y + late.view(-1, *(1,) * (y.ndim - 2))
         for edge in edges:
             y = y if edge in sums else edge.exit(y)
@@ -150,14 +149,14 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
 
 
 def positions(edge: Edge) -> int | None:
-    """The dim of positions that an edge splits, if it does."""
+    """Return the dim of positions that an edge splits; None if it splits none."""
     if not isinstance(edge.wants, S) or dim_of(edge.wants) <= CHANNELS:
         return None
     return dim_of(edge.wants)
 
 
 def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
-    """Refuse parts that windows do not fit (S419): alike on all ranks, before anything is sent."""
+    """Refuse shards that do not fit the windows (S419), on all ranks, before any communication."""
     seen = windows(module)
     for dim, edge in spatial.items():
         window, rows, ranks = seen[dim - 2], x.shape[dim], edge.group.size
@@ -184,7 +183,7 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
 
 
 def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: float) -> Tensor:
-    """The input with its padding, or with a neighbour's rows in place of it."""
+    """Return the input with its padding, or with halos along split dims."""
     sides: list[int] = []
     for at, window in reversed(list(enumerate(windows(module)))):
         dim = at + 2
@@ -210,7 +209,7 @@ POOLS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """A pool over positions that are split: neighbours lend the rows that its windows reach."""
+    """Return the forward of a pool over split positions, with halo exchange."""
     spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
     greatest = kind.startswith("Max")
 

@@ -1,7 +1,7 @@
-"""Embeddings and bags of which a rank holds some rows of the table, or a part of each row.
+"""Embeddings and embedding bags whose table is sharded by rows or by columns.
 
-Each rank looks up its own rows and adds nothing for the others: the sum has them all.  A mean over
-a bag is that sum over the number of all entries of the bag, which every rank knows.
+By rows, each rank looks up its own rows and gives zeros for the others; an all-reduce adds them up.
+The mean over a bag is this sum divided by the bag's number of entries, which every rank knows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from schedlang.runtime.sharding.shard import Edge, Forward, without_padding
 
 
 def check_index(ids: Tensor, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Refuse numbers that name no row of the table, of which a rank holds some."""
+    """Refuse indices beyond the table's rows: a rank that holds a shard would not notice them."""
     helps = ("compare the size of the tokenizer's vocabulary with the model's",)
     check_within(ids, module.num_embeddings, "the index", "the embedding's rows", helps)
 
 
 class Lookup(TorchFunctionMode):
-    """The mode in which the rows of one module's weight are looked up by `rows`."""
+    """Mode in which lookups in one module's weight are done by `rows`."""
 
     def __init__(self, module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Lookup(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The call, or the rows."""
+        """Run the call; a lookup in the module's weight by `rows`."""
         if func is F.embedding and args[1] is self.module.weight:
             return self.rows(args[0])
         return func(*args, **(kwargs or {}))
 
 
 def around(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    """The module's own forward around the rows; the rows alone if it is a plain one."""
+    """Return the module's own forward with lookups by `rows`; for a plain Embedding `rows`."""
     own = type(module).forward
     if own is nn.Embedding.forward:
         return rows
@@ -55,25 +55,26 @@ def around(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> Callable[[
 
 
 class OwnRows(torch.autograd.Function):
-    """The rows of a part of a table, zeros for numbers outside of it: ids[...] -> [..., width].
+    """Lookup in a shard of a table's rows, zeros for other indices: ids[...] -> [..., width].
 
-    Until backward it keeps the numbers alone, which the batch has anyway: their places in the part
-    and whether they are in it would be nine bytes of each.
+    Only the indices are saved for backward, which the batch has anyway: local indices and a mask
+    would be nine more bytes for each.
     """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tensor:
-        """Look up what is here; `first` is the number of its first row, `pad` a row untrained."""
+        """Look up local rows; `first`: number of the first, `pad`: local row without a gradient."""
         ctx.save_for_backward(ids)
         ctx.first, ctx.height, ctx.pad = first, weight.shape[0], pad
-        places, mine = _places(ids, first, ctx.height)
-        return F.embedding(places, weight) * mine  # as proofs without ranks know a mask
+        places, mine = _local_indices(ids, first, ctx.height)
+        # proofs without ranks recognise this product as a mask
+        return F.embedding(places, weight) * mine
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        """Add up what came for each row."""
+        """Sum the gradients of each local row."""
         (ids,) = ctx.saved_tensors
-        places, mine = _places(ids, ctx.first, ctx.height)
+        places, mine = _local_indices(ids, ctx.first, ctx.height)
         pad, own = -1 if ctx.pad is None else ctx.pad, grads[0] * mine
         added = torch.ops.aten.embedding_dense_backward(own, places, ctx.height, pad, False)
         return None, added, None, None
@@ -83,16 +84,16 @@ def _own_rows(ids: Tensor, weight: Tensor, first: int, pad: int | None) -> Tenso
     return cast(Tensor, OwnRows.apply(ids, weight, first, pad))  # type: ignore[no-untyped-call]
 
 
-def _places(ids: Tensor, first: int, height: int) -> tuple[Tensor, Tensor]:
-    """Places of rows in a part of so many from `first`, and which ones are in it [..., 1]."""
+def _local_indices(ids: Tensor, first: int, height: int) -> tuple[Tensor, Tensor]:
+    """Return ids as indices into `height` rows from `first`, and a mask [..., 1] of local ids."""
     local = ids - first
     return local.clamp(0, height - 1), ((local >= 0) & (local < height))[..., None]
 
 
 def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """An embedding that looks up only the rows, or the part of each, that this rank holds.
+    """Return the forward of a sharded embedding: lookup in this rank's rows or columns, then exit.
 
-    Of the rows the sum has them all.
+    Lookups in shards of rows are summed over the ranks.
     """
     assert isinstance(module, nn.Embedding)
     edge = next((edge for edge in edges if isinstance(edge.computes, P)), None)
@@ -109,7 +110,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
         else:
             check_index(ids, module)
             rows = edge.exit(_own_rows(ids, module.weight, first, local_pad))
-        for one in others:  # split along what each row holds
+        for one in others:  # split by columns
             rows = one.exit(without_padding(rows, one.computes, one.group))
         return rows
 
@@ -117,7 +118,10 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
 
 
 def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """The lookup on this rank's part; weights of entries, which all ranks have, enter once."""
+    """Return the forward of a sharded bag: lookup in this rank's shard, then exit.
+
+    The entries' weights are replicated, and enter each edge once.
+    """
     assert isinstance(module, nn.EmbeddingBag)
     rows = next((edge for edge in edges if isinstance(edge.computes, P)), None)
     columns = [edge for edge in edges if edge is not rows]
@@ -128,12 +132,12 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
         scales = per_sample_weights
         if scales is not None:
             for edge in edges:
-                scales = edge.enter(scales)  # each rank has a part of their gradient
+                scales = edge.enter(scales)  # their gradient is partial on each rank
         if rows is None:
-            how = module.mode, module.padding_idx
-            out = _looked_up(module, input, module.weight, offsets, scales, *how)
+            options = module.mode, module.padding_idx
+            out = _look_up_bags(module, input, module.weight, offsets, scales, *options)
         else:
-            out = rows.exit(_of_rows(module, input, offsets, scales, rows))
+            out = rows.exit(_sum_local_rows(module, input, offsets, scales, rows))
         for edge in columns:
             out = edge.exit(without_padding(out, edge.computes, edge.group))
         return out
@@ -141,10 +145,10 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
     return forward
 
 
-def _of_rows(
+def _sum_local_rows(
     module: nn.EmbeddingBag, ids: Tensor, offsets: Tensor | None, scales: Tensor | None, edge: Edge
 ) -> Tensor:
-    """Return what this rank's rows add to each bag."""
+    """Return the sum of this rank's rows in each bag; for a mean, divided by all entries."""
     weight = module.weight
     width = weight.shape[0]
     check_index(ids, module)
@@ -154,15 +158,15 @@ def _of_rows(
         counts = (ids != module.padding_idx).to(weight.dtype)
     mine = counts * ((local >= 0) & (local < width))
     scales = mine if scales is None else scales * mine
-    out = _looked_up(module, local.clamp(0, width - 1), weight, offsets, scales)
+    out = _look_up_bags(module, local.clamp(0, width - 1), weight, offsets, scales)
     if module.mode == "sum":
         return out
     one = torch.ones(1, 1, dtype=weight.dtype, device=weight.device)  # the same on every rank
-    entries = _looked_up(module, torch.zeros_like(ids), one, offsets, counts)
+    entries = _look_up_bags(module, torch.zeros_like(ids), one, offsets, counts)
     return out / entries.clamp(min=1)
 
 
-def _looked_up(
+def _look_up_bags(
     module: nn.EmbeddingBag,
     ids: Tensor,
     weight: Tensor,
@@ -171,7 +175,7 @@ def _looked_up(
     mode: str = "sum",
     padding: int | None = None,
 ) -> Tensor:
-    """One lookup in a table, by the bags of the module."""
+    """Look up bags in a table, with the module's convention of offsets."""
     return F.embedding_bag(
         ids,
         weight,

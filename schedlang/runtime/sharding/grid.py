@@ -1,18 +1,17 @@
-"""Products on a grid (SUMMA) or a cube (3-D) of ranks.
+"""Matrix products and lookups on a grid (SUMMA) or a cube (3-D) of ranks.
 
-* Products on a grid of ranks: SUMMA, panel by panel (van de Geijn and Watts 1997). Rows of the
-  grid see different rows of the batch, its columns hold different parts of the hidden dim of
-  every activation.  A weight is split over both: its inner dim (that of the input) down the rows,
-  its outer dim along the columns.  Step by step one panel of the input goes along each row of the
-  grid and one panel of the weight down each column, so that no rank ever holds more than one
-  panel besides its own parts (Optimus: Xu et al. 2021).  With replicas of the grid, 2.5-D
-  (Tesseract: Wang et al. 2022).
-* Products on a cube of ranks: 3-D tensor parallelism (Agarwal et al. 1995; Bian et al. 2021).
-  Along the first axis ranks see different rows of the batch, and hold slices of each weight.  The
-  inner dim of a weight (that of the input) lies along the third axis, its outer dim along the
-  second; an activation comes with its hidden dim over (third, second), and leaves with it over
-  (second, third), so that the next layer names the two in the other order.  Inputs are gathered
-  along the second axis and weights along the first, results summed and scattered along the third.
+* On a grid: SUMMA, panel by panel (van de Geijn and Watts 1997).  Rows of the grid have different
+  rows of the batch, columns have different shards of the hidden dim of every activation.  A weight
+  is split over both: its inner dim (that of the input) down the rows, its outer dim along the
+  columns.  In each step one panel of the input is broadcast along each row of the grid and one
+  panel of the weight down each column, so a rank holds at most one panel besides its own shards
+  (Optimus: Xu et al. 2021).  With replicas of the grid: 2.5-D (Tesseract: Wang et al. 2022).
+* On a cube: 3-D tensor parallelism (Agarwal et al. 1995; Bian et al. 2021).  Along the first axis
+  ranks have different rows of the batch, and hold slices of each weight.  The inner dim of a weight
+  is split over the third axis, its outer dim over the second.  An activation arrives with its
+  hidden dim split over (third, second), and leaves with it split over (second, third): the next
+  layer names the two axes in the other order.  Inputs are all-gathered along the second axis and
+  weights along the first; results are reduce-scattered along the third.
 """
 
 from __future__ import annotations
@@ -44,20 +43,23 @@ ALONE = Group((), (0,), 0)
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's row and column: `along` are the ranks of its row, `down` those of its column."""
+    """A rank's place in a grid: `along` is the group of its row, `down` the group of its column."""
 
     along: Group
     down: Group
 
     @property
     def panels(self) -> int:
-        """The steps of a product: panels of the inner dim, each held by one column and one row."""
+        """The number of steps of a product, one for each panel of the inner dim.
+
+        One column holds a panel of the input, one row a panel of the weight.
+        """
         return math.lcm(self.along.size, self.down.size)
 
     def cuts(self, inner: int) -> Iterator[tuple[Panel, Panel]]:
-        """Each panel as it lies in the parts along a row, and in the parts down a column.
+        """Yield each panel of a dim twice: in the shards along a row, in the shards down a column.
 
-        `inner` is the size of the whole dim.
+        `inner` is the full size of the dim.
         """
         count = self.panels
         assert inner % count == 0, (inner, count)
@@ -70,7 +72,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a dim: which rank of a group holds it, and where in that rank's part."""
+    """A panel of a dim: the rank of a group that holds it, and its place in that rank's shard."""
 
     owner: int
     start: int
@@ -78,15 +80,15 @@ class Panel:
     group: Group
 
     def sent(self, part: Tensor, dim: int) -> Tensor:
-        """The panel, from the rank that holds it to all of the group."""
+        """Broadcast the panel from the rank that holds it to the group."""
         return collectives.broadcast(self.of(part, dim), self.owner, self.group)
 
     def of(self, part: Tensor, dim: int) -> Tensor:
-        """This rank's own piece at the panel's place."""
+        """Return the slice of this rank's shard at the panel's place."""
         return part.narrow(dim, self.start, self.length)
 
     def summed(self, term: Tensor, part: Tensor, dim: int) -> None:
-        """Put the sum of all ranks' terms into the part of the rank that holds the panel."""
+        """Reduce `term` over the group into the shard of the rank that holds the panel."""
         total = collectives.reduce_to(term, self.owner, self.group)
         if total is not None:
             self.of(part, dim).copy_(total)
@@ -101,20 +103,20 @@ def _panel(place: int, each: int, length: int, group: Group) -> Panel:
 
 
 class InParts(torch.autograd.Function):
-    """A function of an input and a weight on a grid, whose backward sums its gradients itself."""
+    """Base of functions of an input and a weight on a grid; their backward reduces gradients."""
 
     @staticmethod
     def summed(ctx: Any) -> tuple[Group, ...]:
-        """The groups over which the backward has to sum."""
+        """Return the groups over which the backward reduces gradients."""
         along, down = ctx.grid.along, ctx.grid.down
         groups = zip((along, down), ctx.needs_input_grad)
         return tuple(group for group, needed in groups if needed)
 
 
 class Product(InParts):
-    """The product of an input and a weight, both in parts; only these are kept for backward.
+    """Product of a sharded input and a sharded weight; saves only the local shards for backward.
 
-    `inner` is the dim of the weight that meets the input.
+    `inner` is the dim of the weight that is multiplied with the input.
     """
 
     @staticmethod
@@ -125,14 +127,14 @@ class Product(InParts):
         flat, out = x.reshape(-1, x.shape[-1]), None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
             panels = mine.sent(flat, 1), turned(theirs.sent(weight, inner), inner)
-            # a new tensor each time: a recomputation may keep what a product gave
+            # out of place: a recomputation may hold the result of a product
             out = torch.mm(*panels) if out is None else torch.addmm(out, *panels)
         assert out is not None
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Panels of both gradients, each summed to the rank that holds it."""
+        """Compute both gradients panel by panel; reduce each panel to the rank that holds it."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
         flat, grad = (
             x.reshape(-1, x.shape[-1]),
@@ -152,23 +154,23 @@ class Product(InParts):
 
 
 def turned(panel: Tensor, inner: int) -> Tensor:
-    """A weight as (inner, outer), or back."""
+    """Return a weight as (inner, outer), or such a matrix in the weight's order of dims."""
     return panel if inner == 0 else panel.t()
 
 
-# -- rows of a table, in parts of the hidden dim --------------------------------------------------
+# -- lookups in a table, panel by panel of the hidden dim -----------------------------------------
 
 
 class Lookup(InParts):
-    """Rows of a table whose words are split along a row of the grid, its hidden dim down a column.
+    """Lookup in a table: words are split along a row of the grid, the hidden dim down a column.
 
-    A tied output layer holds its weight so.  Each column looks up its own words for one panel of
-    the hidden dim, and the sum goes to the column that holds the panel.
+    This is the layout of the weight of a tied output layer.  Each column looks up its own words for
+    one panel of the hidden dim; the results are reduced to the column that holds the panel.
     """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Grid, skip: int | None) -> Tensor:
-        """Panel by panel; `skip` is the word of padding, whose row has no gradient."""
+        """Look up panel by panel; `skip` is the index of padding, whose row has no gradient."""
         local, mine = own_words(ids, weight, grid.along)
         ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
         ctx.grid, ctx.shape = grid, weight.shape
@@ -181,7 +183,7 @@ class Lookup(InParts):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        """The gradient of each panel goes along the row, then each column's sum to its holder."""
+        """Broadcast each panel's gradient along the row, sum by word, reduce down the column."""
         (local, mine), grid, (words, width) = ctx.saved_tensors, ctx.grid, ctx.shape
         grad = grads[0]
         by_weight = grad.new_empty(words, width)
@@ -194,7 +196,7 @@ class Lookup(InParts):
 
 
 def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor]:
-    """The places of words in this rank's part of the table, and which of them are there."""
+    """Return words as indices into this rank's shard of the table, and a mask of local words."""
     words = weight.shape[0]
     local = ids - along.rank * words
     mine = (local >= 0) & (local < words)
@@ -205,7 +207,7 @@ def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor
 
 
 def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
-    """The grid of a module, and the edge that its activations cross (None: one column)."""
+    """Return the grid of a module, and the edge that activations cross (None: one column)."""
     roles = {edge.told: edge for edge in edges}
     along, down = roles.get("along"), roles.get("down")
     groups = (edge.group if edge is not None else ALONE for edge in (along, down))
@@ -215,7 +217,7 @@ def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
 def product(
     module: nn.Module, multiply: Multiply, entry: Edge | None, leave: Edge | None
 ) -> Forward:
-    """A Linear or Conv1D whose product is taken in parts: enter, multiply, add the bias, leave."""
+    """Return the forward of a Linear or Conv1D: enter, `multiply`, add the bias, exit."""
 
     def forward(x: Tensor) -> Any:
         x = entry.enter(x) if entry is not None else x
@@ -231,7 +233,7 @@ def product(
 
 
 def projection(sharded: Sharded, own: Forward) -> Forward:
-    """A Linear or Conv1D on a grid."""
+    """Return the forward of a Linear or Conv1D on a grid."""
     grid, edge = _grid(sharded.edges)
     inner = 1 if sharded.kind == "summa Linear" else 0
 
@@ -242,7 +244,7 @@ def projection(sharded: Sharded, own: Forward) -> Forward:
 
 
 def embedding(sharded: Sharded, own: Forward) -> Forward:
-    """An embedding on a grid."""
+    """Return the forward of an embedding on a grid."""
     module, (grid, edge) = sharded.module, _grid(sharded.edges)
     assert isinstance(module, nn.Embedding)
 
@@ -256,9 +258,9 @@ def embedding(sharded: Sharded, own: Forward) -> Forward:
 
 @dataclass(frozen=True)
 class Cube:
-    """A rank's lines through the cube: `down` the first axis, `along` the second, `deep` the third.
+    """A rank's groups in a cube: `down` of the first axis, `along` the second, `deep` the third.
 
-    `blocks` lie side by side in the outer dim, and are scattered one by one.
+    The outer dim consists of concatenated `blocks`, each of which is scattered by itself.
     """
 
     down: Group
@@ -267,19 +269,19 @@ class Cube:
     blocks: tuple[int, ...] = ()
 
     def scattered(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum over the third axis, block by block."""
+        """Reduce-scatter the last dim over the third axis, block by block."""
         if self.deep.size == 1:
             return x
-        return reduce_scatter(self._turned(x, inward=True), x.ndim - 1, self.deep)
+        return reduce_scatter(self._reorder_blocks(x, inward=True), x.ndim - 1, self.deep)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The opposite: the parts along the third axis, with each block in one piece."""
+        """All-gather the last dim over the third axis, and put each block together."""
         if self.deep.size == 1:
             return x
-        return self._turned(all_gather(x, x.ndim - 1, self.deep), inward=False)
+        return self._reorder_blocks(all_gather(x, x.ndim - 1, self.deep), inward=False)
 
-    def _turned(self, x: Tensor, inward: bool) -> Tensor:
-        """Reorder the last dim from block by block to part by part, or back."""
+    def _reorder_blocks(self, x: Tensor, inward: bool) -> Tensor:
+        """Reorder the last dim from blocks of shards to shards of blocks (`inward`), or back."""
         if len(self.blocks) < 2:
             return x
         parts, whole = self.deep.size, sum(self.blocks)
@@ -291,68 +293,68 @@ class Cube:
 
 
 class CubeProduct(InParts):
-    """The product of an input and a weight on a cube; only this rank's parts are kept."""
+    """Product of an input and a weight on a cube; saves only the local shards for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: Cube, inner: int) -> Tensor:
-        """Gather both, multiply, sum and scatter."""
+        """All-gather both factors, multiply, reduce-scatter."""
         ctx.save_for_backward(x, weight)
         ctx.grid, ctx.inner = grid, inner
-        whole = _gathered(x.reshape(-1, x.shape[-1]), 1, grid.along)
-        out = grid.scattered(whole @ turned(_gathered(weight, inner, grid.down), inner))
+        whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
+        out = grid.scattered(whole @ turned(_all_gather(weight, inner, grid.down), inner))
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Each factor is gathered again for the other's gradient."""
+        """Gather each factor again for the gradient of the other."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
         grad = grid.gathered(grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype))
         by_x = by_weight = None
         needed = asked(ctx, 2)
         if needed[0]:
-            whole = turned(_gathered(weight, inner, grid.down), inner)
-            by_x = _summed(grad @ whole.t(), 1, grid.along).view(x.shape)
+            whole = turned(_all_gather(weight, inner, grid.down), inner)
+            by_x = _reduce_scatter(grad @ whole.t(), 1, grid.along).view(x.shape)
         if needed[1]:
-            whole = _gathered(x.reshape(-1, x.shape[-1]), 1, grid.along)
-            by_weight = _summed(turned(whole.t() @ grad, inner), inner, grid.down)
+            whole = _all_gather(x.reshape(-1, x.shape[-1]), 1, grid.along)
+            by_weight = _reduce_scatter(turned(whole.t() @ grad, inner), inner, grid.down)
         return by_x, by_weight, None, None
 
 
 class CubeLookup(InParts):
-    """Rows of a table on a cube: words along the second axis, the hidden dim along the third."""
+    """Lookup in a table on a cube: words split over the second axis, hidden dim over the third."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Cube, skip: int | None) -> Tensor:
-        """Look up the words that are here, sum and scatter along the second axis."""
+        """Look up local words, reduce-scatter along the second axis."""
         local, mine = own_words(ids, weight, grid.along)
         ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
         ctx.grid, ctx.words = grid, weight.shape[0]
-        rows = F.embedding(local, _gathered(weight, 1, grid.down)) * mine[..., None]
-        return _summed(rows, rows.ndim - 1, grid.along)
+        rows = F.embedding(local, _all_gather(weight, 1, grid.down)) * mine[..., None]
+        return _reduce_scatter(rows, rows.ndim - 1, grid.along)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        """Gather along the second axis, add up by word, sum and scatter along the first."""
+        """Gather along the second axis, sum by word, reduce-scatter along the first."""
         (local, mine), grid = ctx.saved_tensors, ctx.grid
-        grad = _gathered(grads[0], grads[0].ndim - 1, grid.along) * mine[..., None]
+        grad = _all_gather(grads[0], grads[0].ndim - 1, grid.along) * mine[..., None]
         term = grad.new_zeros(ctx.words, grad.shape[-1])
         term.index_add_(0, local.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, _summed(term, 1, grid.down), None, None
+        return None, _reduce_scatter(term, 1, grid.down), None, None
 
 
-def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
+def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group.size == 1 else all_gather(x, dim, group)
 
 
-def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group.size == 1 else reduce_scatter(x, dim, group)
 
 
 # -- forwards of modules --------------------------------------------------------------------------
 
 
-def _lines(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
-    """The cube of a module, and its edges by what they are for."""
+def _cube(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
+    """Return the cube of a module, and its edges by role."""
     edges = {edge.told: edge for edge in sharded.edges}
     groups = {role: edge.group for role, edge in edges.items()}
     computes = edges["out"].computes if "out" in edges else None
@@ -362,8 +364,8 @@ def _lines(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
 
 
 def cube_projection(sharded: Sharded, own: Forward) -> Forward:
-    """A Linear or Conv1D on a cube."""
-    cube, edges = _lines(sharded)
+    """Return the forward of a Linear or Conv1D on a cube."""
+    cube, edges = _cube(sharded)
     inner = 1 if sharded.kind == "cube Linear" else 0
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -373,8 +375,8 @@ def cube_projection(sharded: Sharded, own: Forward) -> Forward:
 
 
 def cube_embedding(sharded: Sharded, own: Forward) -> Forward:
-    """An embedding on a cube."""
-    module, (cube, edges) = sharded.module, _lines(sharded)
+    """Return the forward of an embedding on a cube."""
+    module, (cube, edges) = sharded.module, _cube(sharded)
     leave = edges.get("out")
     assert isinstance(module, nn.Embedding)
 

@@ -1,4 +1,4 @@
-"""The forward of a sharded module: how each kind computes with its parts, by the kind's name."""
+"""The layer of a sharded module: its forward on shards, chosen by the module's kind."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from schedlang.runtime.storage.saved import partial_sums, uncoded
 
 @dataclass(eq=False)
 class Sharded:
-    """The layer of a sharded module; `kind` is the class that says how it computes, or ""."""
+    """The layer of a sharded module.
+
+    `kind` is a class name or a variant (see `FORWARDS`, `CHOSEN`); "": the module's own forward.
+    """
 
     module: nn.Module
     kind: str
     edges: tuple[Edge, ...]
-    inner: Forward | None = None  # what `run` was made around
+    inner: Forward | None = None  # the forward that `run` wraps
     run: Forward | None = None
-    coded: bool = False  # whether a module around it is
+    coded: bool = False  # whether an enclosing module compresses saved tensors
     name: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -43,22 +46,22 @@ class Sharded:
         return Sharded(module, self.kind, tuple(edges), coded=self.coded, name=self.name)
 
     def __call__(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The sharded computation, in which `inner` is the module's own."""
-        if kwargs and not args and self.kind:  # `norm(input=x)`: what is split comes first
+        """Run the sharded computation; `inner` is the module's own forward."""
+        if kwargs and not args and self.kind:  # `norm(input=x)`: the split tensor comes first
             _, first, *_ = inspect.signature(type(self.module).forward).parameters
             args = (kwargs.pop(first),) if first in kwargs else ()
         run = self.run
         if run is None or not torch.compiler.is_compiling() and self.inner is not inner:
             run = forward_of(self, inner)
-            if not torch.compiler.is_compiling():  # a graph changes nothing outside of it
+            if not torch.compiler.is_compiling():  # a compiled graph has no side effects
                 self.inner, self.run = inner, run
-        if not self.coded:  # what is compiled sees no more than this
+        if not self.coded:  # torch.compile traces only this line
             return run(*args, **kwargs)
-        with self._around():
+        with self._coding_context():
             return run(*args, **kwargs)
 
-    def _around(self) -> AbstractContextManager[None]:
-        """Return the context that tells a coded module around of what no single process has."""
+    def _coding_context(self) -> AbstractContextManager[None]:
+        """Return the context that tells an enclosing coded module which saved tensors to keep."""
         if self.kind == "experts":
             return uncoded()
         sums = any(isinstance(edge.computes, P) for edge in self.edges)
@@ -66,7 +69,7 @@ class Sharded:
 
 
 def without_graph(model: nn.Module) -> str:
-    """Return why modules inside cannot be a part of a graph, or "" if they can."""
+    """Return why modules inside `model` cannot be compiled into a graph; "" if they can."""
     if any(layer_of(module, "decode") is not None for module in model.modules()):
         return "a weight in it lies in codes, and dynamo has no graph for what is kept as a note"
     every = (layer_of(module, "sharded") for module in model.modules())
@@ -76,7 +79,7 @@ def without_graph(model: nn.Module) -> str:
 
 
 def make_ready(model: nn.Module) -> None:
-    """Make the computations of sharded modules: what dynamo cannot follow there is done then."""
+    """Build the forwards of sharded modules before torch.compile, which cannot trace the build."""
     for module in model.modules():
         sharded = layer_of(module, "sharded")
         if sharded is not None:
@@ -85,7 +88,7 @@ def make_ready(model: nn.Module) -> None:
 
 
 def know_coded(model: nn.Module) -> None:
-    """Let sharded modules say what of them a coded module around them keeps as it is."""
+    """Tell sharded modules that an enclosing module compresses its saved tensors."""
     for module in model.modules():
         sharded = layer_of(module, "sharded")
         if sharded is not None:
@@ -102,11 +105,11 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     **dict.fromkeys((f"BatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
     "GroupNorm": group_norm,
 }
-UNCALLED = "uncalled"  # in the forward by which it was told how tensors arrive
+UNCALLED = "uncalled"  # kind of modules that the recorded forward did not call
 
 
-def _uncalled(sharded: Sharded, *_: Any, **__: Any) -> Any:
-    """Refuse the call of a module of which nobody has seen what it is given (S664)."""
+def _refuse_uncalled(sharded: Sharded, *_: Any, **__: Any) -> Any:
+    """Refuse the call of a module whose input layouts are unknown (S664)."""
     raise Refusal.of(
         "S664",
         f"`{sharded.name}` is sharded, and the batch of the build did not reach it",
@@ -118,7 +121,7 @@ def _uncalled(sharded: Sharded, *_: Any, **__: Any) -> Any:
     )
 
 
-# kinds that rows choose: they may run the module's own forward
+# variants that rows choose: they may run the module's own forward
 CHOSEN: Mapping[str, Callable[[Sharded, Forward], Forward]] = {
     "summa Linear": grid.projection,
     "summa Conv1D": grid.projection,
@@ -127,13 +130,13 @@ CHOSEN: Mapping[str, Callable[[Sharded, Forward], Forward]] = {
     "cube Conv1D": grid.cube_projection,
     "cube Embedding": grid.cube_embedding,
     "norm": norms.norm,
-    UNCALLED: lambda sharded, inner: partial(_uncalled, sharded),
+    UNCALLED: lambda sharded, inner: partial(_refuse_uncalled, sharded),
     "experts": lambda sharded, inner: sharded.edges[0].told.forward_of(sharded, inner),  # Routing
 }
 
 
 def forward_of(sharded: Sharded, inner: Forward) -> Forward:
-    """The computation of a sharded module; without a kind it runs as it is between its edges."""
+    """Return the forward of a sharded module; of kind "" its own forward between its edges."""
     if sharded.kind in CHOSEN:
         return CHOSEN[sharded.kind](sharded, inner)
     make = FORWARDS.get(sharded.kind)

@@ -1,11 +1,10 @@
-"""Norms over a hidden dim, or over positions, that ranks split: statistics over all parts.
+"""Norms over a hidden dim, or over positions, that is split over ranks.
 
-* Norms over a hidden dim that is split: a module's own forward, its statistics over all ranks.
-  The forward runs as it is written, on this rank's part, under a function mode: what is computed
-  element by element passes, sums and means along the split last dim are summed over the ranks,
-  and everything else that touches a split tensor is refused.
-* Norms over positions that are split over ranks: each rank adds its part to the statistics. Batch
-  norm and group norm as torch computes them; synchronised batch norm is of Peng et al. (2018).
+* Over the hidden dim (`norm`): the module's own forward runs on this rank's shard under a function
+  mode.  Elementwise calls pass, sums and means along the split last dim are reduced over the ranks,
+  and any other call with a split tensor is refused.
+* Over positions (`batch_norm`, `group_norm`): computed as torch does, with statistics that are
+  reduced over the ranks.  Synchronised batch norm is by Peng et al. (2018).
 """
 
 from __future__ import annotations
@@ -30,34 +29,37 @@ if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
 
 
-HALVES = (torch.float16, torch.bfloat16)  # torch's own norms compute in float32 then
+HALVES = (torch.float16, torch.bfloat16)  # torch's norms compute these in float32
 
 
 class NotSplit(Exception):
-    """A call for which a part of the hidden dim does not do."""
+    """Raised for a call that needs the full hidden dim."""
 
 
 class SumLast(torch.autograd.Function):
-    """The sum along the split last dim, alike on all ranks; each rank has a part of its gradient.
+    """Sum along the split last dim, equal on all ranks; its gradient is partial on each rank.
 
-    Parts of the gradient, because the sum goes on to meet only this rank's elements.
+    The gradient is partial because each rank combines the sum with its own elements only.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        """Sum what is here, then over the ranks."""
+        """Sum the local elements, then all-reduce."""
         ctx.group, ctx.width = group, x.shape[-1]
         return collectives.all_reduce(x.sum(-1, keepdim=True), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The sum of the parts, the same for every element."""
+        """All-reduce the gradient, and expand it to every element."""
         total = collectives.all_reduce(grads[0], ctx.group)
         return total.expand(*total.shape[:-1], ctx.width), None
 
 
 class Along(Ambient):
-    """The mode in which calls of one forward run on a split last dim; split tensors are marked."""
+    """Mode in which a norm's forward runs on tensors that are split along the last dim.
+
+    Split tensors are marked with an attribute.
+    """
 
     def __init__(self, group: Group, parameters: list[Tensor]) -> None:
         super().__init__()
@@ -67,18 +69,18 @@ class Along(Ambient):
     # -- marks -----------------------------------------------------------------------------------
 
     def mark(self, tensor: Tensor) -> Tensor:
-        """Note that a tensor holds a part along its last dim."""
+        """Mark a tensor as split along its last dim, and return it."""
         tensor.__dict__["_schedlang_along"] = True
         return tensor
 
     def split(self, tensor: Tensor) -> bool:
-        """Return whether a tensor holds a part along its last dim."""
+        """Return whether a tensor is split along its last dim."""
         return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute a call on parts as it would be on the whole, or refuse it."""
+        """Compute a call on shards so that the result equals the full one, or raise NotSplit."""
         kwargs, name = dict(kwargs or {}), name_of(func)
         parts = [t for t in tensors_in((args, kwargs)) if self.split(t)]
         if not parts:
@@ -86,23 +88,23 @@ class Along(Ambient):
         if name in READS:
             return func(*args, **kwargs)
         if name in SIZES:
-            return self._sizes(func, parts[0], args, kwargs)
+            return self._full_sizes(func, parts[0], args, kwargs)
         if name in REDUCTIONS:
-            return self._reduced(name, parts[0], args, kwargs)
+            return self._reduce(name, parts[0], args, kwargs)
         if name in NORMS:
             return self.mark(NORMS[name](self, *args, **kwargs))
         if name not in ELEMENTWISE:
             raise NotSplit(f"`{name}` needs the full hidden dim, but each rank has a shard of it")
         out = func(*args, **kwargs)
-        self._same(name, parts[0], out)
+        self._check_last_dim(name, parts[0], out)
         return self.mark(out)
 
-    def _same(self, name: str, part: Tensor, out: Any) -> None:
+    def _check_last_dim(self, name: str, part: Tensor, out: Any) -> None:
         if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
             raise NotSplit(f"`{name}` does not keep the hidden dim, which is sharded")
 
-    def _sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Sizes are those of the whole, for those who divide by them."""
+    def _full_sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return the sizes of the full tensor: the model may divide by them."""
         whole = (*part.shape[:-1], part.shape[-1] * self.group.size)
         if name_of(func) in ("shape", "size"):
             at = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -110,18 +112,18 @@ class Along(Ambient):
             return torch.Size(whole) if named is None else whole[named]
         return math.prod(whole)
 
-    # -- sums over the ranks -----------------------------------------------------------------------
+    # -- reductions over the ranks -----------------------------------------------------------------
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum along the whole last dim, which is kept with size 1."""
+        """Return the sum along the full last dim, which is kept with size 1."""
         return cast(Tensor, SumLast.apply(x, self.group))  # type: ignore[no-untyped-call]
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean along the whole last dim."""
+        """Return the mean along the full last dim, which is kept with size 1."""
         return self.total(x) / (x.shape[-1] * self.group.size)
 
-    def _reduced(self, name: str, part: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """A reduction along the last dim, and along no other."""
+    def _reduce(self, name: str, part: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Compute a reduction along the last dim; raise NotSplit for any other dim."""
         x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
         given = dims if isinstance(dims, list | tuple) else [dims]
         if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
@@ -130,7 +132,7 @@ class Along(Ambient):
         return value if keep else value.squeeze(-1)
 
 
-# -- what torch offers ----------------------------------------------------------------------------
+# -- functions of torch ---------------------------------------------------------------------------
 
 READS = {
     "dtype",
@@ -159,13 +161,13 @@ ELEMENTWISE = {
 }
 
 
-def _moment(
+def _parse_mean(
     x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Tensor, Any, bool, dict[str, Any]]:
     return x, dim, keepdim, {"dtype": dtype}
 
 
-def _spread(
+def _parse_variance(
     x: Tensor,
     dim: Any = None,
     unbiased: Any = True,
@@ -173,24 +175,24 @@ def _spread(
     *,
     correction: Any = None,
 ) -> tuple[Tensor, Any, bool, dict[str, Any]]:
-    if isinstance(dim, bool):  # var(x, unbiased): over everything
+    if isinstance(dim, bool):  # var(x, unbiased): over all dims
         return x, None, keepdim, {}
     return x, dim, keepdim, {"off": int(unbiased) if correction is None else correction}
 
 
-def _length(
+def _parse_norm(
     x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Tensor, Any, bool, dict[str, Any]]:
     return x, dim, keepdim, {"order": p, "dtype": dtype}
 
 
-def _vector_length(
+def _parse_vector_norm(
     x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> tuple[Tensor, Any, bool, dict[str, Any]]:
     return x, dim, keepdim, {"order": ord, "dtype": dtype}
 
 
-def _as(x: Tensor, dtype: Any) -> Tensor:
+def _cast(x: Tensor, dtype: Any) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
@@ -202,21 +204,21 @@ def _variance(mode: Along, x: Tensor, off: float) -> Tensor:
 def _norm(mode: Along, x: Tensor, order: Any, dtype: Any) -> Tensor:
     if order not in ("fro", 2, 2.0, None):
         raise NotSplit(f"a norm of order {order} of a sharded tensor is not supported")
-    return mode.total(_as(x, dtype).square()).sqrt()
+    return mode.total(_cast(x, dtype).square()).sqrt()
 
 
 REDUCTIONS: Mapping[str, Callable[..., tuple[Tensor, Any, bool, dict[str, Any]]]] = {
-    "sum": _moment,
-    "mean": _moment,
-    "var": _spread,
-    "std": _spread,
-    "norm": _length,
-    "vector_norm": _vector_length,
-    "linalg_vector_norm": _vector_length,
+    "sum": _parse_mean,
+    "mean": _parse_mean,
+    "var": _parse_variance,
+    "std": _parse_variance,
+    "norm": _parse_norm,
+    "vector_norm": _parse_vector_norm,
+    "linalg_vector_norm": _parse_vector_norm,
 }
 STATISTICS: Mapping[str, Callable[..., Tensor]] = {
-    "sum": lambda mode, x, dtype: mode.total(_as(x, dtype)),
-    "mean": lambda mode, x, dtype: mode.mean(_as(x, dtype)),
+    "sum": lambda mode, x, dtype: mode.total(_cast(x, dtype)),
+    "mean": lambda mode, x, dtype: mode.mean(_cast(x, dtype)),
     "var": _variance,
     "std": lambda mode, x, off: _variance(mode, x, off).sqrt(),
     "norm": _norm,
@@ -234,28 +236,28 @@ def _layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    _one_dim(shape)
-    wide = x.float() if x.dtype in HALVES else x
-    centred = wide - mode.mean(wide)
+    _check_one_dim(shape)
+    upcast = x.float() if x.dtype in HALVES else x
+    centred = upcast - mode.mean(upcast)
     out = centred * (mode.mean(centred.square()) + eps).rsqrt()
-    return _scaled(out, x, weight, bias)
+    return _scale(out, x, weight, bias)
 
 
 def _rms_norm(
     mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    _one_dim(shape)
-    wide = x.float() if x.dtype in HALVES else x
-    small = torch.finfo(wide.dtype).eps if eps is None else eps
-    return _scaled(wide * (mode.mean(wide.square()) + small).rsqrt(), x, weight, None)
+    _check_one_dim(shape)
+    upcast = x.float() if x.dtype in HALVES else x
+    small = torch.finfo(upcast.dtype).eps if eps is None else eps
+    return _scale(upcast * (mode.mean(upcast.square()) + small).rsqrt(), x, weight, None)
 
 
-def _one_dim(shape: Any) -> None:
+def _check_one_dim(shape: Any) -> None:
     if not isinstance(shape, int) and len(shape) != 1:
         raise NotSplit(f"a norm over {len(shape)} dims, of which one is sharded")
 
 
-def _scaled(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scale(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)
 
@@ -279,7 +281,7 @@ NORMS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def norm(sharded: Sharded, inner: Forward) -> Forward:
-    """A module that normalises along the hidden dim, on parts of it."""
+    """Return the forward of a module that normalises along a sharded hidden dim."""
     module, (edge,) = sharded.module, sharded.edges
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -295,17 +297,17 @@ def norm(sharded: Sharded, inner: Forward) -> Forward:
 
 
 def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tensor, int]:
-    """The mean over dims and ranks, with the dims kept, and over how many elements it is."""
+    """Return the mean over dims and ranks, with the dims kept, and the number of its elements."""
     total, count = x.sum(tuple(dims), keepdim=True), 1
     for dim in dims:
         count *= x.shape[dim]
     for group in groups:
-        total = summed(total, group)  # each rank uses it for its own positions
+        total = summed(total, group)  # each rank combines it with its own positions
         count *= group.size
     return total / count, count
 
 
-def _normalised(
+def _normalize_over(
     x: Tensor, dims: Sequence[int], groups: Sequence[Group], eps: float
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     mean, count = _mean(x, dims, groups)
@@ -326,7 +328,10 @@ def _affine(module: nn.Module, y: Tensor) -> Tensor:
 
 
 def batch_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """Batch norm of this rank's positions with the statistics of all; eval mode needs none."""
+    """Return the forward of a batch norm whose statistics are reduced over the ranks' positions.
+
+    In eval mode nothing is reduced.
+    """
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
     groups = [edge.group for edge in edges if positions(edge) is not None]
     channels = [edge.group for edge in edges if edge.wants == S(CHANNELS)]
@@ -334,18 +339,18 @@ def batch_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     def compute(x: Tensor) -> Tensor:
         if not (module.training or module.running_mean is None):
             tracked = (module.running_mean, module.running_var)
-            mean, variance = (_along_channels(_own(t, channels), x) for t in tracked)
+            mean, variance = (_along_channels(_local_channels(t, channels), x) for t in tracked)
             return _affine(module, (x - mean) * torch.rsqrt(variance + module.eps))
         dims = [0, *range(2, x.ndim)]
-        y, mean, variance, count = _normalised(x, dims, groups, module.eps)
+        y, mean, variance, count = _normalize_over(x, dims, groups, module.eps)
         _track(module, mean, variance, count, channels)
         return _affine(module, y)
 
-    return _between(compute, edges)
+    return _cross_edges(compute, edges)
 
 
-def _own(statistic: Tensor | None, channels: Sequence[Group]) -> Tensor:
-    """Return this rank's channels of a statistic; every rank tracks those of all."""
+def _local_channels(statistic: Tensor | None, channels: Sequence[Group]) -> Tensor:
+    """Return this rank's channels of a statistic; every rank tracks all channels."""
     assert statistic is not None
     for group in channels:
         statistic = own_part(statistic, 0, group)
@@ -360,7 +365,7 @@ def _track(
     count: int,
     channels: Sequence[Group],
 ) -> None:
-    """Move the running statistics as torch's own batch norm does."""
+    """Update the running statistics as torch's batch norm does."""
     if not (module.training and module.track_running_stats) or module.running_mean is None:
         return
     assert module.running_var is not None and module.num_batches_tracked is not None
@@ -376,7 +381,10 @@ def _track(
 
 
 def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """Group norm of this rank's positions with the statistics of all, or of its own groups."""
+    """Return the forward of a group norm: over all ranks' positions, or of this rank's groups.
+
+    Raises Refusal S402 if the ranks cannot split the groups evenly.
+    """
     assert isinstance(module, nn.GroupNorm)
     groups = [edge.group for edge in edges if positions(edge) is not None]
     ranks = math.prod(edge.group.size for edge in edges if edge.wants == S(CHANNELS))
@@ -389,14 +397,14 @@ def group_norm(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
         )
 
     def compute(x: Tensor) -> Tensor:
-        apart = x.view(x.shape[0], module.num_groups // ranks, -1, *x.shape[2:])
-        y, *_ = _normalised(apart, range(2, apart.ndim), groups, module.eps)
+        grouped = x.view(x.shape[0], module.num_groups // ranks, -1, *x.shape[2:])
+        y, *_ = _normalize_over(grouped, range(2, grouped.ndim), groups, module.eps)
         return _affine(module, y.view(x.shape))
 
-    return _between(compute, edges)
+    return _cross_edges(compute, edges)
 
 
-def _between(compute: Any, edges: tuple[Edge, ...]) -> Forward:
+def _cross_edges(compute: Any, edges: tuple[Edge, ...]) -> Forward:
     def forward(x: Tensor) -> Tensor:
         for edge in edges:
             x = edge.enter(x)

@@ -1,4 +1,7 @@
-"""Sharded modules: what each rank computes with its part, and redistribution at the edges."""
+"""Sharded modules: what each rank computes with its shard, and redistribution at the edges.
+
+An edge is one mesh axis of a sharded module.  The functions here run in every step of a program.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,17 @@ ACTIVATION_DIMS = {"batch": 0, "seq": 1, "hidden": -1, "out": -1, "in": -1, "voc
 
 
 def dim_of(placement: S) -> int:
-    """The dim of an activation that a placement splits, as a number."""
+    """Return the number of the activation's dim that a placement splits."""
     return placement.dim if isinstance(placement.dim, int) else ACTIVATION_DIMS[placement.dim]
 
 
 def redistribute(
     x: Tensor, source: Placement, target: Placement, group: Group, differ: bool = False
 ) -> Tensor:
-    """The tensor in another placement over one group.
+    """Return the tensor in another placement over one group.
 
-    `differ`: the computation on the far side differs by rank, so that gradients coming back must
-    be summed over the ranks.
+    `differ`: the computation behind this call differs by rank, so gradients that come back are
+    partial and must be summed over the ranks.
     """
     if isinstance(source, Replicate) and isinstance(target, Replicate):
         return collectives.enter(x, group) if differ else x
@@ -56,7 +59,7 @@ def redistribute(
 
 
 def switches(source: Placement, target: Placement) -> bool:
-    """Return whether parts along one dim become parts along another, all equally large."""
+    """Return whether an all-to-all changes `source` to `target`: equal shards of two dims."""
     both = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
     return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
 
@@ -66,7 +69,7 @@ def _gathered(x: Tensor, source: S, group: Group, differ: bool) -> Tensor:
     whole = collectives.gather(x, dim, group, consumers_differ=differ)
     if source.blocks == 1 and source.uneven == EVEN:
         return whole
-    # every rank's part holds its piece of each block side by side: put equal blocks together
+    # every rank's shard has the concatenated pieces of all blocks: put each block together
     sizes = block_sizes(source, source.uneven.true(x.shape[dim], group.size))
     runs = holds(sizes, source.uneven, group.size)
     first = [r for r in runs if r.start < sum(sizes) and r.rank % source.uneven.repeat == 0]
@@ -76,7 +79,7 @@ def _gathered(x: Tensor, source: S, group: Group, differ: bool) -> Tensor:
 
 
 def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
-    """The sizes of the blocks in a dim of this size."""
+    """Return the sizes of a placement's blocks in a dim of size `whole`."""
     blocks = placement.blocks
     if isinstance(blocks, int):
         return (whole // blocks,) * blocks
@@ -84,12 +87,15 @@ def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
 
 
 def laid(x: Tensor, placement: S, group: Group) -> Tensor:
-    """The whole with the parts of all ranks one behind the other, each as wide as the others."""
+    """Return the full tensor reordered along the split dim: equally large shards in rank order.
+
+    Raises Refusal S420 if the dim cannot be split evenly.
+    """
     dim, ranks = dim_of(placement), group.size
     size = x.shape[dim]
     if placement.blocks == 1 and placement.uneven == EVEN:
         if size % ranks:
-            raise Refusal(_ragged(placement, size, group))
+            raise Refusal(_uneven_diagnostic(placement, size, group))
         return x
     sizes = block_sizes(placement, size)
     pieces = []
@@ -103,7 +109,7 @@ def laid(x: Tensor, placement: S, group: Group) -> Tensor:
     return torch.cat(pieces, dim)
 
 
-def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
+def _uneven_diagnostic(placement: S, size: int, group: Group) -> Diagnostic:
     axis, dim = group.axes[0], dim_of(placement)
     named = [f"`S({name})`" for name, which in ACTIVATION_DIMS.items() if which == dim >= 0]
     row = " or ".join([f"`S({placement.dim})`", *named])
@@ -124,13 +130,13 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
 
 @dataclass(eq=False)
 class Arrivals:
-    """The last redistribution of each sort for the modules inside of one module.
+    """Cache of redistributions for the modules inside of one module; the layer of that module.
 
-    It is the layer of that module: within one call, modules that take the very same tensor in a row
-    (q, k and v projections) redistribute it once; afterwards nothing is kept.
+    Within one call of the outer module, consecutive modules that take the same tensor object (q, k
+    and v projections) redistribute it once.  After the call the cache is empty.
 
-    written  whether a tensor is written into between two modules that take it: a graph of
-             torch.compile, which cannot ask how often that was done, then crosses for each
+    written  whether a tensor is written into between two modules that take it: then a graph of
+             torch.compile, which cannot read tensor versions, redistributes for each module
     """
 
     written: bool = False
@@ -140,7 +146,7 @@ class Arrivals:
         return Arrivals(self.written)
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `inner`, and let go of the tensors that are remembered."""
+        """Call `inner`, then clear the cache."""
         try:
             return inner(*args, **kwargs)
         finally:
@@ -149,9 +155,9 @@ class Arrivals:
     def redistribute(
         self, x: Tensor, source: Placement, target: Placement, group: Group, differ: bool
     ) -> Tensor:
-        """The tensor in its new placement, which the module before this one may have made."""
+        """Return the tensor in its new placement, from the cache if the module before used it."""
         at = (source, target, group.axes, differ, torch.is_grad_enabled())
-        # how often it was written into; None where nobody can tell
+        # how often the tensor was written into; None if not known
         version: int | None
         if torch.compiler.is_compiling():
             version = None if self.written else 0
@@ -170,13 +176,17 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Edge:
-    """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
+    """One axis of a sharded module: the placements of its input and output, before and after.
 
-    `differ`: the module computes differently on each rank, so that gradients of a whole input are
-    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where
-    padding must be cut off, `head` tells that the output stays split over the vocabulary for a
-    parallel loss, `hoisted` that children need the gathered input and this module was the first to
-    get it.
+    arrives   placement of the input that arrives
+    wants     placement of the input for the module's computation
+    computes  placement of the output that the module computes
+    leaves    placement of the output that the module returns
+    differ    the module computes differently on each rank: gradients of a full input are partial,
+              and are summed where the input enters
+    cut       the size of the output's last dim without padding, if padding must be removed
+    head      the output stays split over the vocabulary, for a parallel loss
+    hoisted   this module gathers the input because modules inside need the full tensor
     """
 
     group: Group
@@ -188,16 +198,16 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
-    told: Any = None  # what a row says of how a module of its kind computes
-    arrivals: Arrivals | None = field(default=None, compare=False)  # of modules that are near
+    told: Any = None  # the variant of the computation that a row chooses
+    arrivals: Arrivals | None = field(default=None, compare=False)  # shared with nearby modules
 
     def enter(self, x: Tensor) -> Tensor:
-        """A tensor that arrives, as the module wants it; what another one just made of it."""
+        """Return an arriving tensor in the placement that the module's computation needs."""
         change = redistribute if self.arrivals is None else self.arrivals.redistribute
         return change(x, self.arrives, self.wants, self.group, self.differ)
 
     def exit(self, x: Tensor) -> Tensor:
-        """A tensor that was computed, as it is handed on."""
+        """Return a computed tensor in the placement that the module returns."""
         return redistribute(x, self.computes, self.leaves, self.group)
 
 
@@ -227,9 +237,9 @@ Forward = Callable[..., Any]
 def projection(
     module: nn.Module, kind: str, edges: tuple[Edge, ...], biased: bool = True
 ) -> Forward:
-    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once.
+    """Return the forward of a sharded Linear or Conv1D: enter, multiply, reduce, add the bias once.
 
-    Not `biased`: whoever calls it adds the bias.
+    Not `biased`: the caller adds the bias.
     """
     compute = COMPUTES[kind]
     more = module.with_adapter if isinstance(module, Adapted) else None
@@ -247,11 +257,11 @@ def projection(
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, biased and not sums)
         if more is not None:
-            y = more(x, y, biased and not sums, partial(_summed, sums) if sums else None)
+            y = more(x, y, biased and not sums, partial(_all_reduce_edges, sums) if sums else None)
         for edge in sums:
             y = edge.exit(y)
         bias = module._parameters.get("bias") if sums and biased else None
-        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        y = y if bias is None else y + bias  # once, before positions of other ranks are gathered
         for edge in others:
             if edge.head:
                 return head_of(y, edge)
@@ -262,23 +272,23 @@ def projection(
     return forward
 
 
-def _summed(edges: Sequence[Edge], x: Tensor) -> Tensor:
-    """The sum of a tensor without a gradient over the ranks of edges that sum."""
+def _all_reduce_edges(edges: Sequence[Edge], x: Tensor) -> Tensor:
+    """All-reduce a tensor over the groups of some edges, without a gradient."""
     for edge in edges:
         x = collectives.all_reduce(x, edge.group)
     return x
 
 
 def is_padded(placement: Placement) -> bool:
-    """Return whether the parts of a placement may end in zeros."""
+    """Return whether shards of a placement may end in zeros."""
     return isinstance(placement, S) and placement.uneven.wide != placement.uneven.repeat
 
 
 def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
-    """The tensor with zeros where it is padded, and in backward its gradient.
+    """Set the padding of a shard to zero; in backward the padding of its gradient.
 
-    What a model computes between two projections need not keep zeros (`exp`, a division), and no
-    such value may reach a sum, nor a gradient the padding of a weight.
+    Computations between two projections may change the zeros (`exp`, a division).  Such values must
+    not reach a sum, and their gradients must not reach the padding of a weight.
     """
     if not isinstance(placement, S) or not is_padded(placement):
         return x
@@ -292,19 +302,19 @@ def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
 
 
 def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
-    """Logits that stay split over the vocabulary; padding gets none."""
+    """Return logits that stay split over the vocabulary; padding gets -inf."""
     assert edge.cut is not None
     true, width = edge.cut, y.shape[-1]
     mine = max(0, min(width, true - edge.group.rank * width))
-    if mine < width:  # padding rows of the weight have no class
+    if mine < width:  # padding rows of the weight are no classes
         y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
     return ShardedLogits(y, edge.group, true)
 
 
 def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
-    """A module of any class as it is, between two crossings of its main tensor.
+    """Return a forward that redistributes the main tensor before and after a module's own forward.
 
-    The main tensor is the first floating-point one among the arguments, and among the results.
+    The main tensor is the first floating-point tensor among the arguments, and among the results.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -327,7 +337,7 @@ def is_main(value: Any) -> bool:
 def on_first(
     cross: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the main tensor changed."""
+    """Return the arguments with `cross` applied to the main tensor."""
     for place, value in enumerate(args):
         if is_main(value):
             return (*args[:place], cross(value), *args[place + 1 :]), kwargs
@@ -338,7 +348,7 @@ def on_first(
 
 
 def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
-    """The results with the main tensor changed."""
+    """Return the results with `cross` applied to the main tensor."""
     if is_main(out):
         return cross(out)
     if isinstance(out, tuple | list):
@@ -346,7 +356,7 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
             if is_main(value):
                 changed = [*out[:place], cross(value), *out[place + 1 :]]
                 return changed if isinstance(out, list) else tuple(changed)
-    if isinstance(out, MutableMapping):  # the named outputs of transformers are dicts too
+    if isinstance(out, MutableMapping):  # outputs of transformers are dicts too
         name = next((name for name, value in out.items() if is_main(value)), None)
         if name is not None:
             made = copy.copy(out)

@@ -1,12 +1,11 @@
-"""Sizes and whole numbers that a module counts by, and what it holds a part of.
+"""Sizes in a model's code that must become sizes of a rank, and rules for dims of torch's calls.
 
-* What calls do to the dims of a tensor, as far as their names and arguments tell.
-* The whole numbers that a module counts by: its own attributes, and those of its configuration.
-* Sizes that a module reads of its input, and by which it counts what each rank holds a part of.
-  `B, T, C = x.size()`, and then `k.view(B, T, heads, C // heads)` and `y.view(B, T, C)`: the
-  input is whole on every rank, but the module's own code means the width of its heads.  With a
-  part of the heads it reads that part of the width; every other reader of the tensor sees its
-  true size.
+* Along which dims a call of torch mixes elements, from its name and arguments.
+* The integers that a module uses as sizes: its attributes, and those of its configuration.
+* Sizes that a module reads of its input, for tensors that are split: `B, T, C = x.size()`, and then
+  `k.view(B, T, heads, C // heads)` and `y.view(B, T, C)`.  The input is full on every rank, but the
+  module's code means the width of its heads.  On a rank with a shard of the heads the module reads
+  the width of this shard; other code sees the tensor's true size.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FILLS = {
     "empty_like",
 }
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
-# the keyword and the place of the dims in a call, and those of a call without; None: all dims
+# (keyword, position, default) of the argument with the dims; None: all dims
 _ALONG: Mapping[str, tuple[str, int, Any]] = {
     **dict.fromkeys(
         ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax"),
@@ -68,11 +67,11 @@ _ALONG: Mapping[str, tuple[str, int, Any]] = {
 
 
 def along(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> set[int]:
-    """The dims of a tensor of so many along which a call mixes what stands at different places.
+    """Return the dims along which a call mixes elements, from its arguments.
 
-    By where torch's functions take them; those of a name that is not known are none.
+    `dims` is the tensor's number of dims.  Empty for a function that is not known.
     """
-    if name.strip("_") == "renorm":  # the norm of a slice is over all dims but the one named
+    if name.strip("_") == "renorm":  # the norm of a slice is over all dims but the given one
         return set(range(dims)) - {kwargs.get("dim", args[2] if len(args) > 2 else 0) % dims}
     if name.strip("_") not in _ALONG:
         return set()
@@ -94,14 +93,14 @@ _ARITHMETIC = {
 
 
 def factors_of(name: str, args: Sequence[Any]) -> tuple[float, ...]:
-    """The plain numbers among the arguments of arithmetic, in order; of another call none."""
+    """Return the plain numbers among the arguments of arithmetic, in order; else nothing."""
     if name.strip("_") not in _ARITHMETIC:
         return ()
     return tuple(n for n in args if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
 def index_at(given: Any, dim: int, dims: int) -> Any:
-    """Return the item for one dim of an index into a tensor of so many dims."""
+    """Return the item for dim `dim` of an index into a tensor of `dims` dims."""
     index = given if isinstance(given, tuple) else (given,)
     if any(one is Ellipsis for one in index):
         at = next(k for k, one in enumerate(index) if one is Ellipsis)
@@ -111,7 +110,7 @@ def index_at(given: Any, dim: int, dims: int) -> Any:
 
 
 def block_cut(cut: Any, blocks: Sequence[int], ranks: int) -> int | None:
-    """The block that a slice takes from what each of the ranks has; None if it is another cut."""
+    """Return the full size of the block that a slice takes of each rank's shard; None: no block."""
     start = 0
     for size in blocks:
         if cut == slice(start // ranks or None, (start + size) // ranks) or (
@@ -126,40 +125,40 @@ def block_cut(cut: Any, blocks: Sequence[int], ranks: int) -> int | None:
 
 
 def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Every whole number above one of a module, by its path: `heads`, `config.heads`.
+    """Yield the path and the value of every integer above 1 of a module: `heads`, `config.heads`.
 
-    Objects that hold settings are looked into; tensors, modules and containers are not.
+    Objects with settings are searched; tensors, modules and containers are not.
     """
     for name, value in vars(module).items():
-        if _counts(value):
+        if _is_count(value):
             yield name, value
-        elif name[:1] != "_" and _settings(value):
-            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if _counts(v))
+        elif name[:1] != "_" and _has_settings(value):
+            yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if _is_count(v))
 
 
 def number_at(module: nn.Module, path: str) -> Any:
-    """The number at a path, or None."""
+    """Return the integer at a path of `numbers_of`, or None."""
     holder, _, last = path.rpartition(".")
     found = vars(module).get(holder) if holder else module
     return vars(found).get(last) if found is not None else None
 
 
 def set_number(module: nn.Module, path: str, value: int) -> None:
-    """Set a number of this module alone: settings that it shares with others are copied first."""
+    """Set an integer of this module alone: settings shared with other modules are copied first."""
     holder, _, last = path.rpartition(".")
     if not holder:
         setattr(module, last, value)
         return
     own = copy.copy(vars(module)[holder])
-    vars(own)[last] = value  # past any setter that would change other settings with it
+    vars(own)[last] = value  # without setters, which may change other settings
     setattr(module, holder, own)
 
 
-def _counts(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def _settings(value: Any) -> bool:
+def _has_settings(value: Any) -> bool:
     plain = hasattr(value, "__dict__") and not callable(value)
     return plain and not isinstance(value, Tensor | nn.Module | type)
 
@@ -169,7 +168,7 @@ SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Counted:
-    """An argument of a module, of whose dim (from the last, below 0) a rank counts its part."""
+    """An argument of a module, and its dim (below 0) whose size is read divided by `parts`."""
 
     name: str
     dim: int
@@ -178,13 +177,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The layer of a module that counts by sizes of its arguments."""
+    """The layer around a module that reads some sizes of its arguments as sizes of this rank."""
 
     module: nn.Module
     counted: tuple[Counted, ...]
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `inner`, in which the module reads its own sizes."""
+        """Call `inner`, in which the module reads this rank's sizes."""
         given = dict(arguments(self.module, args, kwargs))
         own = [(given[c.name], c.dim, c.parts) for c in self.counted if c.name in given]
         with _Reading(self.module, own):
@@ -192,7 +191,7 @@ class Sizes:
 
 
 def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call by the names that the module's forward gives them."""
+    """Yield (parameter name, tensor) for the tensors of a call of the module's forward."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     for name, value in [*zip(names, args), *((k, v) for k, v in kwargs.items() if k in names)]:
         if isinstance(value, Tensor):
@@ -200,7 +199,7 @@ def arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, 
 
 
 class _Reading(TorchFunctionMode):
-    """The mode in which one module's own code reads some sizes of some tensors as its part."""
+    """Mode in which one module's own code reads some sizes of some tensors divided by ranks."""
 
     def __init__(self, module: nn.Module, own: Sequence[tuple[Tensor, int, int]]) -> None:
         super().__init__()
@@ -209,26 +208,28 @@ class _Reading(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The call; of a size that the module reads, its part."""
+        """Run the call; divide a size that the module's own code reads."""
         if func is not Tensor.size and func != SHAPE:
             return func(*args, **(kwargs or {}))
         tensor = args[0]
         parts = {dim % tensor.ndim: n for held, dim, n in self.own if held is tensor}
-        if not parts or not _runs(self.module, sys._getframe(1)):
+        if not parts or not _is_code_of(self.module, sys._getframe(1)):
             return func(*args, **(kwargs or {}))
         sizes = [size // parts.get(dim, 1) for dim, size in enumerate(SHAPE(tensor))]
         at = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
         return torch.Size(sizes) if at is None else sizes[at]
 
 
-def _ours(frame: FrameType) -> bool:
+def _is_own_frame(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("schedlang.runtime.")
 
 
-def _runs(module: nn.Module, frame: FrameType | None) -> bool:
-    """Return whether a frame runs the module's own code: a method of it, or what stands inside of
-    one; modes that lie above are none of it."""
-    while frame is not None and (frame.f_code.co_name.startswith("<") or _ours(frame)):
+def _is_code_of(module: nn.Module, frame: FrameType | None) -> bool:
+    """Return whether a frame runs the module's own code: a method of it, or an expression inside.
+
+    Frames of schedlang's function modes above it are skipped.
+    """
+    while frame is not None and (frame.f_code.co_name.startswith("<") or _is_own_frame(frame)):
         frame = frame.f_back
     names = frame.f_code.co_varnames[:1] if frame is not None else ()
     return bool(names) and frame is not None and frame.f_locals.get(names[0]) is module

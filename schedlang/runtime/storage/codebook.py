@@ -1,14 +1,14 @@
-"""Weights in 8 or 4 bits: codes of a fixed book of levels, and a largest value for each block.
+"""Weights in 8 or 4 bits: codes of a fixed book of levels, and a scale for each block.
 
-A block is a run along the inputs of one output.  Its scale is its largest absolute value, in the
-weight's own dtype, and each element is the nearest level times the scale:
+A block is a run along the inputs of one output. Its scale is its largest absolute value, in the
+dtype of the weight, and each element is the nearest level times the scale:
 
     int8  k / 127 for k of -127..127    vector-wise absmax, LLM.int8 (Dettmers et al. 2022)
     int4  k / 7 for k of -7..7
     nf4   the quantiles of a normal distribution, QLoRA (Dettmers et al. 2023, appendix E)
 
-A tie goes to the even level.  The greatest level is 1, so the largest value of a block is kept as
-it is: what has been rounded once has the same scales, and the same codes, when it is rounded again.
+A tie goes to the even level. The greatest level is 1, so the largest value of a block is exact:
+rounding a rounded weight again gives the same scales and codes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NIBBLE = 15
 
 @dataclass(frozen=True)
 class Codebook:
-    """A kind of codes, and how many elements along a row share a scale; at most the whole row."""
+    """A kind of codes, and the number of elements along a row that share a scale."""
 
     kind: str
     block: int
 
     @property
     def bits(self) -> int:
-        """The bits of a code."""
+        """Bits of a code."""
         return 8 if self.kind == "int8" else 4
 
     @property
@@ -51,22 +51,22 @@ class Codebook:
         return tuple(k / steps for k in range(-steps, steps + 1))
 
     def bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        """Bytes of codes and scales of a matrix whose elements have `itemsize` bytes."""
+        """Return the bytes of codes and scales of a matrix whose elements have `itemsize` bytes."""
         codes = -(-inputs * self.bits // 8)
         return outputs * (codes + self._blocks(inputs)[0] * itemsize)
 
     def encoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [out, in] (two to a byte where they have 4 bits) and scales [out, blocks]."""
+        """Return codes [out, in] (two to a byte if of 4 bits) and scales [out, blocks]."""
         rows = rows.detach()
         count, block = self._blocks(rows.shape[1])
         padded = F.pad(rows, (0, count * block - rows.shape[1])).view(len(rows), count, block)
         scales = padded.abs().amax(-1)
-        # below that a product with a level may have too few digits to be found again
+        # with a subnormal scale, a product with a level may have too few digits to be encoded again
         scales = scales.masked_fill(scales < torch.finfo(rows.dtype).tiny, 0)
-        wide = _wide(rows.dtype)
+        wide = _compute_dtype(rows.dtype)
         ratio = padded.to(wide) / scales.masked_fill(scales == 0, 1).to(wide)[..., None]
         if self.kind == "nf4":
-            codes = torch.bucketize(ratio, _between(wide, rows.device)).to(torch.uint8)
+            codes = torch.bucketize(ratio, _midpoints(wide, rows.device)).to(torch.uint8)
         else:
             steps = STEPS[self.kind]
             codes = (ratio * steps).round_().clamp_(-steps, steps).to(torch.int8)
@@ -79,8 +79,8 @@ class Codebook:
         return pairs[:, ::2] | pairs[:, 1::2] << 4, scales
 
     def decoded(self, codes: Tensor, scales: Tensor, inputs: int) -> Tensor:
-        """The matrix [out, inputs] that codes mean, in the dtype of the scales."""
-        wide, outputs = _wide(scales.dtype), len(codes)
+        """Return the matrix [out, inputs] of codes, in the dtype of the scales."""
+        wide, outputs = _compute_dtype(scales.dtype), len(codes)
         if self.bits == 4:
             codes = torch.stack([codes & _NIBBLE, codes >> 4], -1).flatten(1)[:, :inputs]
         if self.kind == "nf4":
@@ -94,13 +94,13 @@ class Codebook:
         return made.flatten(1)[:, :inputs].contiguous()
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """A matrix [out, in] with the values that its codes mean."""
+        """Return a matrix [out, in], encoded and decoded."""
         if rows.is_meta:
             return torch.empty_like(rows)
         return self.decoded(*self.encoded(rows), rows.shape[1])
 
     def _blocks(self, inputs: int) -> tuple[int, int]:
-        """The number of blocks of a row, and of elements of a block."""
+        """Return the number of blocks of a row, and of elements of a block."""
         block = max(1, min(self.block, inputs))
         return -(-inputs // block), block
 
@@ -110,28 +110,28 @@ class Codebook:
 
 @dataclass(frozen=True)
 class Coding:
-    """The codes in which a weight lies, and whether it is [in, out]."""
+    """The codebook of a weight, and whether the weight is [in, out]."""
 
     book: Codebook
     transposed: bool
 
     @property
     def inputs(self) -> int:
-        """The dim of the weight along which blocks lie."""
+        """The dim of the weight along which blocks run."""
         return 0 if self.transposed else 1
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The weight with the values that its codes mean."""
+        """Return the weight, encoded and decoded."""
         found = self.book.rounded(weight.detach().t() if self.transposed else weight.detach())
         return found.t().contiguous() if self.transposed else found
 
     def bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes of a part of this shape."""
+        """Return the bytes of a shard of this shape."""
         return self.book.bytes(shape[1 - self.inputs], shape[self.inputs], itemsize)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that is computed in."""
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the computation."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -140,7 +140,7 @@ def _nf4(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(NF4, dtype=dtype, device=device)
 
 
-def _between(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The middles between two levels."""
+def _midpoints(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the midpoints between levels."""
     levels = _nf4(dtype, device)
     return (levels[1:] + levels[:-1]) / 2

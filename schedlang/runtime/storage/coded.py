@@ -1,8 +1,8 @@
-"""Frozen parameters that lie in codes, and have values only while somebody asks.
+"""Frozen parameters that are stored in codes, and have values only while a forward uses them.
 
-The parameter itself stays, with its name, shape and dtype, so that all that goes by parameters
-finds it; its memory is one element, shared by all, which is no number: whoever reads it in another
-way than by `value` gets no number, and who writes it is refused by torch.
+The parameter itself stays, with name, shape and dtype, so that code that walks parameters finds it.
+Its memory is one NaN element, shared by all: a read other than by `value` gives NaN, and torch
+refuses a write.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Coded:
         self.parameter, self.coding = parameter, coding
         self.shape, self.dtype = parameter.shape, parameter.dtype
         self.codes = self.scales = torch.empty(0)
-        self._shown = 0  # forwards that have the values now
-        self._open = False
+        self._users = 0  # forwards that use the values now
+        self._writable = False
         self.put(parameter.detach())
         vars(parameter)[_SLOT] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Coded:
-        """A copy of the module would have a parameter without values."""
+        """Raise TypeError: a copy of the module would have a parameter without values."""
         raise TypeError("a module with a quantised weight cannot be copied; its state can")
 
     def put(self, value: Tensor) -> None:
-        """Take over values: those of codes come back as they were."""
+        """Encode values; values that came from codes are unchanged."""
         rows = value.t() if self.coding.transposed else value
         self.codes, self.scales = self.coding.book.encoded(rows)
-        self._leave()
+        self._drop_values()
 
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values that are meant, a tensor of their own."""
-        if self._open:
+        """Return the decoded values in a new tensor."""
+        if self._writable:
             return self.parameter.detach()
         with torch.no_grad():
             coding = self.coding
@@ -54,54 +54,55 @@ class Coded:
             return made if dtype is None else made.to(dtype)
 
     def show(self, dtype: torch.dtype) -> Tensor:
-        """Let the parameter have its values, in this dtype, for a forward; these values."""
-        if not self._shown or self.parameter.dtype != dtype:
+        """Give the parameter its values, in this dtype, for a forward; return them."""
+        if not self._users or self.parameter.dtype != dtype:
             self.parameter.data = self.value(dtype)
-        self._shown += 1
+        self._users += 1
         return self.parameter.detach()
 
     def hide(self) -> None:
-        """The forward is over."""
-        self._shown -= 1
-        if not self._shown:
-            self._leave()
+        """Drop the values after the last forward that uses them."""
+        self._users -= 1
+        if not self._users:
+            self._drop_values()
 
-    def _leave(self) -> None:
-        self.parameter.data = _none(self.dtype, self.scales.device).expand(self.shape)
+    def _drop_values(self) -> None:
+        self.parameter.data = _nan(self.dtype, self.scales.device).expand(self.shape)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let the parameter have its values, which may be written: they are put into codes anew."""
-        if self._open:
+        """Give the parameter its values within a block; they may be written, and are encoded
+        anew."""
+        if self._writable:
             yield
             return
         self.parameter.data = self.value()
-        self._open = True
+        self._writable = True
         try:
             yield
         finally:
-            self._open = False
+            self._writable = False
             self.put(self.parameter.detach())
 
 
 @cache
-def _none(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one element of all of them."""
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one element shared by all parameters in codes."""
     return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 def coded_of(parameter: Tensor) -> Coded | None:
-    """Return the codes of a parameter; None: it lies as it is."""
+    """Return the codes of a parameter; None if it has none."""
     return vars(parameter).get(_SLOT)
 
 
 def all_coded(parameters: Iterable[Tensor]) -> list[Coded]:
-    """List the codes of those of some parameters that lie in codes."""
+    """Return the codes of all parameters that have codes."""
     return [held for parameter in parameters if (held := coded_of(parameter)) is not None]
 
 
 def as_they_lie(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors that some parameters take memory for."""
+    """Yield the tensors in which parameters are stored: themselves, or codes and scales."""
     for parameter in parameters:
         held = coded_of(parameter)
         yield from (parameter,) if held is None else (held.codes, held.scales)
@@ -109,7 +110,7 @@ def as_they_lie(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def all_opened(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters have values that may be written; afterwards those that lay in codes do."""
+    """Give parameters in codes their values within a block, to be written and encoded anew."""
     with ExitStack() as stack:
         for held in all_coded(parameters):
             stack.enter_context(held.opened())

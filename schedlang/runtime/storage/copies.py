@@ -1,7 +1,7 @@
-"""Copies between device and host: on an accelerator pinned, later, and on streams of their own.
+"""Copies between device and host: on an accelerator pinned, asynchronous, on their own streams.
 
-There is one stream for each way, so that what comes does not stand behind what goes. On a CPU they
-are copies all the same, and done at once.
+Each direction has one stream, so that copies to the device do not wait behind copies to the host.
+On a CPU they are synchronous copies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from schedlang.runtime.storage.tiers import Scratch, empty
 def to_host(
     source: Tensor, scratch: Scratch | None = None, behind: torch.Event | None = None
 ) -> Tensor:
-    """A contiguous copy in host memory, or with `scratch` in a file; it begins at once.
+    """Start a contiguous copy to host memory, or with `scratch` to a file, and return it.
 
-    From an accelerator into memory it ends later: what reads it on the host calls `settle` first,
-    or waits for a `mark`, and `to_device` comes after it by itself.  It waits for what the current
-    stream does so far, or, where `source` was there before, for an event alone.
+    From an accelerator the copy ends later: a reader on the host must call `settle` first, or wait
+    for a `mark`; `to_device` waits by itself. The copy waits for the current stream so far, or only
+    for the event `behind`, if `source` was complete before.
     """
     with torch._C.DisableTorchFunction():
         source = source.detach()
-        if source.is_meta:  # counted, and not there
+        if source.is_meta:  # a dry run counts it only
             return torch.empty_like(source)
         if scratch is not None:
             return scratch.put(source)
@@ -50,17 +50,17 @@ def to_host(
         with on_stream(stream):
             host.copy_(source, non_blocking=True)
         used_on(source, stream)  # its memory is not reused before the copy is done
-        _left[host] = record(stream)
+        _copy_events[host] = record(stream)
         return host
 
 
 def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event | None]:
-    """A copy on a device, and what to wait for (by `ready`) before it is used."""
+    """Start a copy to a device; return it, and the event to wait for (by `ready`) before use."""
     with torch._C.DisableTorchFunction():
         if not has_streams(device):
             return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host), None
         stream = side_stream(device, back=True)
-        wait(_left.get(host), stream)  # what left it is there before it comes back
+        wait(_copy_events.get(host), stream)  # the copy to the host ends before
         with on_stream(stream):
             made = torch.empty(host.shape, dtype=host.dtype, device=device)
             made.copy_(host, non_blocking=True)
@@ -68,13 +68,13 @@ def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event |
 
 
 def onto(value: Tensor, source: Tensor) -> None:
-    """Write into memory of the device; what comes next on its current stream runs behind."""
+    """Write into memory of the device; later work on its current stream runs after the write."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         if value.device == source.device or not has_streams(value.device):
             value.copy_(source)
             return
         stream, current = side_stream(value.device, back=True), current_stream(value.device)
-        follow(stream, current)  # whoever reads what it was
+        follow(stream, current)  # readers of the old values
         with on_stream(stream):
             value.copy_(source, non_blocking=True)
         wait(record(stream), current)
@@ -82,7 +82,7 @@ def onto(value: Tensor, source: Tensor) -> None:
 
 
 def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
-    """A copy that the current stream may use."""
+    """Let the current stream wait for a copy; return the copy."""
     if event is not None:
         stream = current_stream(tensor.device)
         wait(event, stream)
@@ -91,7 +91,7 @@ def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
 
 
 def settle() -> None:
-    """Wait until all copies to the host are there, and those to a device have read the host."""
+    """Wait until all copies to the host are done, and copies to a device have read the host."""
     for (place, back), stream in _streams.items():
         if not back:
             follow(stream, _streams.get((place, True)))
@@ -99,17 +99,19 @@ def settle() -> None:
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """An event behind all copies of a device to the host so far; None: they are done."""
+    """Return an event behind all copies of a device to the host so far; None: they are done."""
     return record(side_stream(device)) if has_streams(device) else None
 
 
-_left: Any = WeakTensorKeyDictionary()  # by tensor in host memory: behind the copy into it
+_copy_events: Any = (
+    WeakTensorKeyDictionary()
+)  # tensor in host memory -> event behind the copy into it
 _streams: dict[tuple[torch.device, bool], torch.Stream | None] = {}
 
 
 def side_stream(device: torch.device, back: bool = False) -> torch.Stream | None:
-    """The stream on which copies of a device to the host run, or those back."""
-    place = indexed(device)  # one stream, whichever way the current device is told
+    """Return the stream for copies of a device to the host, or `back` to the device."""
+    place = indexed(device)  # one stream for all names of the device
     if (place, back) not in _streams:
         _streams[place, back] = new_stream(place)
     return _streams[place, back]

@@ -1,4 +1,4 @@
-"""A folder that is replaced whole or not at all, by all ranks of a job."""
+"""A folder that all ranks of a job write, and that is replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from typing import TypeVar
 from schedlang.diagnostics.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.comm import world
 
-# ---- A folder, or the place of one, that one job at a time writes into.
+# ---- A lock: one job at a time writes into a folder.
 
 
 LOCK, CLAIM = ".schedlang-lock", ".schedlang-claim"
-# a file system that has no such locks
+# errors of file systems without such locks
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 class LockHeld(Exception):
-    """Another job writes into the folder: its process and host, as far as it has said."""
+    """Another job writes into the folder: its process and host, if the lock file has them."""
 
     def __init__(self, holder: str) -> None:
         pid, _, host = holder.strip().partition(" ")
@@ -36,7 +36,7 @@ class LockHeld(Exception):
         super().__init__(holder)
 
     def diagnostic(self, folder: Path) -> Diagnostic:
-        """The message that another job is at work in, or on, this folder."""
+        """Return the message that another job writes into this folder."""
         who = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
         return Diagnostic(
             "S638",
@@ -51,12 +51,12 @@ class LockHeld(Exception):
 
 @contextmanager
 def locked(file: Path, stays: bool = True) -> Iterator[None]:
-    """Nobody else has the lock of this file meanwhile.  Raises LockHeld at once, or OSError.
+    """Hold the lock of a file within a block; raises LockHeld at once, or OSError.
 
-    The lock is the kernel's, of the open file: it ends with the process that holds it, whatever
-    ends that.  A file that does not stay is removed by who holds it.
+    The lock is a kernel lock of the open file: it ends with the process that holds it, however that
+    ends. With `stays=False` the holder removes the file.
     """
-    handle = _opened(file)
+    handle = _open_lock(file)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,32 +65,32 @@ def locked(file: Path, stays: bool = True) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            with _claimed(file.with_name(CLAIM if stays else f"{file.name}.claim")):
+            with _claim_by_link(file.with_name(CLAIM if stays else f"{file.name}.claim")):
                 yield
             if not stays:
                 file.unlink(missing_ok=True)
             return
-        if not _is(handle, file):  # who held it has removed it: another may have made it anew
+        if not _is_same_file(handle, file):  # the former holder has removed it
             with locked(file, stays):
                 yield
             return
         try:
             os.ftruncate(handle, 0)
-            os.pwrite(handle, _me(), 0)
+            os.pwrite(handle, _holder_line(), 0)
             yield
         finally:
             if not stays:
                 file.unlink(missing_ok=True)
-            fcntl.flock(handle, fcntl.LOCK_UN)  # also of what a fork meanwhile has inherited
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also for descriptors that a fork has inherited
     finally:
         os.close(handle)
 
 
-def _opened(file: Path) -> int:
+def _open_lock(file: Path) -> int:
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
-def _is(handle: int, file: Path) -> bool:
+def _is_same_file(handle: int, file: Path) -> bool:
     """Return whether the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(handle), file.lstat())
@@ -98,39 +98,39 @@ def _is(handle: int, file: Path) -> bool:
         return False
 
 
-def _me() -> bytes:
+def _holder_line() -> bytes:
     return f"{os.getpid()} {socket.gethostname()}\n".encode()
 
 
 @contextmanager
-def _claimed(path: Path) -> Iterator[None]:
-    """The same by a file that only one can make, where the file system has no locks.
+def _claim_by_link(path: Path) -> Iterator[None]:
+    """Hold a lock by a file that only one process can create, on file systems without locks.
 
-    What a process of this host has left that is gone is taken over; of other hosts it is believed.
+    A file of a dead process of this host is taken over; a file of another host is respected.
     """
     own = path.with_name(f"{path.name}.{os.getpid()}.{socket.gethostname()}")
-    own.write_bytes(_me())  # whole before it has its name
+    own.write_bytes(_holder_line())  # complete before it gets its name
     try:
         try:
             os.link(own, path)
         except FileExistsError:
             holder = path.read_text(errors="replace") if path.is_file() else ""
-            if not _gone(LockHeld(holder)):
+            if not _holder_died(LockHeld(holder)):
                 raise LockHeld(holder) from None
             os.replace(own, path)
-            if path.read_bytes() != _me():  # another has taken it over at the same time
+            if path.read_bytes() != _holder_line():  # another process has taken it over, too
                 raise LockHeld(path.read_text(errors="replace")) from None
     finally:
         own.unlink(missing_ok=True)
     try:
         yield
     finally:
-        if path.is_file() and path.read_bytes() == _me():
+        if path.is_file() and path.read_bytes() == _holder_line():
             path.unlink()
 
 
-def _gone(held: LockHeld) -> bool:
-    """Return whether the holder was a process of this host that is no more."""
+def _holder_died(held: LockHeld) -> bool:
+    """Return whether the holder was a process of this host that has ended."""
     if held.host != socket.gethostname() or not held.pid:
         return False
     try:
@@ -142,23 +142,22 @@ def _gone(held: LockHeld) -> bool:
     return False
 
 
-# ---- Two names on the disk exchanged: in one move where the system can, else in three.
-# Linux (`renameat2`) and macOS (`renamex_np`) can, on most of their file systems; Python does not
-# offer it.
+# ---- Exchange of two names on the disk: in one move if the system can, else in three.
+# Linux (`renameat2`) and macOS (`renamex_np`) can on most file systems; Python has no call for it.
 
 
-_HERE = -100  # AT_FDCWD: paths are seen from the working folder
+_HERE = -100  # AT_FDCWD: paths are relative to the working folder
 _EXCHANGE = 2  # RENAME_EXCHANGE; macOS' RENAME_SWAP has the same number
-# a file system, or a kernel, that cannot
+# errors of file systems and kernels that cannot
 _NO_EXCHANGE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV}
 
 
 def exchange(one: Path, other: Path, between: Path) -> None:
-    """Each gets the name of the other.  Raises OSError; then both have their own.
+    """Exchange two names. Raises OSError; then both keep their own.
 
-    Where it takes three moves, the other one has the name `between` meanwhile.
+    If that takes three moves, `other` has the name `between` meanwhile.
     """
-    if _at_once(one, other):
+    if _exchange_atomically(one, other):
         return
     other.rename(between)
     try:
@@ -169,8 +168,8 @@ def exchange(one: Path, other: Path, between: Path) -> None:
     between.rename(one)
 
 
-def _at_once(one: Path, other: Path) -> bool:
-    """Exchange them in one move; False where that cannot be done here."""
+def _exchange_atomically(one: Path, other: Path) -> bool:
+    """Exchange two names in one move; False if the system cannot."""
     names = os.fsencode(one), os.fsencode(other)
     library = ctypes.CDLL(None, use_errno=True)
     try:
@@ -178,18 +177,18 @@ def _at_once(one: Path, other: Path) -> bool:
             failed = library.renamex_np(*names, _EXCHANGE)
         else:
             failed = library.renameat2(_HERE, names[0], _HERE, names[1], _EXCHANGE)
-    except AttributeError:  # a C library of before, or another system
+    except AttributeError:  # an older C library, or another system
         return False
     if failed and (number := ctypes.get_errno()) not in _NO_EXCHANGE:
         raise OSError(number, os.strerror(number), str(one), None, str(other))
     return not failed
 
 
-# ---- A folder that is replaced whole or not at all, by all ranks of a job.
+# ---- A folder that is replaced completely or not at all, by all ranks of a job.
 
 
 T = TypeVar("T")
-SAVING, REPLACED = ".saving", ".replaced"  # endings of what lies beside the folder meanwhile
+SAVING, REPLACED = ".saving", ".replaced"  # endings of temporary folders beside the target
 
 
 def together(
@@ -197,7 +196,7 @@ def together(
     diagnose: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...] = (OSError,),
 ) -> T:
-    """The step's result; if it fails on any rank, the same Refusal on all of them."""
+    """Return the result of a step; if it fails on any rank, raise the same Refusal on all."""
     refusal, value = None, None
     try:
         value = step()
@@ -217,9 +216,9 @@ def fill_folder(
     publish: Callable[[Path], None],
     diagnose: Callable[[BaseException], Diagnostic],
 ) -> None:
-    """Let all ranks fill a new folder; rank 0 makes it, and gives it its name when it is whole.
+    """Let all ranks fill a new folder; rank 0 creates it, and renames it when it is complete.
 
-    Raises the same Refusal on all ranks; then the new folder is gone again.
+    Raises the same Refusal on all ranks; the new folder is then removed.
     """
     beside: Path | None = None
 
@@ -230,7 +229,7 @@ def fill_folder(
         beside = world.broadcast_object(0, on_first(begin))
         assert beside is not None
         there: Path = beside
-        together(lambda: _see(there), diagnose)
+        together(lambda: _check_visible(there), diagnose)
         fill(there)
         on_first(lambda: publish(there))
     except BaseException:
@@ -248,16 +247,16 @@ def replace_folder(
     diagnose: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...],
 ) -> None:
-    """Let all ranks fill a new folder, then put it in the target's place.
+    """Let all ranks fill a new folder, then put it in the place of the target.
 
-    What stood there before stays, under its own name, until the new one is on the disk; one of
-    `marks` is a file that such a folder has.  Nobody else replaces it meanwhile.  Raises the same
-    Refusal on all ranks, leaving everything as it was.
+    The old folder keeps its name until the new one is on the disk; `marks` are file names, one of
+    which a replaceable folder must have. A lock excludes other jobs meanwhile. Raises the same
+    Refusal on all ranks, and leaves everything unchanged.
     """
     with ExitStack() as held:
         fill_folder(
             rank,
-            lambda: _begin(target, marks, held),
+            lambda: _make_folder(target, marks, held),
             lambda beside: together(lambda: fill(beside), diagnose, failures),
             lambda beside: _publish(target, beside),
             diagnose,
@@ -265,52 +264,52 @@ def replace_folder(
 
 
 def beside_of(target: Path, ending: str) -> Path:
-    """A new name beside the target, by which what is not in its place yet, or no more, is known."""
+    """Return a new name beside the target, for a folder that is not in place yet, or no more."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}{ending}")
 
 
 def leftovers(target: Path, ending: str) -> list[Path]:
-    """The leftovers of jobs that died beside the target."""
+    """Return the temporary folders beside the target of jobs that died."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
     return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
 
 
-def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
-    """Make the new folder, alone; what replacements that died have left is swept away."""
+def _make_folder(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
+    """Lock the target, remove leftovers of dead jobs, and create the new folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         held.enter_context(locked(target.with_name(f".{target.name}.lock"), stays=False))
     except LockHeld as other:
         raise Refusal(other.diagnostic(target)) from None
-    if not os.path.lexists(target):  # one that took three moves has died after the first
+    if not os.path.lexists(target):  # a job died between the moves of an exchange
         former = [path for path in leftovers(target, REPLACED) if path.is_dir()]
         if former:
             max(former, key=lambda path: path.stat().st_mtime_ns).rename(target)
-    if target.exists() and not _replaceable(target, marks):
+    if target.exists() and not _is_replaceable(target, marks):
         raise Refusal.of(
             "S632",
             f"`{target}` exists, and is not a checkpoint",
             notes=("only a checkpoint or an empty folder may be replaced",),
             helps=("give the path of another folder",),
         )
-    _sweep(target)
+    _remove_leftovers(target)
     beside = beside_of(target, SAVING)
     beside.mkdir()
     return beside
 
 
-def _sweep(target: Path) -> None:
+def _remove_leftovers(target: Path) -> None:
     for ending in (SAVING, REPLACED):
         for left in leftovers(target, ending):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _replaceable(target: Path, marks: Sequence[str]) -> bool:
+def _is_replaceable(target: Path, marks: Sequence[str]) -> bool:
     found = target.is_dir() and any((target / mark).is_file() for mark in marks)
     return found or (target.is_dir() and not any(target.iterdir()))
 
 
-def _see(beside: Path) -> None:
+def _check_visible(beside: Path) -> None:
     if not beside.is_dir():
         raise Refusal.of(
             "S631",
@@ -321,7 +320,7 @@ def _see(beside: Path) -> None:
 
 
 def _publish(target: Path, beside: Path) -> None:
-    """Put the new folder, once it is on the disk, in the old one's place, which then goes."""
+    """Flush the new folder to disk, exchange it with the old one, and remove that."""
     settle(beside)
     former = target.exists()
     if former:
@@ -330,24 +329,24 @@ def _publish(target: Path, beside: Path) -> None:
         beside.rename(target)
     try:
         sync(target.parent)
-    except BaseException:  # and back
+    except BaseException:  # undo
         if former:
             exchange(beside, target, beside_of(target, REPLACED))
         else:
             target.rename(beside)
         raise
-    _sweep(target)
+    _remove_leftovers(target)
 
 
 def settle(folder: Path) -> None:
-    """All files below a folder, and their names, reach the disk."""
+    """Flush all files below a folder, and their names, to disk."""
     for inner, _, names in os.walk(folder):
         for name in (*names, "."):
             sync(Path(inner, name))
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, reach the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

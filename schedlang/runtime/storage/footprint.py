@@ -1,4 +1,7 @@
-"""Storages that a rank holds while a step runs: when each came and went, and what it was for."""
+"""Storages, operators and messages of a rank while a step is played, on meta or with values.
+
+`Footprint` records when each storage was created and freed, and what it was for.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedlang.ir.memory import CLASSES, STATE
 from schedlang.runtime.adapters.torch_tensor import resizes
 
-# ---- What a rank does while a step is played: operations, bytes that move through memory,
-# messages.
+# ---- Work of a rank while a step is played: FLOPs, bytes read and written, messages.
 
 
 HALF = 2  # bytes of the floats in which operations are counted
@@ -29,9 +31,9 @@ HALF = 2  # bytes of the floats in which operations are counted
 
 @dataclass(frozen=True)
 class Message:
-    """One collective, or one message to another rank: bytes whole, and between which ranks.
+    """A collective, or a message to another rank: bytes of the full tensor, and the ranks.
 
-    `ends` of a message: from, and to.
+    `ends` of a message: source and target.
     """
 
     op: str
@@ -42,13 +44,15 @@ class Message:
 
 @dataclass
 class Work:
-    """The work of one stretch of a step.
+    """The work of one segment of a step.
 
-    operators   (kind, operations, bytes read and written) of each operator -> how often it ran:
-                a product of matrices, attention that is fused, or other.  Operations count as
-                16-bit ones: in 32 bits they are twice as many, as tensor cores have it
-    messages    what is sent, and how often
-    copied      bytes that go to the host, and come back
+    operators  (kind, FLOPs, bytes read and written) of an operator -> how often it ran; kinds:
+               matrix
+               product, fused attention, other. FLOPs count as 16-bit ones: in 32 bits they are
+               twice
+               as many, as on tensor cores
+    messages   messages, and how often each was sent
+    copied     bytes copied to the host and back
     """
 
     operators: Counter[tuple[str, float, int]] = field(default_factory=Counter)
@@ -56,43 +60,45 @@ class Work:
     copied: int = 0
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Take up one operator; those that only look at a tensor in another way cost nothing.
+        """Count one operator; views cost nothing.
 
-        The copy of slices into the place from which they are gathered is of these alone.
+        all_gather_copy_in counts only the slices that it copies.
         """
-        if not _moves_nothing(func):
+        if not _is_view_only(func):
             made = list(_tensors((out,)))
             given = [*_tensors(args), *_tensors(kwargs.values())]
-            if func._overloadpacket.__name__ == "all_gather_copy_in":  # it is given the whole, too
+            if (
+                func._overloadpacket.__name__ == "all_gather_copy_in"
+            ):  # another argument is the full
                 made = given = list(_tensors(args[:1]))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))
-            # the first: beside its result in 16 bits attention gives a sum of exponents in 32
+            # the first: besides its result in 16 bits, attention returns a logsumexp in 32
             width = made[0].element_size() if made else HALF
             flops = _flops(func, args, kwargs, out) * width / HALF
             self.operators[_kind(func._overloadpacket, flops), flops, moved] += 1
 
     def sent(self, message: Message) -> None:
-        """Take up what was sent."""
+        """Count a message."""
         self.messages[message] += 1
 
 
 @cache
-def _moves_nothing(func: Any) -> bool:
-    """Return whether an operator gives nothing but a view, or memory as it is."""
+def _is_view_only(func: Any) -> bool:
+    """Return whether an operator returns a view, or uninitialised memory."""
     name = func._overloadpacket.__name__
     return bool(func.is_view) or name.removeprefix("new_").startswith("empty")
 
 
 @cache
-def _attends(packet: Any) -> bool:
-    """Return whether an operator is attention as a whole."""
+def _is_attention(packet: Any) -> bool:
+    """Return whether an operator is a fused attention."""
     return "attention" in packet.__name__
 
 
 def _kind(packet: Any, flops: float) -> str:
     if not flops:
         return "other"
-    return "attention" if _attends(packet) else "product"
+    return "attention" if _is_attention(packet) else "product"
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -104,7 +110,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """The operations of one operator, by torch's formula; none for those that only move bytes."""
+    """Return the FLOPs of one operator, by torch's formula; 0 for those that only move bytes."""
     own = FORMULAS.get(func._overloadpacket)
     if own is not None:
         return own(*args)
@@ -112,52 +118,52 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> float:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> float:
     count: Callable[..., int] = flop_counter.sdpa_flop_count
     return float(count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward(
+def _attention_backward_flops(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> float:
     count: Callable[..., int] = flop_counter.sdpa_backward_flop_count
     return float(count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _grouped(first: Tensor, second: Tensor, *rest: Any, **more: Any) -> float:
-    """Products of groups of rows, whichever of both has a matrix for each group."""
+def _grouped_flops(first: Tensor, second: Tensor, *rest: Any, **more: Any) -> float:
+    """Return the FLOPs of products of groups of rows; either operand may have a matrix per
+    group."""
     groups = len(first) if first.dim() == second.dim() == 3 else 1
     return 2.0 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
-# the fused operators of a CPU, which stand for any device's: torch has no formulas for them
+# fused operators of the CPU, which stand for those of any device; torch has no formulas for them
 FORMULAS: dict[Any, Callable[..., float]] = {
-    ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    ops.aten._grouped_mm: _grouped,
+    ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    ops.aten._grouped_mm: _grouped_flops,
 }
 
 
-# ---- What storages a rank holds while a step runs: when each came, when it went, and what it was
-# for.
-# Every tensor that an operator returns is looked at, so that a byte counts as long as anything
-# holds it, however many views of it there are.  It works alike with values and on the meta device.
+# ---- Storages of a rank while a step runs: when each was created and freed, and its use.
+# Every tensor that an operator returns is recorded, so that a byte counts as long as anything
+# refers to it, whatever the number of its views. It works with values and on the meta device.
 
 
 Levels = NDArray[np.int64]  # bytes, by class
-HOST = "host"  # what was moved there, and is not on the device
+HOST = "host"  # bytes that were moved to the host
 KINDS = (*CLASSES, HOST)
 
 
 @dataclass
 class Block:
-    """One storage: its bytes now, in which stretch it came, and what is known of its use."""
+    """One storage: its bytes now, the segment in which it was created, facts of its use."""
 
     now: int
     born: int
-    said: str = ""  # a class that was told
-    resized: bool = False  # as what is gathered is, and freed again
-    sent: bool = False  # a collective wrote it, or read it
+    said: str = ""  # a class that was set
+    resized: bool = False  # as gathered parameters are
+    sent: bool = False  # a collective wrote or read it
     state: bool = False  # one of parameters or gradients
 
 
@@ -173,10 +179,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ran:
-    """A stretch by class: at most (where their sum is greatest) and at its end.
+    """A segment by class of bytes: at its peak (of the sum) and at its end.
 
-    passing  what is no state of the training, at most
-    work     what was done
+    passing  peak of the bytes that are no training state
+    work     the work of the segment
     """
 
     what: Any
@@ -187,7 +193,7 @@ class Ran:
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes storages on one device as they come and go; with `works` also what is done."""
+    """A mode that records storages on one device; with `works` also operators and messages."""
 
     def __init__(self, device: str, works: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,69 +202,68 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks: list[Block] = []
         self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
         self.stretches = [Stretch(None, 0)]
-        self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> what keeps watch, block
-        self._plain_resize: Any = None
-        self._looks = True
-        self.host = 0  # bytes in host memory at most, once `ran` has counted
-        # runs an operator; who plays a step without values may know its result already
+        self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> weak reference, block
+        self._watching = True
+        self.host = 0  # peak bytes in host memory, after `ran`
+        # runs an operator; a dry run may replace it by a cache of results
         self.operator: Callable[[Any, Any, Any], Any] = lambda func, args, kw: func(*args, **kw)
 
-    # -- what is told ------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def hold(self, said: str, tensors: Iterable[Any]) -> None:
-        """Say what tensors are for; those not known yet are taken up."""
+        """Set the class of tensors; those that are not known yet are recorded."""
         for tensor in tensors:
             block = self._block(tensor)
             if block is not None:
                 block.said = block.said or said
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Count no bytes of tensors that stand for some off the device."""
+        """Count no bytes for tensors that stand for tensors off the device."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             if self._block(local) is not None:
                 self._change(self._alive[id(local.untyped_storage())][1], 0)
 
     def track(self, tier: str, tensor: Tensor) -> None:
-        """A store of offloaded tensors tells what it put where."""
+        """Record a tensor that a store of offloaded tensors has put on a tier."""
         if tier == "cpu":
             self.hold(HOST, [tensor])
 
     def touched(self, tensor: Any, state: bool) -> None:
-        """A collective reads or writes a tensor; `state`: of parameters or gradients."""
+        """Note that a collective reads or writes a tensor; `state`: of parameters or gradients."""
         block = self._block(tensor)
         if block is not None:
             block.sent, block.state = True, block.state or state
 
     def sent(self, message: Message) -> None:
-        """A collective, or a message to another rank."""
+        """Record a collective, or a message to another rank."""
         self.stretches[-1].work.sent(message)
 
     def mark(self, what: Any) -> None:
-        """Something else begins to run."""
+        """Begin a segment."""
         self.stretches[-1].kept = frozenset(number for _, number in self._alive.values())
         self.stretches.append(Stretch(what, len(self.events)))
 
     def unseen(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose storages do not count: it looks for shapes on the meta device anyway."""
+        """Return a function whose storages do not count: it only finds shapes on meta."""
 
         def unwatched(*args: Any, **kwargs: Any) -> Any:
-            before, self._looks = self._looks, False
+            before, self._watching = self._watching, False
             try:
                 return run(*args, **kwargs)
             finally:
-                self._looks = before
+                self._watching = before
 
         return unwatched
 
     def holds(self, storages: Iterable[int]) -> set[int]:
-        """Return which of some storages, by their ids, are alive still."""
+        """Return those of some storages, by id, that are alive."""
         return {key for key in storages if key in self._alive}
 
-    # -- what was seen -----------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def ran(self, forwards: Iterable[Any]) -> list[Ran]:
-        """All stretches by class; what is alive after one of `forwards` is kept for a backward."""
+        """Return all segments; storages alive after one of `forwards` are kept for a backward."""
         kept: frozenset[int] = frozenset()
         passes = set(map(id, forwards))
         for stretch in self.stretches:
@@ -292,20 +297,20 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- watching ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        self._heard = resizes(self._resized)
-        self._heard.__enter__()
+        self._resize_watch = resizes(self._resized)
+        self._resize_watch.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self._heard.__exit__(None, None, None)
+        self._resize_watch.__exit__(None, None, None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operator, and look at what it returns."""
+        """Run the operator, and record the tensors that it returns."""
         out = self.operator(func, args, kwargs or {})
-        if not self._looks:
+        if not self._watching:
             return out
         if self.works:
             self.stretches[-1].work.ran(func, args, kwargs or {}, out)
@@ -317,7 +322,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _block(self, value: Any) -> Block | None:
-        """The block of a tensor on the device; None for anything else."""
+        """Return the block of a tensor on the device; None for anything else."""
         local = getattr(value, "_local_tensor", value)
         if type(local) not in _KINDS or local.device != self.device:
             return None

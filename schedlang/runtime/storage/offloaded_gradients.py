@@ -1,10 +1,10 @@
-"""Gradients that leave the device as they are made, and wait for the step elsewhere.
+"""Gradients that move off the device as they are made, and wait for the optimizer step elsewhere.
 
-Autograd adds a gradient to a parameter, and it is moved at once to where the gradients of earlier
-microbatches wait (Ren et al., ZeRO-Offload, 2021).  `gradient_of` and its kin are how the rest of
-the runtime asks: a tensor on another device than its parameter cannot be its `.grad`.  On an
-accelerator the copy is under way when the hook returns; the host waits for it when somebody asks,
-or when so many others have left behind it that it has long been there.
+Autograd adds a gradient to a parameter; a hook moves it at once to the gradients of earlier
+microbatches (Ren et al., ZeRO-Offload, 2021). The rest of the runtime reads gradients by
+`gradient_of` and the other functions here, because a tensor on another device than its parameter
+cannot be its `.grad`. On an accelerator the copy runs on when the hook returns; the host waits when
+a gradient is read, or when so many later copies were started that it must have ended.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from schedlang.runtime.storage.coded import coded_of
 from schedlang.runtime.storage.tiers import CPU, Scratch, mark
 
 _SLOT, OFFLOADED = "_schedlang_gradient", "_schedlang_gradient_leaves"
-# what lies twice in host memory, yet to be added: so many bytes, or gradients (units of them)
-_MOST, _FEW = 25 * 2**20, 4
+# limits of pending copies in host memory: bytes, and batches of gradients
+_MAX_BYTES, _MAX_BATCHES = 25 * 2**20, 4
 
 
 @dataclass
-class _Copied:
-    """Gradients that come to the host behind one event, on the stream of a `source`."""
+class _CopyBatch:
+    """Gradients that are copied to the host behind one event, on the stream of a `source`."""
 
     event: object
     source: object
@@ -40,34 +40,34 @@ class _Copied:
     bytes: int = 0
 
 
-class _InFlight:
-    """Gradients that lie twice in host memory; of a parameter that is copied, none do."""
+class _PendingCopies:
+    """Gradients that are in host memory but not added yet; a copied parameter has none."""
 
     def __init__(self) -> None:
-        self._queue: deque[_Copied] = deque()
+        self._queue: deque[_CopyBatch] = deque()
         self._bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _InFlight, ()
+        return _PendingCopies, ()
 
-    def put(self, away: _Offloaded, event: object, source: object, size: int) -> None:
-        """One more; where there are many, the older half is added: the host waits for it once."""
+    def put(self, offloaded: _Offloaded, event: object, source: object, size: int) -> None:
+        """Add a pending copy; above the limit, add up the older half after one wait of the host."""
         if not self._queue or self._queue[-1].event is not event:
-            self._queue.append(_Copied(event, source))
-        self._queue[-1].gradients.append(weakref.ref(away))
+            self._queue.append(_CopyBatch(event, source))
+        self._queue[-1].gradients.append(weakref.ref(offloaded))
         self._queue[-1].bytes += size
         self._bytes += size
-        if self._bytes > _MOST and len(self._queue) > _FEW:
+        if self._bytes > _MAX_BYTES and len(self._queue) > _MAX_BATCHES:
             self._add_older()
 
     def _add_older(self) -> None:
-        found: list[tuple[_Offloaded, _Copied]] = []
-        while self._bytes > _MOST // 2 and len(self._queue) > _FEW:
+        found: list[tuple[_Offloaded, _CopyBatch]] = []
+        while self._bytes > _MAX_BYTES // 2 and len(self._queue) > _MAX_BATCHES:
             copied = self._queue.popleft()
             self._bytes -= copied.bytes
             alive = [one for reference in copied.gradients if (one := reference()) is not None]
-            found += [(one, copied) for one in alive if one.waits_for(copied.event)]
-        # of one source the last event stands for those before it
+            found += [(one, copied) for one in alive if one.awaits(copied.event)]
+        # the last event of a source implies the earlier ones
         last: dict[object, Any] = {copied.source: copied.event for _, copied in found}
         for event in last.values():
             settled(event)
@@ -76,41 +76,41 @@ class _InFlight:
 
 
 class _Offloaded:
-    """A gradient off the device: the sum of those that were added, and those on their way.
+    """A gradient off the device: the sum of those that were added, and pending ones.
 
-    `apart`: they come on a stream of somebody else, not on that of our copies.
+    `external`: pending ones are copied on a stream of other code, not on that of our copies.
     """
 
     def __init__(
-        self, host: Tensor, event: torch.Event | None = None, *, apart: bool = False
+        self, host: Tensor, event: torch.Event | None = None, *, external: bool = False
     ) -> None:
-        self._host, self._event, self.apart = host, event, apart
-        self._more: list[tuple[Tensor, torch.Event | None]] = []
+        self._host, self._event, self.external = host, event, external
+        self._pending: list[tuple[Tensor, torch.Event | None]] = []
 
-    def come(self, host: Tensor, event: torch.Event | None) -> None:
-        """Another one is on its way."""
-        self._more.append((host, event))
+    def add_pending(self, host: Tensor, event: torch.Event | None) -> None:
+        """Add a pending copy."""
+        self._pending.append((host, event))
 
-    def waits_for(self, event: object) -> bool:
-        """Return whether what comes behind an event is yet to be added."""
-        return any(one is event for _, one in self._more)
+    def awaits(self, event: object) -> bool:
+        """Return whether a copy behind this event is still pending."""
+        return any(one is event for _, one in self._pending)
 
     def add_until(self, event: object) -> None:
-        """Add what comes behind an event for which the host has waited, and all before it."""
-        self._event = None  # of the same stream, and before
-        while self.waits_for(event):
-            host, _ = self._more.pop(0)
+        """Add all copies up to an event for which the host has waited."""
+        self._event = None  # earlier on the same stream
+        while self.awaits(event):
+            host, _ = self._pending.pop(0)
             with torch._C.DisableTorchFunction():
                 self._host.add_(host)
 
-    def arrived(self) -> None:
-        """The host has waited for all copies."""
-        self._event, self._more = None, [(host, None) for host, _ in self._more]
+    def mark_arrived(self) -> None:
+        """Note that the host has waited for all copies."""
+        self._event, self._pending = None, [(host, None) for host, _ in self._pending]
 
-    def whole(self) -> Tensor:
-        """The sum of all that have left; waits for those that are on their way."""
+    def total(self) -> Tensor:
+        """Wait for pending copies; return the sum."""
         settled(self._event)
-        self._event, more, self._more = None, self._more, []
+        self._event, more, self._pending = None, self._pending, []
         for host, event in more:
             settled(event)
             with torch._C.DisableTorchFunction():
@@ -119,23 +119,23 @@ class _Offloaded:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter, wherever it lies."""
-    away: _Offloaded | None = vars(parameter).get(_SLOT)
-    return parameter.grad if away is None else away.whole()
+    """Return the gradient of a parameter, on the device or off it."""
+    offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
+    return parameter.grad if offloaded is None else offloaded.total()
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """Theirs; what is on the device is asked without a call of Python."""
+    """Return the gradients of parameters; those on the device without a call of Python."""
     return [p.grad if _SLOT not in p.__dict__ else gradient_of(p) for p in parameters]
 
 
 def offloads_gradient(parameter: Tensor) -> bool:
-    """Return whether the gradients of a parameter leave."""
+    """Return whether the gradients of a parameter are offloaded."""
     return OFFLOADED in vars(parameter)
 
 
 def set_gradient(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter a gradient, away if its gradients leave."""
+    """Set the gradient of a parameter, off the device if its gradients are offloaded."""
     if offloads_gradient(parameter):
         setattr(parameter, _SLOT, _Offloaded(value))
     else:
@@ -143,13 +143,13 @@ def set_gradient(parameter: Tensor, value: Tensor) -> None:
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Let there be none."""
+    """Remove the gradient of a parameter."""
     vars(parameter).pop(_SLOT, None)
     parameter.grad = None
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let there be none of any."""
+    """Remove the gradients of parameters."""
     for parameter in parameters:
         parameter.__dict__.pop(_SLOT, None)
         parameter.grad = None
@@ -160,14 +160,14 @@ def offload_gradients(
     scratch: Scratch | None = None,
     told: Collection[nn.Parameter] = (),
 ) -> None:
-    """Let gradients of these parameters leave as they are made, with `scratch` to disk.
+    """Offload gradients of these parameters as they are made, with `scratch` to disk.
 
-    Those of `told` are made off the device by others, who tell it by `accumulate_offloaded`.
+    Other code makes the gradients of `told` off the device, and calls `accumulate_offloaded`.
     """
-    under_way, tells = _InFlight(), set(told)
+    pending, tells = _PendingCopies(), set(told)
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
-            vars(parameter)[OFFLOADED] = under_way
+            vars(parameter)[OFFLOADED] = pending
             if parameter in tells:
                 continue
             hook = partial(_offload, scratch)
@@ -175,53 +175,59 @@ def offload_gradients(
 
 
 def gradient_device(parameter: Tensor) -> torch.device:
-    """The device of a parameter's gradient at the end of a step, also if it has none now."""
+    """Return the device of a parameter's gradient at the end of a step, also if it has none now."""
     return torch.device("cpu") if offloads_gradient(parameter) else local(parameter).device
 
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
-    """Wait once for the gradients of these that are on their way, if any are."""
-    found = [away for parameter in parameters if (away := vars(parameter).get(_SLOT)) is not None]
-    found = [away for away in found if not away.apart]  # waited for when they are read
+    """Wait once for the pending gradients of these parameters, if there are any."""
+    found = [
+        offloaded
+        for parameter in parameters
+        if (offloaded := vars(parameter).get(_SLOT)) is not None
+    ]
+    found = [
+        offloaded for offloaded in found if not offloaded.external
+    ]  # external ones wait when read
     if found:
         copies.settle()
-    for away in found:
-        away.arrived()
+    for offloaded in found:
+        offloaded.mark_arrived()
 
 
 def accumulate_offloaded(parameter: Tensor, event: torch.Event | None) -> None:
-    """A gradient of a parameter was made in host memory; with `event` it is there behind that."""
+    """Take a gradient that was made in host memory; with `event` it is complete behind that."""
     made: Tensor | None = parameter.grad
     if made is None:
         return
-    away: _Offloaded | None = vars(parameter).get(_SLOT)
+    offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
     parameter.grad = None
     with torch._C.DisableTorchFunction():
         part = local(made)
         if event is not None:
             _add(parameter, mark(part, CPU), event)
-        elif away is None:
+        elif offloaded is None:
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part)))
         else:
-            away.whole().add_(part)
+            offloaded.total().add_(part)
 
 
 def run_hooks(parameter: Tensor) -> None:
-    """Tell the hooks of a parameter that a gradient was added by hand."""
+    """Run the hooks of a parameter, after a gradient was added by hand."""
     for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(parameter)
 
 
 def restore_gradient(parameter: nn.Parameter) -> None:
-    """The gradient becomes the parameter's own, where the parameter lies."""
-    away = vars(parameter).pop(_SLOT, None)
-    if away is None:
+    """Move an offloaded gradient to `.grad`, on the device of the parameter."""
+    offloaded = vars(parameter).pop(_SLOT, None)
+    if offloaded is None:
         return
-    parameter.grad = placed_like(away.whole().to(local(parameter).device), parameter)
+    parameter.grad = placed_like(offloaded.total().to(local(parameter).device), parameter)
 
 
 def local(value: Tensor) -> Tensor:
-    """A tensor's part on this rank, as a plain tensor; of one that lies in codes its values."""
+    """Return the local shard of a tensor as a plain tensor; the values, if it is in codes."""
     held = coded_of(value)
     if held is not None:
         return held.value()
@@ -230,7 +236,7 @@ def local(value: Tensor) -> Tensor:
 
 
 def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A local part with the mesh and placements of a parameter; itself if that is plain."""
+    """Return a local shard as a DTensor like the parameter; itself if the parameter is plain."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
@@ -245,17 +251,17 @@ def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
 
 def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
     made: Tensor | None = parameter.grad
-    away: _Offloaded | None = vars(parameter).get(_SLOT)
+    offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
     if made is None:
         return
     parameter.grad = None
     with torch._C.DisableTorchFunction():
         part = local(made)
         if scratch is not None:
-            part = part if away is None else away.whole() + part.cpu()
+            part = part if offloaded is None else offloaded.total() + part.cpu()
             setattr(parameter, _SLOT, _Offloaded(copies.to_host(part, scratch)))
-        elif away is not None and not has_streams(part.device):
-            away.whole().add_(part)
+        elif offloaded is not None and not has_streams(part.device):
+            offloaded.total().add_(part)
         else:
             _add(parameter, copies.to_host(part), copies.mark(part.device), part.device)
 
@@ -263,14 +269,14 @@ def _offload(scratch: Scratch | None, parameter: Tensor) -> None:
 def _add(
     parameter: Tensor, host: Tensor, event: torch.Event | None, source: torch.device | None = None
 ) -> None:
-    """A gradient is on its way to the host, where it is added to that of earlier microbatches.
+    """Add a pending gradient, which is being copied to the host, to that of earlier microbatches.
 
-    `source`: the device from which our copies bring it; None: somebody else does.
+    `source`: the device from which our copies bring it; None: other code copies it.
     """
-    away: _Offloaded | None = vars(parameter).get(_SLOT)
-    if away is None:
-        setattr(parameter, _SLOT, _Offloaded(host, event, apart=source is None))
+    offloaded: _Offloaded | None = vars(parameter).get(_SLOT)
+    if offloaded is None:
+        setattr(parameter, _SLOT, _Offloaded(host, event, external=source is None))
         return
-    away.come(host, event)
-    in_flight: _InFlight = vars(parameter)[OFFLOADED]
-    in_flight.put(away, event, event if source is None else source, host.nbytes)
+    offloaded.add_pending(host, event)
+    in_flight: _PendingCopies = vars(parameter)[OFFLOADED]
+    in_flight.put(offloaded, event, event if source is None else source, host.nbytes)

@@ -1,16 +1,16 @@
-"""The slot through which autograd keeps what it saves: its policies, and which tensors they take.
+"""The one slot of autograd for saved tensors: policies that use it, and which tensors they take.
 
-A policy is a layer around a module's forward. What autograd saves in there goes to the innermost
-policy, in the order of `forward.ORDER`, from the inside out:
+A policy is a layer around the forward of a module. Tensors that autograd saves there go to the
+innermost policy. In the order of `forward.ORDER`, from the inside out:
 
-    stream      parameters that come and go: a note of which; anything else goes on outside
-    checkpoint  dropped and made again by a second run, of one module or of several as one; under
-                a budget evicted, and made again operator by operator
-    code        whole numbers of few bits, which go on to the offload around
-    offload     a copy on the host or on disk, or the forward's bag, which goes to a peer
+    stream      a reference for parameters that come and go; other tensors go to the next policy
+    checkpoint  dropped, and made again by a second run of one module or of several as one; with a
+                budget: evicted, and made again operator by operator
+    code        integers of few bits, which go to the offload around
+    offload     a copy on the host or on disk, or the bag of the forward, which goes to a peer
 
-Inputs of a second run are saved anew, to the policies around; results that one keeps go to the
-`code` around.
+Inputs of a second run are saved anew, to the policies around; results that a recomputation saves go
+to the `code` around.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.utils import _pytree as pytree
 # ---- The slot, and what every policy does.
 
 
-Pack = Callable[[Tensor], Any]  # a tensor to what is kept: itself, or what has it as `tensor()`
+Pack = Callable[[Tensor], Any]  # tensor -> itself, or an object with a method `tensor()`
 
 
 class Policy(ABC):
-    """The layer around a module's forward by which what it saves is kept in a way of its own."""
+    """A layer around the forward of a module that decides how its saved tensors are stored."""
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `inner` under the policy; plainly where no gradient is recorded, or in a replay."""
+        """Run `inner` under the policy; without it if no gradient is recorded, or in a replay."""
         if policies.replayed or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return self.saving(inner, args, kwargs)
@@ -48,26 +48,26 @@ class Policy(ABC):
 
 
 def slot(pack: Pack) -> saved_tensors_hooks:
-    """Let autograd keep `pack(tensor)` of what it saves inside."""
+    """Return hooks under which autograd stores `pack(tensor)` for each saved tensor."""
     return saved_tensors_hooks(pack, unpack)
 
 
 def unpack(packed: Any) -> Tensor:
-    """Give a saved tensor again, from what is kept in its place."""
+    """Return a saved tensor from its packed form."""
     found: Tensor = packed if isinstance(packed, Tensor) else packed.tensor()
     return found
 
 
 def as_it_is(tensor: Tensor) -> Any:
-    """Keep a tensor itself, but not its history: a graph that holds itself is never let go.
+    """Pack a tensor as itself, but detached, because a graph that refers to itself is never freed.
 
-    A backward frees what it walks; that of a stage in halves leaves the way to its inputs alone.
+    A backward frees the nodes that it walks; the split backward of a stage does not walk all.
     """
     return Kept(tensor) if tensor.grad_fn is not None else tensor
 
 
 def outside() -> Pack:
-    """Return the way in which the hooks around keep a tensor; torch asks the innermost alone."""
+    """Return the pack function of the hooks around; torch calls only the innermost hooks."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return as_it_is
@@ -76,7 +76,7 @@ def outside() -> Pack:
 
 
 class _Outside(NamedTuple):
-    """A tensor as other hooks keep it, and how they give it back."""
+    """A tensor packed by outer hooks, with their unpack function."""
 
     packed: Any
     back: Callable[[Any], Tensor]
@@ -86,7 +86,7 @@ class _Outside(NamedTuple):
 
 
 class View(NamedTuple):
-    """The place of a tensor in its storage."""
+    """The view of a tensor on its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -95,11 +95,12 @@ class View(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> View:
-        """The view that a tensor is."""
+        """Return the view of a tensor."""
         return View(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def on(self, raw: Tensor, start: int = 0) -> Tensor:
-        """The tensor in the storage of `raw`, in which its own begins at byte `start`."""
+        """Return the tensor on the storage of `raw`, where its own storage begins at byte
+        `start`."""
         at = start // self.dtype.itemsize + self.offset
         with torch._C.DisableTorchFunction():
             empty = torch.empty(0, dtype=self.dtype, device=raw.device)
@@ -107,18 +108,18 @@ class View(NamedTuple):
 
 
 class Viewed(NamedTuple):
-    """A note in a tensor's place: how it lies in bytes that are asked for when it is wanted."""
+    """A packed tensor: its view, and a function that returns its storage when it is needed."""
 
     raw: Callable[[], Tensor]
     view: View
 
     def tensor(self) -> Tensor:
-        """The tensor as it was saved, with its own strides."""
+        """Return the tensor as it was saved, with its own strides."""
         return self.view.on(self.raw())
 
 
 class Kept:
-    """A tensor kept as it is, without its history, and with its count of writes."""
+    """A tensor packed as itself, detached, with its version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.saved = alias(tensor)
@@ -126,17 +127,17 @@ class Kept:
         self._views: list[tuple[Tensor, int]] = []
 
     def watch(self, view: Tensor) -> None:
-        """Count the writes into a view that has a count of its own, too."""
+        """Check also the version counter of a view that has its own."""
         self._views.append((alias(view), view._version))
 
     @property
     def stale(self) -> bool:
-        """Whether somebody has written into it since."""
+        """Whether the tensor was written into since."""
         counted = ((self.saved, self.version), *self._views)
         return any(one._version != version for one, version in counted)
 
     def tensor(self) -> Tensor:
-        """Give it, if it is what it was; as autograd does for what it saves itself."""
+        """Return the tensor; raises RuntimeError if it was written into, as autograd does."""
         if self.stale:
             raise RuntimeError(
                 "a value that backward needs has been modified by an inplace operation since"
@@ -145,22 +146,22 @@ class Kept:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same storage and count of writes, without history."""
-    # within a dispatch mode a plain detach would not share the count
+    """Return a detached tensor with the same storage and version counter."""
+    # within a dispatch mode a plain detach would not share the version counter
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
-# ---- What is known of the modules around what runs in this thread.
+# ---- Policies of the modules around the code that runs in this thread.
 
 
 class _Policies(threading.local):
-    """The policies around that keep tensors, for who keeps some beside autograd's own.
+    """The policies of the modules around, for code that saves tensors beside autograd.
 
-    uncoded  what coded modules save is kept as it is, and not counted
-    summed   results are parts of sums over ranks: a recomputation that spares them keeps them whole
-    replayed  the units that are called next are those of an earlier stage, of which only the
-             results are here: a second run could not call them
+    uncoded   quantized modules save their tensors unquantized, and do not count them
+    summed    results are partial sums over ranks: a recomputation saves them unquantized
+    replayed  the next units belong to an earlier stage, and only their results are on this rank: a
+              second run could not call them
     """
 
     code: Pack | None = None
@@ -176,7 +177,7 @@ policies = _Policies()
 
 @contextmanager
 def within(**known: Any) -> Iterator[None]:
-    """Set policies (names of `_Policies`) of the modules around, for the time of a block."""
+    """Set policies (names of `_Policies`) within a block."""
     before = {name: getattr(policies, name) for name in known}
     vars(policies).update(known)
     try:
@@ -186,25 +187,25 @@ def within(**known: Any) -> Iterator[None]:
 
 
 def uncoded() -> AbstractContextManager[None]:
-    """Keep what coded modules save as it is, uncounted, for the time of a block."""
+    """Let quantized modules save tensors unquantized and uncounted, within a block."""
     return within(uncoded=True)
 
 
 def partial_sums() -> AbstractContextManager[None]:
-    """Note, for the time of a block, that results are partial sums over ranks."""
+    """Declare, within a block, that results are partial sums over ranks."""
     return within(summed=True)
 
 
 def put_inside(
     context: Callable[[], AbstractContextManager[None]], model: nn.Module, modules: Iterable[str]
 ) -> None:
-    """Let some modules of a throwaway copy run inside of `uncoded`, or of `partial_sums`."""
+    """Let some modules of a temporary copy run inside of `uncoded`, or of `partial_sums`."""
     for fqn in modules:
         module = model.get_submodule(fqn)
-        module.forward = partial(_inside, context, module.forward)
+        module.forward = partial(_run_inside, context, module.forward)
 
 
-def _inside(
+def _run_inside(
     context: Callable[[], AbstractContextManager[None]],
     inner: Callable[..., Any],
     *args: Any,
@@ -214,12 +215,12 @@ def _inside(
         return inner(*args, **kwargs)
 
 
-# ---- Which tensors are taken: not a module's own, nor what it is given as it is; told by the
-# memory that they lie in.
+# ---- Which tensors a policy takes: not a module's own, nor inputs without a gradient; recognised
+# by their memory.
 
 
 def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is bytes in memory and nothing else."""
+    """Return whether a tensor is fully described by its bytes in memory."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
@@ -230,14 +231,14 @@ FLOATS = (torch.float64, torch.float32, *HALVES)
 
 
 def place(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory, or in the same that is not there."""
+    """Return a key that is equal for tensors in the same memory, or in the same meta storage."""
     storage = tensor.untyped_storage()
     return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
 def elements(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for views of one storage that have the same elements in the same order."""
-    dims: list[tuple[int, int]] = []  # sizes and strides, with dims that follow on as one
+    """Return a key that is equal for views of one storage with the same elements in order."""
+    dims: list[tuple[int, int]] = []  # sizes and strides, with contiguous dims merged
     for size, stride in zip(tensor.shape, tensor.stride()):
         if dims and dims[-1][1] == size * stride:
             dims[-1] = dims[-1][0] * size, stride
@@ -262,12 +263,12 @@ def is_copy(tensor: Tensor, weight: Tensor) -> bool:
 
 
 def places(module: nn.Module) -> Iterator[int]:
-    """The places of parameters and buffers now: FSDP gathers those of submodules during forward."""
+    """Yield the keys of parameters and buffers now: FSDP gathers parameters during a forward."""
     return map(place, own(module))
 
 
 def own(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers as this rank has them."""
+    """Yield the local tensors of parameters and buffers."""
     for group in (module.parameters(), module.buffers()):
         for each in group:
             with torch.no_grad():
@@ -275,11 +276,11 @@ def own(module: nn.Module) -> Iterator[Tensor]:
 
 
 class Addresses:
-    """The places of a module's own tensors in one call, found anew only when some have moved.
+    """The memory keys of a module's own tensors in one call, updated only when some have moved.
 
-    fully_shard gathers parameters, and offloading brings them, for a whole module at a time: so
-    one parameter of each submodule tells. `address` is equal for tensors in the same memory, and
-    `given` are others that count as its own.
+    fully_shard gathers parameters, and offloading loads them, for a full module at a time: so one
+    parameter of each submodule shows a move. `address` returns the memory key of a tensor; `given`
+    are other tensors that count as the module's own.
     """
 
     def __init__(
@@ -299,20 +300,20 @@ class Addresses:
         self._found: frozenset[int] = frozenset()
 
     def __contains__(self, address: object) -> bool:
-        now = tuple(_told(owner._parameters[name]) for owner, name in self._owners)
+        now = tuple(_location(owner._parameters[name]) for owner, name in self._owners)
         if now != self._seen:
             self._seen = now
             self._found = self._given.union(map(self._address, own(self._module)))
         return address in self._found
 
 
-def _told(parameter: Tensor | None) -> tuple[int, int]:
-    """Another one whenever there is another parameter, or it has moved."""
+def _location(parameter: Tensor | None) -> tuple[int, int]:
+    """Return a key that changes if the parameter is replaced or moves."""
     return id(parameter), parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
 def given_whole(arguments: Any) -> frozenset[int]:
-    """The places of tensors that a module is given as they are: without a gradient, or weights."""
+    """Return the keys of arguments without a gradient, and of weights among the arguments."""
     tensors = (t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor))
     return frozenset(
         place(t) for t in tensors if not t.requires_grad or isinstance(t, nn.Parameter)
@@ -320,6 +321,6 @@ def given_whole(arguments: Any) -> frozenset[int]:
 
 
 def is_candidate(tensor: Tensor, whole: Collection[int]) -> bool:
-    """Return whether a saved tensor may be coded: a float in memory of its own."""
+    """Return whether a saved tensor may be quantized: a float, not in the memory of `whole`."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     return plain and tensor.dtype in FLOATS and tensor.numel() > 0 and place(tensor) not in whole

@@ -1,8 +1,8 @@
-"""Tiers on which storages lie: device (for whom), host memory, disk; told by who puts them there.
+"""Tiers of memory: device, host memory, disk, or a device for another rank.
 
-On a machine with a GPU host memory is another device. On a CPU it is not, so whatever is put off
-the device is marked, with its storage, and everything else counts as the device's: the copies are
-as real, and what lies where can be counted without a GPU.
+On a machine with a GPU, host memory is another device. On a CPU it is not, so a storage that is
+moved off the device is marked, and all others count as the device's: the copies are real in both
+cases, and bytes per tier can be counted without a GPU.
 """
 
 from __future__ import annotations
@@ -28,64 +28,64 @@ from schedlang.runtime.storage.folder import together
 DEVICE, CPU, DISK = "device", "cpu", "disk"
 PEER = "peer"  # on the device, held for another rank
 TIERS = (DEVICE, CPU, DISK, PEER)
-_ENOUGH = 1024  # marks, before those of storages that are gone are looked for
+_MANY = 1024  # marks, above which those of freed storages are removed
 
 
 class _Marks:
-    """The storages off the device; one that is gone is forgotten."""
+    """The tiers of storages off the device; marks of freed storages are removed."""
 
     def __init__(self) -> None:
         self.tiers: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.limit = _ENOUGH
+        self.limit = _MANY
 
     def put(self, reference: StorageWeakRef, tier: str) -> None:
-        """Note on which tier a storage lies; forgets those that are gone, once there are many."""
+        """Mark the tier of a storage; remove marks of freed storages once there are many."""
         self.tiers[reference.cdata] = (reference, tier)
         if len(self.tiers) > self.limit:
             self.tiers = {k: m for k, m in list(self.tiers.items()) if not gone(m[0])}
-            self.limit = max(_ENOUGH, 2 * len(self.tiers))
+            self.limit = max(_MANY, 2 * len(self.tiers))
 
     def get(self, reference: StorageWeakRef) -> str:
-        # a mark keeps its storage's place from being given to another, so it is never mistaken
+        # the weak reference keeps the address reserved, so no other storage can have this key
         return self.tiers.get(reference.cdata, (None, DEVICE))[1]
 
 
-class _Making(threading.local):
-    """The tier of what is being made by `empty`, for whoever counts while it is."""
+class _CreationTier(threading.local):
+    """The tier of tensors that `empty` is creating, for dispatch modes that count meanwhile."""
 
     tier = DEVICE
 
 
 _marks = _Marks()
-_making = _Making()
+_creation_tier = _CreationTier()
 
 
 def gone(reference: StorageWeakRef) -> bool:
-    """Return whether nothing holds a storage any more."""
+    """Return whether a storage was freed."""
     return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 def reference_to(tensor: Tensor) -> StorageWeakRef:
-    """A reference to a tensor's storage that does not keep it."""
+    """Return a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def mark(tensor: Tensor, tier: str) -> Tensor:
-    """Note where the storage of a tensor lies; the tensor."""
+    """Mark the tier of the storage of a tensor; return the tensor."""
     _marks.put(reference_to(tensor), tier)
     return tensor
 
 
 def tier_of(tensor: Tensor) -> str:
-    """The tier of a tensor's storage."""
+    """Return the tier of a tensor's storage."""
     return _marks.get(reference_to(tensor))
 
 
 class Ledger:
-    """The bytes that lie on each tier, and their peaks.
+    """The bytes on each tier, and their peaks.
 
-    It watches the storages themselves: a byte counts as long as anything holds it.  Looking
-    costs time in proportion to the storages alive, so it is for tests and reports.
+    It watches storages: a byte counts as long as anything refers to it. Each look costs time in
+    proportion to the live storages, so this is for tests and reports.
     """
 
     def __init__(self) -> None:
@@ -93,19 +93,20 @@ class Ledger:
         self.peak = dict.fromkeys(TIERS, 0)
 
     def track(self, tier: str | None, tensor: Tensor) -> None:
-        """Count the storage behind `tensor` for as long as it lives; None: where it is marked."""
+        """Count the storage of `tensor` as long as it lives, on `tier`; None: on its marked
+        tier."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if tier is None and reference.cdata in self._held:
             return
-        if tier is None and _making.tier != DEVICE:
-            _marks.put(reference, _making.tier)
+        if tier is None and _creation_tier.tier != DEVICE:
+            _marks.put(reference, _creation_tier.tier)
         self._held[reference.cdata] = (reference, storage.nbytes(), tier)
         for tier, size in self.now().items():
             self.peak[tier] = max(self.peak[tier], size)
 
     def now(self) -> dict[str, int]:
-        """The bytes alive on each tier."""
+        """Return the live bytes of each tier."""
         self._held = {key: one for key, one in self._held.items() if not gone(one[0])}
         found = dict.fromkeys(TIERS, 0)
         for reference, size, tier in self._held.values():
@@ -113,12 +114,12 @@ class Ledger:
         return found
 
     def bytes(self, tier: str) -> int:
-        """The bytes alive on a tier now."""
+        """Return the live bytes of a tier."""
         return self.now()[tier]
 
 
 class Residence(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, in its `ledger`, every storage that is made or used while it is on."""
+    """A mode that counts, in its `ledger`, every storage that is created or used."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,55 +136,56 @@ class Residence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _makes(tier: str) -> Iterator[None]:
-    """Let storages made inside lie on a tier from their first moment on, for whoever counts."""
-    before, _making.tier = _making.tier, tier
+def _create_on(tier: str) -> Iterator[None]:
+    """Count storages created within a block on a tier from the start."""
+    before, _creation_tier.tier = _creation_tier.tier, tier
     try:
         yield
     finally:
-        _making.tier = before
+        _creation_tier.tier = before
 
 
 def empty(
     shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, beside: torch.device = HOST
 ) -> Tensor:
-    """A new tensor in host memory, marked; pinned, where that helps copies of the device beside."""
-    with _makes(tier):
+    """Return a new marked tensor in host memory; pinned, if that helps copies of device
+    `beside`."""
+    with _create_on(tier):
         return mark(host_empty(shape, dtype, beside=beside), tier)
 
 
 def made_on(
     device: torch.device, shape: Sequence[int], dtype: torch.dtype, tier: str = DEVICE
 ) -> Tensor:
-    """A new tensor on a device, marked where it lies there for somebody else."""
-    if tier == _making.tier == DEVICE:
+    """Return a new tensor on a device, marked if it is held there for another rank."""
+    if tier == _creation_tier.tier == DEVICE:
         return torch.empty(shape, dtype=dtype, device=device)
-    with _makes(tier):
+    with _create_on(tier):
         made = torch.empty(shape, dtype=dtype, device=device)
     return made if tier == DEVICE else mark(made, tier)
 
 
 def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
-    """A copy in host memory, contiguous, marked."""
+    """Return a contiguous, marked copy in host memory."""
     with torch._C.DisableTorchFunction():
         made = empty(tensor.shape, tensor.dtype, tier, beside=tensor.device)
         return made.copy_(tensor.detach())
 
 
-# ---- Tensors in files that have no name: whole once mapped, and gone with whoever holds them.
-# A file is made without a name in the temporary folder (`TMPDIR`), gets all its room at once, is
-# written, and mapped copy-on-write. So nobody ever sees a part of one, a process that is killed
-# leaves none behind, and a tensor in a file is read, copied and saved as any other.
+# ---- Tensors in anonymous files: complete once mapped, and freed with the last reference.
+# A file is created without a name in the temporary folder (`TMPDIR`), gets all its room at once, is
+# written, and mapped copy-on-write. So no partial file is ever visible, a killed process leaves no
+# file behind, and a tensor in a file is read, copied and saved as any other.
 
 
 _PIECE = 1 << 24  # bytes written at a time
 
 
 class Scratch:
-    """The files of one program on one rank.
+    """The temporary files of one program on one rank.
 
-    What does not fit stays in host memory, and is told at the end of the step, on all ranks alike:
-    a rank that stopped in the middle would leave the others waiting for it.
+    A tensor for which there is no room stays in host memory; the error is raised at the end of the
+    step, on all ranks alike, because others would wait for a rank that stopped in the middle.
     """
 
     def __init__(self) -> None:
@@ -192,11 +194,11 @@ class Scratch:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
-        """Copies of a module go on using the same."""
+        """Return self: copies of a module share the files."""
         return self
 
     def put(self, tensor: Tensor) -> Tensor:
-        """The same values in a file; in host memory if there is no room, which is noted."""
+        """Return the values in a file; in host memory if there is no room, which is recorded."""
         size = tensor.numel() * tensor.element_size()
         if size == 0:
             return mark(tensor.detach().cpu(), DISK)
@@ -212,7 +214,7 @@ class Scratch:
         return mark(mapped, DISK)
 
     def check(self, consequence: str) -> None:
-        """Raise the same Refusal S850 on all ranks if anything could not be written on one."""
+        """Raise the same Refusal S850 on all ranks if a write has failed on one."""
         failure, self.failure = self.failure, None
 
         def fail() -> None:
@@ -223,7 +225,7 @@ class Scratch:
 
 
 def full(error: BaseException, consequence: str) -> Diagnostic:
-    """The message where a file cannot be written."""
+    """Return the message for a file that cannot be written."""
     return Diagnostic(
         "S850",
         f"cannot write what a row offloads to disk in `{tempfile.gettempdir()}`",
@@ -236,7 +238,7 @@ def full(error: BaseException, consequence: str) -> Diagnostic:
 
 
 def _write(host: Tensor, size: int) -> Tensor:
-    """A tensor mapped from a new file of its bytes; raises OSError where there is no room."""
+    """Return a tensor mapped from a new file of its bytes; raises OSError if there is no room."""
     with torch._C.DisableTorchFunction(), tempfile.TemporaryFile(buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)  # all the room now, or an error now

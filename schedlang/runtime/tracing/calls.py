@@ -1,4 +1,4 @@
-"""Calls of modules in one forward: their order, and from where in the model's own code."""
+"""Calls of modules in one forward: their order, and the lines of the model that make them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCH = os.path.join("torch", "nn", "modules", "")
 
 @dataclass(frozen=True)
 class Calls:
-    """The modules called, one entry for each call; where a module's second call was made."""
+    """The modules in the order of their calls, and (file, line) of each module's second call."""
 
     order: tuple[str, ...]
     again: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -42,20 +42,20 @@ class Calls:
         return Counter(self.order)
 
     def place(self, name: str) -> str:
-        """Describe where a module is called again: file, line, and the loop around it; "" if it is
-        not."""
+        """Describe where a module is called again (file, line, loop); "" if it is called once."""
         if name not in self.again:
             return ""
         file, line = self.again[name]
-        at, said = _loop(file, line) or (line, linecache.getline(file, line).strip())
-        way = "in a loop at" if at != line else "again at"
-        return f"called {way} {Path(file).name}:{at}, `{said}`"
+        at, code = _loop(file, line) or (line, linecache.getline(file, line).strip())
+        where = "in a loop at" if at != line else "again at"
+        return f"called {where} {Path(file).name}:{at}, `{code}`"
 
 
 def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
-    """The calls of a forward that was seen to call modules so often; None where it must be asked.
+    """Return the calls of a forward from the number of calls of each module; None if not known.
 
-    `entries` stand in the order of first calls, which is that of all calls where each is one.
+    `entries` are in the order of first calls.  This is the order of all calls if no module with
+    parameters, and no element of a list, is called twice; else the model must run.
     """
     for name, times in entries.items():
         bare = next(model.get_submodule(name).parameters(), None) is None
@@ -65,7 +65,10 @@ def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
 
 
 def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
-    """Run one forward and write down every call; with `meta` on a copy on the meta device."""
+    """Run one forward and record every call; with `meta` on a copy on the meta device.
+
+    Raises Refusal S612 if the model reads values on the meta device.
+    """
     model = meta_model(model, {}) if meta else model
     where = without_values(kwargs) if meta else nullcontext((dict(kwargs), None))
     order: list[str] = []
@@ -95,29 +98,29 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 
 
 def asks_for_values(error: Exception) -> Refusal:
-    """The refusal of a model that reads values of tensors which, without data, have none."""
-    said = str(error).split("\n")[0]
-    lost = re.match(r"(\w+::\w+)[\w.]*: attempted to run this operator with Meta tensors", said)
-    if lost:
-        reason = f"calls `{lost[1]}`, whose shape torch does not know without data"
+    """Return the refusal (S612) of a model that reads values of tensors on the meta device."""
+    message = str(error).split("\n")[0]
+    lacks = re.match(r"(\w+::\w+)[\w.]*: attempted to run this operator with Meta tensors", message)
+    if lacks:
+        reason = f"calls `{lacks[1]}`, whose shape torch does not know without data"
         help_ = "register its shape in the model file: a kernel for the key `Meta`, by"
         return refusal("S612", line_of(error), reason, f"{help_} `torch.library.impl`")
     helps: tuple[str, ...] = ()
-    if "lengths" in said:  # of `pack_padded_sequence`
+    if "lengths" in message:  # of `pack_padded_sequence`
         helps = ("pad instead of packing, and take the last state of each row by its length",)
     reason = "reads the value of a tensor while it is recorded without data"
-    return refusal("S612", line_of(error), reason, *helps, note=said)
+    return refusal("S612", line_of(error), reason, *helps, note=message)
 
 
 def line_of(error: BaseException) -> str:
-    """File and line of the model's own code that an error came out of; "" if it has none."""
+    """Return file and line of the model's own code that raised an error; "" if there is none."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     own = [f for f in frames if not os.path.realpath(f[0]).startswith(KNOWN)]
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames on the stack outside of torch, innermost first; none of this file."""
+    """Yield the frames on the stack up to this file, without torch's, innermost first."""
     while frame is not None and frame.f_code.co_filename != __file__:
         if TORCH not in frame.f_code.co_filename:
             yield frame
@@ -125,7 +128,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _common(first: Sequence[FrameType], now: Iterable[FrameType]) -> tuple[str, int]:
-    """File and line, now, of the innermost frame from which both calls were made."""
+    """Return file and line of the innermost frame that both calls share, at the second call."""
     before = set(first)
     for frame in now:
         if frame in before:
@@ -134,7 +137,7 @@ def _common(first: Sequence[FrameType], now: Iterable[FrameType]) -> tuple[str, 
 
 
 def _loop(file: str, line: int) -> tuple[int, str] | None:
-    """Line and head of the innermost loop around a line."""
+    """Return the line and the header of the innermost loop around a line, if there is one."""
     inside = [
         node for node in _loops(file) if node.lineno <= line <= (node.end_lineno or node.lineno)
     ]

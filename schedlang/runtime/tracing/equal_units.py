@@ -1,4 +1,4 @@
-"""Calls of equal units in one forward without values: two of each kind run, and show the others."""
+"""Equal units in one forward on the meta device: two of each kind run, the others are imitated."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from torch import Tensor, nn
 
 from schedlang.runtime.tracing.units import Switch
 
-SHOWN = 2  # of each kind: the first may be given what no other is, and the second shows whether
+SHOWN = 2  # units of a kind that run: the first may get other arguments, the second shows whether
 PLAIN = (bool, int, float, str, type(None))
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 class Unlike(Exception):
-    """A unit is called otherwise than those of its kind: all have to run."""
+    """Raised if a unit is called differently from those of its kind: then all units have to run."""
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """One call of a unit: what it was given, and what it gave."""
+    """One call of a unit that ran: the leaves of its arguments, and its output."""
 
     given: Sequence[Any]
     gave: Any
 
     @property
     def made(self) -> list[Tensor]:
-        """The tensors among its results that it was not given."""
+        """The tensors of the output that are not among the arguments."""
         given = set(map(id, self.given))
         return [t for t in _leaves(self.gave) if isinstance(t, Tensor) and id(t) not in given]
 
 
 class EqualUnits:
-    """Runs two units of each kind; for others tells `passed(name, backward)`, and gives the like.
+    """Runs two units of each kind, and imitates the others: calls `passed(name, backward)`.
 
-    `reached` are the results of each unit, by their turns, that have got a gradient.
-    Raises Unlike where a unit is not called once, or is given something else than the second of its
-    kind: tensors of another form, other numbers, anything but tensors and plain values.
+    kinds    unit -> its kind
+    reached  unit -> the numbers of its results that have got a gradient
+    Raises Unlike if a unit is not called once, or if its arguments differ from those of the second
+    unit of its kind: tensors of another form, other numbers, or neither tensors nor plain values.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class EqualUnits:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Stand in front of the units of the model within."""
+        """Context in which calls of the model's units are intercepted."""
         switch = Switch(self.model, self.names)
         try:
             with switch.using(self._call):
@@ -72,10 +73,10 @@ class EqualUnits:
         kind, given = self.kinds[name], list(_leaves((args, kwargs)))
         self._calls[kind] += 1
         if self._calls[kind] > SHOWN:
-            return self._like(name, self._shown[kind], given)
+            return self._imitate(name, self._shown[kind], given)
         output = original(*args, **kwargs)
         self._shown[kind] = shown = _Shown(given, output)
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
+        with torch._C.DisableTorchFunction():  # not seen by function modes
             for turn, tensor in enumerate(shown.made):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._reach, name, turn))  # type: ignore[no-untyped-call]
@@ -84,34 +85,38 @@ class EqualUnits:
     def _reach(self, name: str, turn: int, grad: object) -> None:
         self.reached[name].add(turn)
 
-    def _like(self, name: str, shown: _Shown, given: Sequence[Any]) -> Any:
-        """Return what a unit gives that is given the like of what another one of its kind was."""
-        with torch._C.DisableTorchFunction():  # no mode hears what is asked
-            if not (len(given) == len(shown.given) and all(map(_alike, given, shown.given))):
+    def _imitate(self, name: str, shown: _Shown, given: Sequence[Any]) -> Any:
+        """Return the imitated output of a unit whose arguments equal those of a unit that ran."""
+        with torch._C.DisableTorchFunction():  # not seen by function modes
+            if not (
+                len(given) == len(shown.given) and all(map(_same_argument, given, shown.given))
+            ):
                 raise Unlike
-            taken = {id(old): new for old, new in zip(shown.given, given)}
+            replacements = {id(old): new for old, new in zip(shown.given, given)}
             learns = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
             forms = list(map(_form, shown.made))
             if any(form[3] for form in forms) and not learns:
                 raise Unlike
             self.passed(name, False)
-            told = partial(self._pass_back, name)
-            made = _Passing.apply(told, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
-            taken |= {id(old): one for old, one in zip(shown.made, made)}
-            return _replaced(shown.gave, taken)
+            on_backward = partial(self._pass_back, name)
+            made = _Imitated.apply(on_backward, forms, *learns) if forms else ()  # type: ignore[no-untyped-call]
+            replacements |= {id(old): one for old, one in zip(shown.made, made)}
+            return _replaced(shown.gave, replacements)
 
     def _pass_back(self, name: str, turns: Iterable[int]) -> None:
         self.reached[name].update(turns)
         self.passed(name, True)
 
 
-class _Passing(torch.autograd.Function):
-    """New tensors of given forms, made of some that learn."""
+class _Imitated(torch.autograd.Function):
+    """Function from tensors that require a gradient to new tensors of given forms, on meta."""
 
     @staticmethod
-    def forward(ctx: Any, told: Callable[[Iterable[int]], None], forms: Any, *given: Tensor) -> Any:
+    def forward(
+        ctx: Any, on_backward: Callable[[Iterable[int]], None], forms: Any, *given: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.told, ctx.given = told, [(t.shape, t.dtype) for t in given]
+        ctx.on_backward, ctx.given = on_backward, [(t.shape, t.dtype) for t in given]
         made = [
             torch.empty_strided(size, stride, dtype=dtype, device="meta")
             for size, stride, dtype, _ in forms
@@ -121,7 +126,7 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.told(turn for turn, grad in enumerate(grads) if grad is not None)
+        ctx.on_backward(turn for turn, grad in enumerate(grads) if grad is not None)
         made = [torch.empty(size, dtype=dtype, device="meta") for size, dtype in ctx.given]
         return None, None, *made
 
@@ -130,32 +135,32 @@ def _form(tensor: Tensor) -> Form:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _alike(new: Any, old: Any) -> bool:
-    """Return whether a unit cannot tell two arguments apart: of floats nobody knows the values."""
+def _same_argument(new: Any, old: Any) -> bool:
+    """Return whether two arguments are equal to a unit: float tensors on meta have no values."""
     if new is old:
         return isinstance(new, (Tensor, *PLAIN))
     if isinstance(new, Tensor):
         both = type(new) is type(old) is Tensor and new.is_floating_point()
         return both and new.is_meta and old.is_meta and _form(new) == _form(old)
-    return type(new) is type(old) and isinstance(new, (*PLAIN, _Held)) and bool(new == old)
+    return type(new) is type(old) and isinstance(new, (*PLAIN, _Container)) and bool(new == old)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tuple, list or dict among arguments: its type, and the keys or the length."""
+class _Container:
+    """A tuple, list or dict among arguments: its type, and its keys or its length."""
 
     kind: type
     keys: tuple[object, ...]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in nested tuples, lists and dicts, and these themselves as `_Held`."""
+    """Yield the leaves of nested tuples, lists and dicts, and a `_Container` for each of these."""
     if type(value) in (tuple, list):
-        yield _Held(type(value), (len(value),))
+        yield _Container(type(value), (len(value),))
         for one in value:
             yield from _leaves(one)
     elif type(value) is dict:
-        yield _Held(dict, tuple(value))
+        yield _Container(dict, tuple(value))
         for one in value.values():
             yield from _leaves(one)
     else:
@@ -163,7 +168,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, made: Mapping[int, Any]) -> Any:
-    """Return the like of an output, with other tensors in it."""
+    """Return a copy of an output with the tensors `made` in it, by the id of the old tensor."""
     if type(value) in (tuple, list):
         return type(value)([_replaced(one, made) for one in value])
     if type(value) is dict:

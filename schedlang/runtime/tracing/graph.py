@@ -1,4 +1,7 @@
-"""A recorded model as a value: the units that one forward calls, their order, what feeds what."""
+"""The graph of a recorded forward: units in call order, and the values that flow between them.
+
+A value without tensors; `cut` splits it into stages.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from functools import cached_property
 
 from schedlang.diagnostics.diagnostic import Facts, Refusal
 
-# (unit, leaf of its output), or (unit, -1 - k) for the k-th leaf that hooks inside of it are told
+# (unit, leaf of its output), or (unit, -1 - k) for the k-th leaf that is passed to hooks inside it
 Token = tuple[int, int]
 
 
 def refusal(
     code: str, place: str, reason: str, *helps: str, note: str = "", facts: Facts = ()
 ) -> Refusal:
-    """A model that cannot be cut as asked: why, where, and what would help."""
+    """Return the refusal of a model that cannot be cut: where (`place`), why, and what helps."""
     title = f"`{place}` {reason}" if place else reason
     notes = (note,) if note else ()
     return Refusal.of(code, title, notes=notes, helps=helps, facts=facts)
@@ -24,9 +27,9 @@ def refusal(
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor in the output of a unit, as it was when recorded.
+    """A tensor in the recorded output of a unit.
 
-    `mutated`: the model writes into it after the unit has returned it.
+    `mutated`: the model writes into the tensor after the unit has returned it.
     """
 
     shape: tuple[int, ...]
@@ -37,9 +40,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Reads:
-    """The values that a unit, with the code between units that feeds it, reads of the model's rest.
+    """The values that a unit, and the code between units that feeds it, read from outside.
 
-    `inner` are units of whose inside it reads a value that they do not return.
+    `tokens` are outputs of units.  `inner` are units that compute a value which they do not return,
+    and which is read.
     """
 
     tokens: frozenset[Token] = frozenset()
@@ -49,7 +53,7 @@ class Reads:
 
 
 def labels(units: Sequence[str]) -> tuple[str, ...]:
-    """The name of each unit in messages: `name#k` for the k-th call of a module of several."""
+    """Return the units' names in messages: `name#k` for the k-th call of a repeated module."""
     counts, turns = Counter(units), Counter[str]()
     found = []
     for name in units:
@@ -60,17 +64,20 @@ def labels(units: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The units of a model in call order and what flows between them; a value without tensors.
+    """The units of a model in call order, and the values between them; a value without tensors.
 
-    `units` are modules; one whose calls are units of their own stands here once for each.
-    `final` is what the loss and the outputs read. `between[k]` are the parameters and buffers that
-    the code before unit k touches (k = number of units: after the last). `owners` are the units
-    that read a parameter themselves; one that only code between units reads is owned by none.
-    `partial` are outputs (by path) made of values inside the units given: only the stages of
-    those units have them. Of one forward of each unit `flops` are its floating-point operations,
-    `saved` the bytes that it keeps for the backward beside parameters, `given` those of its
-    tensor arguments.  `ran` tells by equal numbers where the same operators ran, with results of
-    the same sizes: between units and in them in turn, what runs before the first one first.
+    units    modules; a module whose calls are units of their own appears once for each call
+    reads    what each unit reads
+    final    what the loss and the outputs read
+    leaves   the tensors that units return
+    between  at k: the parameters and buffers that the code before unit k uses (last: after all)
+    owners   parameter -> the units that read it themselves; none if only code between units does
+    partial  output (by path) -> the units that compute its values without returning them
+    flops    floating-point operations of each unit's forward
+    saved    bytes that each unit saves for backward, without parameters
+    given    bytes of each unit's tensor arguments
+    ran      equal numbers mark equal operators with results of equal sizes; entries alternate: the
+             code before the first unit, the first unit, the code behind it, and so on
     """
 
     units: tuple[str, ...]
@@ -86,7 +93,10 @@ class StageGraph:
     ran: tuple[int, ...] = field(default=(), compare=False)
 
     def runs(self, units: range) -> tuple[object, ...]:
-        """Equal for runs of units that compute and keep the same, with the code around each."""
+        """Return a key that is equal for runs of units with equal computation and saved bytes.
+
+        The code around each unit is included.
+        """
         first, end = units.start, units.stop
         return self.ran[2 * first : 2 * end + 1], self.saved[first:end], self.given[first:end]
 
@@ -97,14 +107,14 @@ class StageGraph:
 
     @property
     def glue(self) -> tuple[str, ...]:
-        """Parameters that no unit reads itself: held by containers, or by modules called twice."""
+        """Parameters that only code between units reads: of containers, or of repeated modules."""
         used = set(self.final.params).union(*(r.params for r in self.reads))
         return tuple(sorted(n for n in used if not self.owners.get(n)))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph cut into stages: `stage_of[unit]`, rising in call order."""
+    """A graph that is split into stages: `stage_of[unit]`, ascending in call order."""
 
     graph: StageGraph
     stage_of: tuple[int, ...]
@@ -115,13 +125,13 @@ class Cut:
         return self.stage_of[-1] + 1
 
     def units(self, stage: int) -> range:
-        """The units of a stage, a run in call order."""
+        """Return the units of a stage: a range in call order."""
         first = self.stage_of.index(stage)
         return range(first, first + self.stage_of.count(stage))
 
     @cached_property
     def routes(self) -> Mapping[tuple[int, int], tuple[Token, ...]]:
-        """(from stage, to stage) to the unit outputs that are sent, in the order of sending."""
+        """(from stage, to stage) -> the unit outputs that are sent, in the order of sending."""
         found: dict[tuple[int, int], set[Token]] = {}
         for stage in range(self.stages) if self.stages > 1 else ():
             for token in self._reads(stage).tokens:
@@ -132,7 +142,7 @@ class Cut:
 
     @property
     def constant(self) -> bool:
-        """Whether a float is sent to another stage that gets no gradient."""
+        """Whether a float tensor without a gradient is sent to another stage."""
         sent = (self.graph.leaves[token] for tokens in self.routes.values() for token in tokens)
         return any("float" in leaf.dtype and not leaf.differentiable for leaf in sent)
 
@@ -142,16 +152,16 @@ class Cut:
         return tuple(self.routes)
 
     def parameters(self, stage: int) -> frozenset[str]:
-        """Names of the parameters that a stage must hold; one name per tied parameter."""
+        """Return the first names of the parameters that a stage must hold."""
         return self._reads(stage).params
 
     def buffers(self, stage: int) -> frozenset[str]:
-        """Names of the buffers that a stage must hold."""
+        """Return the names of the buffers that a stage must hold."""
         return self._reads(stage).buffers
 
     @cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameters that several stages hold: their gradients must be summed over those stages."""
+        """Parameter -> the stages that hold it, if several: their gradients must be summed."""
         holders: dict[str, list[int]] = {}
         for stage in range(self.stages):
             for name in self.parameters(stage):
@@ -159,8 +169,8 @@ class Cut:
         return {name: tuple(s) for name, s in sorted(holders.items()) if len(s) > 1}
 
     def _reads(self, stage: int) -> Reads:
-        # a stage replays the code between units up to the first unit of the next, also where the
-        # result does not matter to it: what that code touches must be there
+        # a stage replays the code between units up to the first unit of the next stage, even if it
+        # does not need the results: the parameters and buffers of that code must be there
         parts = [*self.graph.between[: self.units(stage).stop + 1]]
         parts += [self.graph.reads[u] for u in self.units(stage)]
         if stage == self.stages - 1:
@@ -174,7 +184,7 @@ class Cut:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Outputs (by path) that the last stage cannot give, such as caches of earlier units."""
+        """Outputs (by path) that the last stage does not have, such as caches of earlier units."""
         last = self.stages - 1
         return tuple(
             path
@@ -184,9 +194,10 @@ class Cut:
 
 
 def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
-    """Cut a graph into stages. `stage_of` gives each unit's stage, 0, 0, .., 1, .. in call order.
+    """Split a graph into stages; `stage_of` has each unit's stage: 0, 0, .., 1, .. in call order.
 
-    Raises Refusal S610 where a stage would read a value from inside a unit of another stage.
+    Raises Refusal S610 if a stage would read a value from inside a unit of another stage, and S613
+    if `stage_of` is not such a list.
     """
     rising = all(b - a in (0, 1) for a, b in zip(stage_of, stage_of[1:]))
     if len(stage_of) != len(graph.units) or not stage_of or stage_of[0] != 0 or not rising:
@@ -208,5 +219,5 @@ def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
     return made
 
 
-# the whole model as one stage, which reads nothing of others
+# the full model as one stage
 UNCUT = Cut(StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {}), (0,))

@@ -1,14 +1,10 @@
-"""Models and batches without values: copies on the meta device, shapes there, what is known.
+"""Forwards on the meta device: copies of models and batches without values, and modes to run them.
 
-And calls of torch as modes see them beside such a forward: names, tensors, the line of the model.
-
-* A copy of a model, or of a batch, that has shapes but no values (the meta device).
-* Shapes of operators on the meta device, worked out once for equal tensors. Torch finds them in
-  Python, which takes longer than a kernel would; layers that are alike ask for the same ones
-  again and again.
-* Real values beside meta tensors: of what is computed from the batch alone, such as masks.
-* Calls of torch's functions as a mode sees them: their names, and the tensors among arguments.
-* Which line of the model is running, told from the stack.
+* Copies of a model, or of a batch, on the meta device: shapes without values.
+* `Memo`: results of operators on meta tensors, computed once for equal arguments.  Torch computes
+  their shapes in Python, which takes longer than a kernel, and equal layers repeat the operators.
+* `Constants`: real values of meta tensors that are computed from the batch alone, such as masks.
+* Names of torch's functions, tensors among arguments, and the running line of the model.
 """
 
 from __future__ import annotations
@@ -44,11 +40,11 @@ def copy_with(
     other: Callable[[Tensor], Tensor],
     kept: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
-    """A deep copy of a model in which tensors are made by the given functions, never copied.
+    """Return a deep copy of a model whose tensors are made by the given functions, never copied.
 
-    parameter: first name and parameter to its stand-in; ties stay ties.
-    other: buffers and tensors kept as plain attributes.
-    kept: of these lists of modules only these children are copied, and numbered anew.
+    parameter: makes the stand-in from a parameter's first name and the parameter; ties stay ties.
+    other: makes the stand-ins of buffers, and of tensors that are plain attributes.
+    kept: list of modules -> the children that are copied, and renumbered; others are left out.
     """
     memo: dict[int, Any] = {}
     for name, tensor in model.named_parameters():
@@ -58,9 +54,9 @@ def copy_with(
         for value in (*module._buffers.values(), *plain):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = other(value)
-        taken = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
-        if taken >= RemovableHandle.next_id:  # it was loaded whole: hooks of another process
-            number_hooks_from(taken + 1)
+        latest = max((*module._forward_hooks, *module._forward_pre_hooks), default=-1)
+        if latest >= RemovableHandle.next_id:  # hooks of another process, in a pickled module
+            number_hooks_from(latest + 1)
     for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
         found = model.get_submodule(fqn)
         memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
@@ -68,7 +64,7 @@ def copy_with(
 
 
 def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:
-    """A copy of a list of modules with fewer of them."""
+    """Return a copy of a list of modules that has only the children `kept`."""
     made = copy.copy(found)
     children = (copy.deepcopy(found._modules[name], memo) for name in kept)
     made.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
@@ -76,7 +72,7 @@ def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.
 
 
 def meta_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
-    """A parameter on the meta device, of the same or the given shape."""
+    """Return a parameter on the meta device, of the same or the given shape."""
     empty = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
@@ -86,9 +82,9 @@ def meta_model(
     shapes: Mapping[str, tuple[int, ...]],
     kept: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
-    """The model on the meta device, with other shapes for some parameters (by first name).
+    """Return the model on the meta device; `shapes` replaces parameters' shapes, by first name.
 
-    With `kept`, lists of modules that hold fewer.
+    `kept`: list of modules -> the children that are copied (as in `copy_with`).
     """
     return copy_with(
         model,
@@ -99,14 +95,14 @@ def meta_model(
 
 
 def meta_batch(batch: Any) -> Any:
-    """The batch with every tensor on the meta device."""
+    """Return the batch with every tensor on the meta device."""
     to_meta = lambda value: value.to("meta") if isinstance(value, Tensor) else value  # noqa: E731
     return pytree.tree_map(to_meta, batch)
 
 
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-MOST = 1 << 14  # results that are kept; a model asks for some hundreds
+MOST = 1 << 14  # the most results that are stored; a model needs some hundreds
 LEAVES = frozenset(
     [
         *(int, float, bool, str, type(None)),
@@ -117,14 +113,14 @@ LEAVES = frozenset(
 
 @dataclass(eq=False)
 class Memo:
-    """Runs operators that make new tensors; of one that ran with such arguments the result alone.
+    """Cache of operators' results on meta tensors: an operator runs once for equal arguments.
 
-    Only what neither writes nor views, draws nothing and is given nothing but meta tensors and
-    plain numbers is remembered; a result that shares memory with an argument never is. Where
-    another mode watches below, every operator runs: it must see the operator, not bare memory.
+    Cached are operators that neither write, nor view, nor draw, and whose arguments are meta
+    tensors and plain values only; never a result that shares memory with an argument.  Where
+    another dispatch mode is active below, every operator runs, because that mode must see it.
 
-    One may serve many runs: the key holds all that the shape of a result hangs on, the default
-    dtype too, to which integers are promoted.
+    One cache may serve many runs: the key has everything that decides a result's shape, also the
+    default dtype, to which integers are promoted.
     """
 
     _known: dict[Any, tuple[type, tuple[Made | None, ...]] | None] = field(default_factory=dict)
@@ -132,7 +128,7 @@ class Memo:
     _fresh: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the results of the operator `func`; remember their shapes."""
+        """Return the results of the operator `func`; cache their shapes."""
         known = self._fresh.get(id(func))
         if known is None:
             ends = (*func._schema.arguments, *func._schema.returns)
@@ -145,20 +141,23 @@ class Memo:
         if key is None or not inputs:
             return func(*args, **kwargs)
         found = self._known.get(key)
-        # what is called inside is no call of the model: no mode above may see it, or miss it
+        # the model does not make the calls below: function modes must not see them
         with torch._C.DisableTorchFunction():
             if found is not None:
-                return _again(found)
+                return _recreate(found)
             out = func(*args, **kwargs)
         if key not in self._known:
             if len(self._known) >= MOST:
                 self._known.clear()
-            self._known[key] = _described(out, inputs)
+            self._known[key] = _describe_result(out, inputs)
         return out
 
 
 def _key(value: Any, inputs: list[Tensor]) -> Any:
-    """Equal for arguments whose results are alike; None where nobody can tell. Notes tensors."""
+    """Return a key that is equal for arguments with equal results; None if there is none.
+
+    Adds the tensors in `value` to `inputs`.
+    """
     kind = type(value)
     if kind in PLAIN:
         if not value.is_meta or value.layout is not torch.strided or value.is_conj():
@@ -167,7 +166,7 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
         return "t", value.shape, value.stride(), value.dtype
     if kind is tuple or kind is list:
         parts = []
-        for one in value:  # no generator: this is called some times for each operator of a model
+        for one in value:  # no generator: this runs several times for each operator of a model
             part = _key(one, inputs)
             if part is None:
                 return None
@@ -178,8 +177,10 @@ def _key(value: Any, inputs: list[Tensor]) -> Any:
     return None
 
 
-def _described(out: Any, inputs: Iterable[Tensor]) -> tuple[type, tuple[Made | None, ...]] | None:
-    """Return what makes a result anew; None for one that is not new memory of its own."""
+def _describe_result(
+    out: Any, inputs: Iterable[Tensor]
+) -> tuple[type, tuple[Made | None, ...]] | None:
+    """Return a description from which `_recreate` makes a result; None if it is not new memory."""
     parts = (out,) if isinstance(out, Tensor) else out
     if not isinstance(parts, tuple | list):
         return None
@@ -201,7 +202,7 @@ def _described(out: Any, inputs: Iterable[Tensor]) -> tuple[type, tuple[Made | N
     return type(out) if not isinstance(out, Tensor) else Tensor, tuple(made)
 
 
-def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
+def _recreate(found: tuple[type, tuple[Made | None, ...]]) -> Any:
     kind, made = found
     tensors = [
         None if one is None else torch.empty_strided(one[0], one[1], dtype=one[2], device="meta")
@@ -210,40 +211,40 @@ def _again(found: tuple[type, tuple[Made | None, ...]]) -> Any:
     return tensors[0] if kind is Tensor else kind(tensors)
 
 
-# of torch's own operators, for all runs of this process: what these give never changes; one that a
-# library or a user registers may be registered anew, and is remembered within a run
+# results of torch's own operators, for all runs of this process: they never change.  An operator of
+# a library or a user may be registered again: its results are cached within a run only
 _ATEN = Memo()
 
 
 def remembered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator, remembered where it is torch's own."""
+    """Return the result of an operator, from the cache of the process if it is torch's own."""
     own = func.namespace == "aten"
     return _ATEN.run(func, args, kwargs) if own else func(*args, **kwargs)
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
-LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
+LIMIT = 1 << 22  # bytes of a value; padding masks and positions are small, larger ones are dropped
 
 
 @dataclass(eq=False)
 class Constants:
-    """Runs operators on meta tensors and, where every input is known, on real values too.
+    """Runs operators on meta tensors, and on real values too where all inputs' values are known.
 
-    A model may ask whether a mask is all ones, which a meta tensor cannot answer. Values are
-    known per storage, so views and in-place writes are followed.
+    A model may branch on whether a mask is all ones, which a meta tensor cannot answer.  Values are
+    stored by storage, so views and in-place writes are followed.
     """
 
-    values: dict[int, Tensor] = field(default_factory=dict)  # meta storage to a flat real tensor
+    values: dict[int, Tensor] = field(default_factory=dict)  # meta storage -> flat real tensor
     memo: Memo = field(default_factory=Memo)
-    tell: Callable[[Any], Any] = lambda value: value  # what a model that asks gets of a known value
-    _alive: dict[int, Any] = field(default_factory=dict)  # while a storage lives its value is known
+    tell: Callable[[Any], Any] = lambda value: value  # known value -> the value that a model gets
+    _alive: dict[int, Any] = field(default_factory=dict)  # weak references of the storages
 
     def know(self, real: Any, meta: Any) -> None:
-        """Remember the values of integer and boolean tensors given as arguments."""
+        """Store the values of the integer and boolean tensors in `real` for those in `meta`."""
         for value, bare in zip(_pytree.tree_leaves(real), _pytree.tree_leaves(meta)):
             if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_meta:
                 continue
-            self._keep(bare, value)
+            self._store(bare, value)
 
     def run(
         self,
@@ -252,27 +253,27 @@ class Constants:
         kwargs: Mapping[str, Any],
         unknown: Callable[[Any], Any],
     ) -> Any:
-        """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
+        """Return the operator's result; `unknown(func)` gives a scalar that is not known."""
         if func is SCALAR and args[0].is_meta:
             value = self.real(args[0])
             return unknown(func) if value is None else self.tell(value.item())
         if func is torch.ops.aten.masked_select.default and args[0].is_meta:
-            return self._sized(func, args, kwargs, unknown)
+            return self._run_data_dependent(func, args, kwargs, unknown)
         try:
             memo = _ATEN if func.namespace == "aten" else self.memo
             output = memo.run(func, args, kwargs)
         except NotImplementedError:  # the shape depends on values
-            return self._sized(func, args, kwargs, unknown)
-        except RuntimeError as error:  # so it says of one operator
+            return self._run_data_dependent(func, args, kwargs, unknown)
+        except RuntimeError as error:  # the message of one operator
             if "meta tensor without output_size" in str(error):
-                return self._sized(func, args, kwargs, unknown)
+                return self._run_data_dependent(func, args, kwargs, unknown)
             if (moved := self._moved(args, kwargs)) is None:
                 raise
             return self.run(func, *moved, unknown)
         first: Any = args[0] if args else None
-        with torch._C.DisableTorchFunction():  # a look at an attribute is a call through all modes
+        with torch._C.DisableTorchFunction():  # else an attribute access calls all modes
             if type(first) in PLAIN and type(output) is Tensor and output.dtype is not torch.bool:
-                # most operators of a model: nothing is known of the result, nor has it been
+                # most operators of a model: no values of the input or of the result are known
                 values = self.values
                 known = values and (storage(first) in values or storage(output) in values)
                 if first.is_meta and output.is_meta and not known:
@@ -280,7 +281,7 @@ class Constants:
             parts = (output,) if isinstance(output, Tensor) else _pytree.tree_leaves(output)
             made = [t for t in parts if isinstance(t, Tensor) and t.is_meta]
             small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
-            # where nothing is known, what is made of a tensor is not known either
+            # without any known values a result computed from a tensor is not known either
             blind = not self.values and isinstance(first, torch.Tensor) and first.is_meta
         if not made:
             if func._schema.is_mutable:
@@ -288,19 +289,19 @@ class Constants:
             return output
         shadow = self._shadow(func, args, kwargs) if small and not blind else None
         if shadow is None and func is torch.ops.aten._is_all_true.default:
-            shadow = torch.tensor(True)  # by which distributions check values that are not here
+            shadow = torch.tensor(True)  # a distribution's check of its arguments
         if shadow is not None:
             for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
                 if isinstance(bare, torch.Tensor) and storage(bare) not in self.values:
-                    self._keep(bare, value)
+                    self._store(bare, value)
         elif func._schema.is_mutable:
             self._forget(made)
         return output
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments with all tensors on the meta device; None where they lie on one device.
+        """Return the arguments with all tensors on the meta device; None if they have one device.
 
-        A table that the model's code keeps in a global, or by `lru_cache`, has values already.
+        A tensor that the model's code holds in a global, or by `lru_cache`, has values already.
         """
         leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
         real = [t for t in leaves if isinstance(t, torch.Tensor) and t.ndim and not t.is_meta]
@@ -311,32 +312,37 @@ class Constants:
         made = _pytree.tree_unflatten([moved.get(id(t), t) for t in leaves], spec)
         return made[0], made[1]
 
-    def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
-        """The result of an operator whose shape only values tell."""
+    def _run_data_dependent(
+        self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]
+    ) -> Any:
+        """Return the result of an operator whose shape depends on values."""
         shadow = self._shadow(func, args, kwargs)
         if shadow is None:
-            numbered = self._numbered(func, args)
+            numbered = self._known_positions(func, args)
             if numbered is not None:
                 return torch.ops.aten.index.Tensor(args[0], numbered)
-            if unknown(func):  # other values than those below: none is set
-                return self._of_zeros(func, args, kwargs)
-            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
-                return func(*args, **kwargs)
+            if unknown(func):  # `other`: no element is set, instead of all
+                return self._run_on_zeros(func, args, kwargs)
+            try:
+                with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                    return func(*args, **kwargs)
+            except NotImplementedError:  # torch has no meta implementation
+                return self._run_on_zeros(func, args, kwargs)
         output = _pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
         for bare, value in zip(_pytree.tree_leaves(output), _pytree.tree_leaves(shadow)):
-            self._keep(bare, value)
+            self._store(bare, value)
         return output
 
-    def _of_zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of such an operator where all that it is given is zero."""
+    def _run_on_zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator for arguments of zeros."""
         zeros = lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t  # noqa: E731
         args, kwargs = _pytree.tree_map_only(Tensor, zeros, (args, dict(kwargs)))
         return _pytree.tree_map_only(Tensor, lambda t: t.to("meta"), func(*args, **kwargs))
 
-    def _numbered(self, func: Any, args: Any) -> list[Tensor | None] | None:
-        """Return the indices of an operator with known masks as positions: their number is known.
+    def _known_positions(self, func: Any, args: Any) -> list[Tensor | None] | None:
+        """Return an operator's indices with known masks as positions, whose number is known.
 
-        What is taken by them, logits where a mask of the batch is set, need not be known.
+        The values that are selected (logits where a mask of the batch is set) need not be known.
         """
         if func is torch.ops.aten.masked_select.default and args[0].shape == args[1].shape:
             masks = [args[1]]
@@ -356,10 +362,10 @@ class Constants:
         return found
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
+        if draws(func):  # not decided by the batch; the program's random numbers stay unused
             return None
         if any(type(a) in PLAIN and a.is_meta and storage(a) not in self.values for a in args):
-            return None  # most operators of a model: found out without a look into what they take
+            return None  # most operators of a model: decided without flattening arguments
         leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         on_meta = any(t.is_meta for t in tensors) or any(
@@ -383,7 +389,7 @@ class Constants:
             return None
 
     def real(self, bare: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor on the meta device, where they are known."""
+        """Return the values of a tensor on the meta device; None if they are not known."""
         flat = self.values.get(storage(bare))
         if flat is None:
             return None
@@ -391,15 +397,15 @@ class Constants:
             flat = flat.view(bare.dtype)
         return flat.as_strided(bare.shape, bare.stride(), bare.storage_offset())
 
-    def _keep(self, bare: torch.Tensor, value: torch.Tensor) -> None:
+    def _store(self, bare: torch.Tensor, value: torch.Tensor) -> None:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
         if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
             return
         flat = torch.zeros(size, dtype=value.dtype, device="cpu")
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
-        key, me = storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
+        key, me = storage(bare), weakref.ref(self)  # no cycle: values are freed with `self`
 
-        def gone(_: Any) -> None:  # another storage may come to lie at its place
+        def gone(_: Any) -> None:  # another storage may get the same address
             if (known := me()) is not None:
                 known.values.pop(key, None)
                 known._alive.pop(key, None)
@@ -416,10 +422,10 @@ class Constants:
 def without_values(
     batch: Mapping[str, Any], other: bool = False
 ) -> Iterator[tuple[dict[str, Any], OnMeta]]:
-    """The batch on the meta device; what runs within makes its tensors there, too.
+    """Context: yield the batch on the meta device, and a mode; new tensors are on meta, too.
 
-    A model may ask for values: it gets those that the batch decides, and 0 for others.  With
-    `other` it gets other ones.
+    A model may read values: it gets those that the batch decides, and 0 for others.  With `other`
+    it gets other values.
     """
     inputs = meta_batch(dict(batch))
     values = OnMeta(dict(batch), inputs, other)
@@ -429,7 +435,10 @@ def without_values(
 
 @contextmanager
 def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
-    """Models that are run inside may ask for values: they get those that the batch decides."""
+    """Context in which models may read values: they get those that the batch decides.
+
+    `real` and `meta` are the models' arguments, with and without values.
+    """
     mode = OnMeta(real, meta)
     with mode, Literals(mode.constants):
         yield mode
@@ -437,11 +446,11 @@ def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
 
 @dataclass(eq=False)
 class Literals(TorchFunctionMode):
-    """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
+    """Mode that stores the numbers of literals in `constants`: on the meta device they are lost.
 
-    Both are made below all dispatch: tensors from numbers, and lists that stand as an index. The
-    ways back are below it, too: a tensor as a list of numbers, which only the batch can tell, and
-    one number written into a text.
+    Literals become tensors below dispatch: the arguments of `torch.tensor`, and lists of indices.
+    The conversions back are below dispatch, too: `tolist`, whose result only the batch decides, and
+    `format` of a scalar.
     """
 
     constants: Constants
@@ -450,19 +459,19 @@ class Literals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in TELLING and args[0].is_meta and (told := self._told(func, args)) is not None:
-            return told
+        if func in TELLING and args[0].is_meta and (found := self._read(func, args)) is not None:
+            return found
         if func in INDEXING and args[0].is_meta:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            spelt = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
-            args = (args[0], spelt, *args[2:])
+            literal = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], literal, *args[2:])
         output = func(*args, **kwargs)
         if func in MAKING and output.is_meta and _plain(args[0]):
             self.constants.know(func(*args, **{**kwargs, "device": "cpu"}), output)
         return output
 
-    def _told(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The numbers of a tensor; None where nobody knows them, for torch to say so."""
+    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return the numbers of a tensor; None if they are not known: then torch raises."""
         if func is torch.Tensor.tolist:
             real = self.constants.real(args[0])
             return None if real is None else self.constants.tell(real.tolist())
@@ -487,10 +496,10 @@ def _plain(data: Any) -> bool:
 
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a model run on meta tensors although it asks for values.
+    """Mode in which a model that reads values runs on meta tensors.
 
-    `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
-    `other`: whoever asks is told another value than that, known or not.
+    `real` and `meta` are the model's arguments, whose values are known; unknown values are 0.
+    `other`: every value that is read, known or not, is replaced with another one.
     """
 
     def __init__(self, real: Any = (), meta: Any = (), other: bool = False) -> None:
@@ -498,11 +507,11 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants = Constants(tell=self._tell)
         self.constants.know(real, meta)
         self.other = other
-        self.asked = False  # for a value that is not known
-        self.told = False  # a value that is known
+        self.asked = False  # whether an unknown value was read
+        self.told = False  # whether a known value was read
         self.random = False  # whether a random operator has run
-        # told of every random operator that runs
-        self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
+        # called for every random operator that runs
+        self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _ignore
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -522,27 +531,27 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _another(value: float) -> float:
-    """Return a number of the same kind that is another one."""
+    """Return another number of the same type."""
     return type(value)(not value)
 
 
-def _nobody(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Told of what is drawn, where nobody asks."""
+def _ignore(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Do nothing for a random operator."""
 
 
 @cache
 def draws(func: Any) -> bool:
-    """Return whether an operator draws random numbers, if its arguments let it."""
+    """Return whether an operator may draw random numbers; its arguments may still prevent it."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return what names a tensor's memory as long as it is in use, also one without values."""
+    """Return the identity of a tensor's storage, unique while it lives; works on meta too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def name_of(func: Any) -> str:
-    """A readable name of a torch function or tensor method."""
+    """Return a readable name of a torch function or tensor method."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__") and hasattr(func, "__self__"):
         return getattr(func.__self__, "__name__", name)
@@ -550,24 +559,24 @@ def name_of(func: Any) -> str:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a nest of lists, tuples and dicts, in order."""
+    """Return the tensors of a pytree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-OURS = Path(__file__).resolve().parents[3]  # what holds schedlang/, passes/ and primitives/
+OURS = Path(__file__).resolve().parents[3]  # the folder of schedlang/, passes/ and primitives/
 KNOWN = (
     *(str(OURS / part) + os.sep for part in ("schedlang", "passes", "primitives")),
     str(Path(torch.__file__).resolve().parent) + os.sep,
 )
-RUNS = {("batch.py", "forward"), ("original.py", "derive")}  # our code that runs a model
+RUNS = {("batch.py", "forward"), ("original.py", "derive")}  # (file, function) that runs a model
 
 
 def model_line() -> str:
-    """File and line of the innermost code that is neither torch's nor ours; "" outside a model.
+    """Return file and line of the innermost frame outside of torch and schedlang; "" if none.
 
-    A model is run by our code, so what lies further out than that is no model.
+    The search ends at schedlang's code that runs a model: frames further out are not the model's.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_back is not None:

@@ -1,8 +1,8 @@
-"""Shapes on the meta device that torch lacks, or knows of fewer types.
+"""Shape rules of the meta device that torch lacks, or restricts to some dtypes.
 
-* Grouped matrix products in any float type (torch's own rule knows bfloat16 alone, so that no model
-  of experts in another type could be looked at without values).
-* The loss of recognised speech (CTC), and what a mask selects.
+* Grouped matrix products in any float dtype (torch's rule accepts bfloat16 only, so a model of
+  experts in another dtype could not run on meta).
+* The CTC loss, and `masked_select`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @cache
 def install() -> Any:
-    """Put the rule in place of torch's, once; the result keeps it there."""
+    """Register the rules with torch, once; they stay while the returned library lives."""
     kind: Any = torch.library.Library
     library = kind("aten", "IMPL", "Meta")
     with warnings.catch_warnings():
@@ -32,15 +32,15 @@ def install() -> Any:
 
 
 def _selected(values: Tensor, mask: Tensor) -> Tensor:
-    """Return what a mask without values selects: all, as torch has it of `nonzero`."""
+    """Return the result of a mask without values: all elements, as torch assumes for `nonzero`."""
     both = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]
     return values.new_empty(both[0].numel())
 
 
 def _ctc(log_probs: Tensor, targets: Tensor, lengths: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results of connectionist temporal classification: losses, and its states.
+    """Return empty results of connectionist temporal classification: losses and states.
 
-    There are as many states as the longest target has, which without values is as long as any.
+    The number of states is that of the longest target; without values, of the dim of targets.
     """
     tokens, rows = log_probs.shape[:2] if log_probs.ndim == 3 else (len(log_probs), 1)
     states = 2 * targets.shape[-1] + 1

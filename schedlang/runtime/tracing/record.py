@@ -1,6 +1,7 @@
-"""Record one forward: values that flow between units, operations of each, bytes that it keeps.
+"""Record one forward: the values that flow between units, and the costs of each unit.
 
-* What each unit costs in one forward: operations, and bytes kept for the backward.
+Costs are operations, and bytes that are saved for backward.  `record` gives a `StageGraph`, which
+is split into stages before there are ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from schedlang.runtime.tracing.units import Switch, Tell, overheard
 
 
 class Burden:
-    """Counts on tensors that may lie on the meta device; each storage once for each unit."""
+    """Costs of units in one forward, which may run on the meta device.
+
+    flops  operations of each unit
+    saved  bytes that each unit saves for backward; a storage counts once for each unit
+    given  bytes of each unit's arguments that require a gradient
+    """
 
     def __init__(self, units: int) -> None:
         self.flops, self.saved, self.given = [0] * units, [0] * units, [0] * units
         self._never: set[int] = set()
-        self._alive: list[Any] = []  # a freed storage would give its address to another
+        self._alive: list[Any] = []  # another storage may get the address of a freed one
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """A parameter or buffer: it is there anyway."""
+        """Count no bytes for a tensor: a parameter or a buffer is stored anyway."""
         self._never.add(key_of(tensor))
 
     @contextmanager
     def of(self, unit: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Count what is saved within for one unit, and what its arguments take."""
+        """Context in which saved tensors count for one unit; counts the unit's arguments, too."""
         seen = set(self._never)
         self.given[unit] += sum(self._size(t, seen) for t in arguments if t.requires_grad)
         seen = set(self._never)
@@ -53,7 +59,7 @@ class Burden:
             yield
 
     def keeps(self, unit: int, tensor: torch.Tensor, size: int) -> None:
-        """Count what autograd saves: bytes that no tensor of this call had before."""
+        """Count a tensor that autograd saves; `size`: bytes not counted for this call before."""
         self.saved[unit] += size
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -75,8 +81,7 @@ class Burden:
 
 
 def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Return the operations of one operator by torch's formula; else one for each element it
-    makes."""
+    """Return the operations of one operator: by torch's formula, else one per output element."""
     formula = flop_counter.flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=output))
@@ -84,7 +89,7 @@ def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Return a number that is unique to a storage as long as it lives."""
+    """Return the identity of a tensor's storage, unique while it lives; works without a storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -93,7 +98,10 @@ def key_of(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def counted(burden: Burden, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Count what calls of these modules cost, those inside of another one's with that one."""
+    """Context in which the costs of calls of these modules are counted in `burden`.
+
+    A call inside of another module's call counts for the inner module.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         burden.leave_out(tensor)
     mode = _Operators(burden)
@@ -116,7 +124,7 @@ def counted(burden: Burden, model: nn.Module, names: Sequence[str]) -> Iterator[
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every operator that runs in a unit."""
+    """Mode that counts every operator that runs in a unit."""
 
     def __init__(self, burden: Burden) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,11 +143,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Mark = tuple[str, Any]  # ("out", token) | ("inner", unit) | ("param", name) | ("buffer", name)
 Marks = frozenset[Mark]
 ONCE = "S601"
-# a unit, its arguments, the leaves of its output, their structure, those of them it has written to
+# (unit, its arguments, leaves of its output, their structure, numbers of leaves it has written to)
 Met = Callable[[int, Any, list[Any], Any, frozenset[int]], None]
 NONE: Marks = frozenset()
 
-# the result depends on the shape of the tensor arguments, not on their values
+# the result depends on the shapes of the tensor arguments, not on their values
 SHAPE_ONLY = {
     f"aten::{name}"
     for name in (
@@ -148,7 +156,7 @@ SHAPE_ONLY = {
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 }
-# the result goes to Python, or decides a shape: what runs afterwards may depend on it
+# the result goes to Python, or decides a shape: later code may depend on it
 DECIDES = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"}
 CONTROL = {*DECIDES, "aten::nonzero"}
 
@@ -162,13 +170,14 @@ def record(
     meta: bool = True,
     met: Met | None = None,
 ) -> StageGraph:
-    """Run the model once and see what each unit reads of the others.
+    """Run the model once, and record what each unit reads of the others.
 
-    `kwargs` are the model's keyword arguments (real or meta tensors). With `meta` the run is on a
-    copy on the meta device, so weights are neither needed nor touched. The loss is
-    `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.  `met` is told of each
-    unit whose output has a form that its arguments' shapes decide: neither values nor draws do.
-    Raises Refusal S601 if a unit is not called exactly once, or not in the order given.
+    `kwargs` are the model's keyword arguments (real or meta tensors).  With `meta` a copy runs on
+    the meta device, so weights are neither needed nor changed.  The loss is `loss(output, kwargs)`,
+    else the output's `.loss`, else a scalar output.  `met` is called for each unit whose output's
+    form is decided by the shapes of its arguments, and not by values or random draws.
+    Raises Refusal S601 if a unit is not called exactly once, or not in the order of `units`, and
+    S611 if code between units reads an unknown value.
     """
     subject = meta_model(model, {}) if meta else model
     recorder = _Recorder(subject, units, met)
@@ -177,12 +186,12 @@ def record(
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)
     try:
-        # drawing numbers here must not change what the program draws later
-        undrawn = torch.random.fork_rng(devices=[])
-        at_home = torch.device("meta") if meta else nullcontext()
-        spelt = Literals(recorder.constants)
+        # random draws here must not change the program's later draws
+        same_rng = torch.random.fork_rng(devices=[])
+        device = torch.device("meta") if meta else nullcontext()
+        literals = Literals(recorder.constants)
         calls = switch.using(recorder.call)
-        with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
+        with same_rng, torch.enable_grad(), device, calls, recorder, literals:
             output, value = forward(subject, given, loss)
     except Exception as error:
         if recorder.guessed is not None:
@@ -194,29 +203,29 @@ def record(
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows marks on storages, which views, in-place writes and detached aliases share."""
+    """Mode that propagates marks of storages, which views, writes and detached aliases share."""
 
     def __init__(self, model: nn.Module, units: Sequence[str], met: Met | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.met = met
-        self.unsure: set[int | None] = set()  # what draws, or looks at values
+        self.unsure: set[int | None] = set()  # units that draw, or read values
         self.model, self.units, self.labels = model, tuple(units), labels(units)
         self.marks: dict[int, Marks] = {}
-        self.owner: dict[int, Token] = {}  # the storage of a returned leaf
-        self.alive: list[Any] = []  # a freed storage would give its address to another
+        self.owner: dict[int, Token] = {}  # storage of a returned leaf -> its token
+        self.alive: list[Any] = []  # another storage may get the address of a freed one
         self.inside: int | None = None
         self.arguments: list[torch.Tensor] = []
         self.quiet = False
         self.called: list[int] = []
         self.read: list[Marks] = [NONE] * len(units)
-        self.held: dict[int, Mark] = {}  # the storage of a parameter or buffer
+        self.held: dict[int, Mark] = {}  # storage of a parameter or buffer -> its mark
         self.between: list[Marks] = [NONE] * (len(units) + 1)
         self.owners: dict[str, set[int]] = {}
         self.control: Marks = NONE
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
-        self.constants = Constants(tell=self._looked)
-        # what is said if what runs behind all units does not run with the sizes it was told
+        self.constants = Constants(tell=self._note_read)
+        # the refusal if the code behind all units fails with the sizes that it was given
         self.guessed: Refusal | None = None
         self.burden = Burden(len(units))
         self.ran: list[list[Any]] = [[] for _ in range(2 * len(units) + 1)]
@@ -233,8 +242,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.held[storage] = mark
 
     def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
-        """One call of a unit: its outputs get marks of their own."""
+        """Handle one call of a unit, and mark its outputs."""
         name = self.labels[unit]
+        if torch._C._are_functorch_transforms_active():
+            raise refusal(
+                "S610",
+                name,
+                "is called inside of a transform of `torch.func`, which no stage has all of",
+                "cut outside of the module that transforms",
+            )
         if self.inside is not None:
             raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
         if unit in self.called:
@@ -254,14 +270,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         before, sides = [(t, t._version) for t in self.arguments], count()
 
-        def heard(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
-            self.unsure.add(unit)  # what hooks are told, no output shows
+        def on_hook(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
+            self.unsure.add(unit)  # the output does not show what hooks get
             leaves, spec = pytree.tree_flatten(output)
             marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
             return call(given, pytree.tree_unflatten(marked, spec))
 
         module = self.model.get_submodule(self.units[unit])
-        with self.burden.of(unit, self.arguments), overheard(module, heard):
+        with self.burden.of(unit, self.arguments), overheard(module, on_hook):
             output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
@@ -275,7 +291,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(marked, spec)
 
     def _return(self, unit: int, index: int, leaf: Any) -> Any:
-        """A returned tensor, as a copy in a storage of its own that carries the unit's mark."""
+        """Return a copy of a returned tensor, whose new storage has the unit's mark."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         self.read[unit] |= self._of(leaf) - {("inner", unit)}  # an input that is passed through
@@ -300,7 +316,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(func, args, kwargs, output)
         return output
 
-    def _looked(self, value: Any) -> Any:
+    def _note_read(self, value: Any) -> Any:
         self.unsure.add(self.inside)
         return value
 
@@ -352,10 +368,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.marks[storage] = marks
 
     def _unknown(self, func: Any) -> int:
-        """A value that the model asks for and that only real tensors would have.
+        """Return 0 for a value that the model reads, and that a meta tensor does not have.
 
-        Inside a unit any answer will do: then the unit counts as reading all its arguments. Between
-        units it decides what runs next; behind all of them a size decides nothing of other stages.
+        Inside a unit the unit counts as reading all its arguments.  Between units the value decides
+        what runs next: raises Refusal S611.  Behind all units a size has no effect on other stages.
         """
         if self.inside is None:
             behind = self.called[-1:] == [len(self.units) - 1]
@@ -378,7 +394,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
-        """The recorded graph, once the forward has ended."""
+        """Return the recorded graph; the forward must have ended."""
         for unit, name in enumerate(self.labels):
             if unit not in self.called:
                 raise refusal(ONCE, name, "is not called in this forward")
@@ -390,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             marks = self._of(leaf)
             inner = frozenset(what for kind, what in marks if kind == "inner")
-            # what hooks were told is sent for a loss; for an output alone it stays where it is
+            # tensors that hooks got are sent if the loss needs them, but not for an output alone
             inner |= {what[0] for kind, what in marks - final if kind == "out" and what[1] < 0}
             if inner:
                 partial[pytree.keystr(path)] = inner
@@ -400,7 +416,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             token: Leaf(leaf.shape, leaf.dtype, leaf.differentiable, token in self.mutated)
             for token, leaf in self.leaves.items()
         }
-        alike: dict[Any, int] = {}
+        numbers: dict[Any, int] = {}  # equal lists of operators get equal numbers
         return StageGraph(
             self.units,
             tuple(_reads(marks) for marks in self.read),
@@ -412,13 +428,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(self.burden.flops),
             tuple(self.burden.saved),
             tuple(self.burden.given),
-            tuple(alike.setdefault(tuple(one), len(alike)) for one in self.ran),
+            tuple(numbers.setdefault(tuple(one), len(numbers)) for one in self.ran),
         )
 
 
 @cache
 def _by_shapes(func: Any) -> bool:
-    """Return whether shapes alone decide the form of an operator's result, and nothing is drawn."""
+    """Return whether shapes alone decide the form of an operator's result, without random draws."""
     tags = torch.Tag
     unsure = {tags.nondeterministic_seeded, tags.data_dependent_output, tags.dynamic_output_shape}
     return unsure.isdisjoint(func.tags)
@@ -440,7 +456,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensor arguments that an operator writes into, by its schema."""
+    """Return the tensor arguments that an operator writes into, by its schema."""
     if not func._schema.is_mutable:
         return []
     values = []

@@ -1,4 +1,7 @@
-"""Units of a model: who they are, a switch in front of their calls, and the hooks inside them."""
+"""Units of a model, between which it may be cut: find them, intercept their calls and their hooks.
+
+Used when a forward is recorded, and when stages of a pipeline replay it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 
 class Switch:
-    """Stands in front of every call to a unit, hooks included, and hands it to a handler.
+    """Intercepts every call of a unit, before the module's hooks, and passes it to a handler.
 
-    A module that stands several times in `names` is as many units: its k-th call (since `using`)
-    is the k-th of them, and any further call the last. Without a handler (also in recomputation) a
-    unit is called as it is. This is the one place that uses `Module._compiled_call_impl`, torch's
-    own override of a module's call: what `module.compile()` puts there is called behind the switch.
+    A module that is k times in `names` is k units: its n-th call (since `using`) is the n-th unit,
+    and any further call the last unit.  Without a handler (also in recomputation) a unit is called
+    unchanged.  Only this class uses `Module._compiled_call_impl`, torch's override of a module's
+    call: a function that `module.compile()` has put there is called behind the switch.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -59,7 +62,7 @@ class Switch:
 
     @contextmanager
     def using(self, handler: Handler) -> Iterator[None]:
-        """Hand calls to `handler` within."""
+        """Context in which calls of units are passed to `handler`."""
         for name, (module, route) in self._routes.items():
             if (now := module.__dict__[OVERRIDE]) is not route:  # the module was compiled since
                 self._before[name], module.__dict__[OVERRIDE] = now, route
@@ -70,7 +73,7 @@ class Switch:
             self.handler, self.turns = outer
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules' own calls."""
         for name, module in zip(self.names, self.modules):
             if self._before[name] is None:
                 module.__dict__.pop(OVERRIDE, None)
@@ -88,21 +91,24 @@ def units_of(
     meta: bool = True,
     calls: Calls | None = None,
 ) -> tuple[str, ...]:
-    """The modules between which the model may be cut, in call order, from one forward.
+    """Return the modules between which the model may be cut, in the call order of one forward.
 
-    The trunk's elements and the modules `at`; and before, between and after them every outermost
-    module that has parameters. The trunk is `trunks`, lists (and single modules) in any order;
-    without them the outermost module lists, a Sequential where there is no list, the model's
-    children where there is neither. Elements that this forward does not call are left out. A module
-    called several times is several units, and stands here as often, where `unrolled` says so (then
-    it must be called as often as said) or where calls lie in different gaps of the trunk, one in
-    each. Any other outside the trunk is left to the code between units, and so are lists that are
-    walked again where modules `at` of other lists are named; in the trunk it is refused (S601).
-    `kwargs` are the model's arguments; with `meta` the forward runs on a copy on the meta
-    device, else on the model itself; it does not run where its `calls` are known.
+    These are the elements of the trunk, the modules `at`, and before, between and after them every
+    outermost module with parameters.  The trunk is `trunks`: lists (and single modules) in any
+    order.  Without `trunks` it is the outermost module lists; a Sequential if there is no list; the
+    model's children if there is neither.  Elements that this forward does not call are left out.
+
+    A module that is called several times is several units, and appears once for each call, if it is
+    in `unrolled` (module -> number of calls, which must be right) or if its calls are in different
+    gaps of the trunk, one in each.  Other repeated modules outside the trunk belong to the code
+    between units; so do lists that are walked again, if `at` names modules of other lists.  In the
+    trunk a repeated module is refused (S601).
+
+    `kwargs` are the model's arguments.  With `meta` the forward runs on a copy on the meta device,
+    else on the model itself.  It does not run if its `calls` are given.
     """
-    at = [_first(model, name) for name in at]
-    unrolled = {_first(model, name): times for name, times in (unrolled or {}).items()}
+    at = [_first_name(model, name) for name in at]
+    unrolled = {_first_name(model, name): times for name, times in (unrolled or {}).items()}
     calls = calls or calls_of(model, kwargs, meta)
     named = dict(model.named_modules())
     trunk = elements_of(model, calls.counts, trunks, unrolled)
@@ -125,10 +131,10 @@ def units_of(
 
 
 def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The units between which a model may be cut where nobody says where.
+    """Return the units between which a model may be cut if a schedule does not say where.
 
-    Where some lists are walked again and others are not, those of the others: a discriminator that
-    judges two images stays whole behind the generator that is cut.
+    If some lists are walked again and others are not, only the others are cut: a discriminator that
+    judges two images stays in one piece behind the generator.
     """
     calls = calls_of(model, kwargs, True)
     trunk = elements_of(model, calls.counts)
@@ -140,7 +146,10 @@ def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set[str]:
-    """The elements of a trunk less those of lists that are walked again and have none of `kept`."""
+    """Return a trunk's elements without those of lists that are walked again.
+
+    Lists that contain a module of `kept` remain.
+    """
 
     def holder(name: str) -> str:
         return name.rpartition(".")[0]
@@ -151,7 +160,7 @@ def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set
 
 
 def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> list[str]:
-    """Every call of a module with parameters that no other such module encloses."""
+    """Return every call of a module with parameters that no other such module encloses."""
     containers = {""}
     for name in cut:
         parts = name.split(".")
@@ -160,7 +169,7 @@ def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> l
     for name in calls.counts:
         parts = name.split(".")
         above = {".".join(parts[:k]) for k in range(1, len(parts))}
-        # what is never called, such as a list, encloses nothing
+        # a module that is never called, such as a list, encloses nothing
         outermost = not (above - containers) & calls.counts.keys()
         has_own = next(named[name].parameters(), None) is not None
         if name not in containers and outermost and has_own:
@@ -169,7 +178,7 @@ def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> l
 
 
 def _one_in_each_gap(units: Sequence[str], cut: Set[str]) -> set[str]:
-    """The modules outside the trunk that are called more than once, never twice in one gap."""
+    """Return the modules outside the trunk that are called at most once in each gap."""
     seen: set[tuple[str, int]] = set()
     twice, gap = set(), 0
     for name in units:
@@ -215,7 +224,7 @@ def in_trunk(
     trunks: Sequence[str] = (),
     unrolled: Iterable[str] = (),
 ) -> tuple[bool, ...]:
-    """Return for each unit whether it is an element of the trunk, or lies in one."""
+    """Return for each unit whether it is an element of the trunk, or inside of one."""
     elements = elements_of(model, dict.fromkeys(units, 1), trunks, unrolled)
     return tuple(any(unit == e or unit.startswith(f"{e}.") for e in elements) for unit in units)
 
@@ -226,15 +235,15 @@ def elements_of(
     trunks: Sequence[str] = (),
     unrolled: Iterable[str] = (),
 ) -> set[str]:
-    """The called elements of the trunk: of the lists given, else of the outermost lists.
+    """Return the called elements of the trunk: of the lists `trunks`, else of the outermost lists.
 
-    A module given that is no list, or is unrolled, is an element itself.
+    A module in `trunks` that is no list, or is unrolled, is an element itself.
     """
     named, called = dict(model.named_modules()), set(called)
     if not trunks:
         return _trunk(named, called)
     found = set()
-    for name in (_first(model, trunk) for trunk in trunks):
+    for name in (_first_name(model, trunk) for trunk in trunks):
         if isinstance(named[name], LISTS) and name not in unrolled:
             found |= {f"{name}.{child}" for child, _ in named[name].named_children()}
         else:
@@ -243,8 +252,8 @@ def elements_of(
     return inside
 
 
-def _first(model: nn.Module, name: str) -> str:
-    """The first name of a module; one object may stand in several places."""
+def _first_name(model: nn.Module, name: str) -> str:
+    """Return the first name of a module; one object may have several names."""
     try:
         wanted = model.get_submodule(name)
     except AttributeError:
@@ -253,7 +262,7 @@ def _first(model: nn.Module, name: str) -> str:
 
 
 def _trunk(named: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
-    """The elements of the outermost lists of called modules."""
+    """Return the elements of the outermost lists of called modules."""
 
     def elements(kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[str]:
         found: set[str] = set()
@@ -272,18 +281,18 @@ def _trunk(named: Mapping[str, nn.Module], calls: Set[str]) -> set[str]:
     return elements((nn.ModuleList, nn.ModuleDict)) or elements(nn.Sequential) or root
 
 
-# ----
+# -- forward hooks inside of units ----------------------------------------------------------------
 
 
 OURS = ("torch", "schedlang")
 Tell = Callable[[Any, Any], Any]  # calls a hook with (arguments, keyword arguments) and an output
-# the module's name in the unit, which of its hooks, the hook, what the module was given, its output
+# (module's name in the unit, number of its hook, the hook, the module's arguments, its output)
 Heard = Callable[[str, int, Tell, Any, Any], Any]
 Hook = Callable[..., Any]
 
 
 def foreign(module: nn.Module) -> list[tuple[int, Hook]]:
-    """The forward hooks of a module that neither torch nor this package has put there."""
+    """Return the forward hooks (key, hook) of a module that are neither torch's nor schedlang's."""
     return [(key, hook) for key, hook in module._forward_hooks.items() if not _ours(hook)]
 
 
@@ -295,10 +304,11 @@ def _ours(hook: Any) -> bool:
 
 @contextmanager
 def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None) -> Iterator[None]:
-    """Call `heard` in place of every such hook, for the time of a block; its result is the hook's.
+    """Context in which `heard` is called in place of every foreign hook; its result is the hook's.
 
-    `hooked` has the hooks, where `unit` is a copy that was made before they were put there.  What
-    are methods of its own modules is called in a copy, too: what they keep is read within.
+    `hooked` has the hooks, if `unit` is a copy that was made before they were registered.  A hook
+    that is a method of one of the copy's own modules is called on the copy: the unit may read what
+    the hook stores there.
     """
     kept: list[tuple[nn.Module, Any]] = []
     within = set(unit.modules())
@@ -312,11 +322,11 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
             one for one in module._forward_hooks.items() if owner is module or _ours(one[1])
         )
         for place, (key, hook) in enumerate(theirs):
-            # a key of its own in a copy: whether it takes keyword arguments is told by the owner
+            # a copy needs another key; the owner knows whether the hook takes keyword arguments
             mine = key if owner is module else -1 - place
-            told = _with_kwargs(module, mine)
-            put[mine] = _standing_in(
-                heard, name, place, owner, hook, _with_kwargs(owner, key), told
+            takes_kwargs = _with_kwargs(module, mine)
+            put[mine] = _stand_in_hook(
+                heard, name, place, owner, hook, _with_kwargs(owner, key), takes_kwargs
             )
             copied = module._forward_hooks.get(key) if owner is not module else None
             bound = getattr(getattr(copied, "func", copied), "__self__", None) in within
@@ -334,23 +344,29 @@ def _with_kwargs(module: nn.Module, key: int) -> bool:
     return key in module._forward_hooks_with_kwargs
 
 
-def _standing_in(
-    heard: Heard, name: str, place: int, module: nn.Module, hook: Hook, kwargs: bool, told: bool
+def _stand_in_hook(
+    heard: Heard,
+    name: str,
+    place: int,
+    module: nn.Module,
+    hook: Hook,
+    kwargs: bool,
+    takes_kwargs: bool,
 ) -> Hook:
     def call(given: Any, output: Any) -> Any:
-        return _called(module, hook, kwargs, given, output)
+        return _call_hook(module, hook, kwargs, given, output)
 
-    if told:
+    if takes_kwargs:
         return lambda _, args, named, output: heard(name, place, call, (args, named), output)
     return lambda _, args, output: heard(name, place, call, (args, {}), output)
 
 
-def _called(module: nn.Module, hook: Hook, kwargs: bool, given: Any, output: Any) -> Any:
+def _call_hook(module: nn.Module, hook: Hook, kwargs: bool, given: Any, output: Any) -> Any:
     args, named = given
     return hook(module, args, named, output) if kwargs else hook(module, args, output)
 
 
 def tell(module: nn.Module, place: int, given: Any, output: Any) -> Any:
-    """Call one of these hooks of a module, which nobody overhears."""
+    """Call the foreign hook number `place` of a module, without intercepting it."""
     key, hook = foreign(module)[place]
-    return _called(module, hook, _with_kwargs(module, key), given, output)
+    return _call_hook(module, hook, _with_kwargs(module, key), given, output)

@@ -1,1 +1,1 @@
-"""Transfers of a program's state, or of anybody's tensors, from one layout into another."""
+"""Transfers of a program's state, or of other tensors, from one layout to another."""

@@ -1,4 +1,7 @@
-"""Ends of a transfer: what each rank tells of what it holds, and the tensors themselves."""
+"""Ends of a transfer: a program or a state dict, its local tensors, and its layout.
+
+Each rank sends the layout of its end to all ranks; `Tensors` is the result on every rank.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ Ranks = Sequence[int]
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of one end, as all ranks know them: where each lies, and its dtype.
+    """The tensors of one end on all ranks: their layouts and dtypes.
 
-    also   other names of a tensor -> the one that it has here
+    also   other names of a tensor -> its name in `lying`
     """
 
     lying: dict[str, TensorLayout]
@@ -39,7 +42,7 @@ class Tensors:
     program: bool = False
 
     def name(self, asked: str) -> str | None:
-        """Return what a tensor is called here; None: there is none of this name."""
+        """Return the name in `lying` of a tensor; None if there is no such tensor."""
         return asked if asked in self.lying else self.also.get(asked)
 
 
@@ -48,10 +51,10 @@ class Tensors:
 
 @dataclass(frozen=True)
 class ProgramLayout:
-    """A program: its mesh, where every parameter lies; the same on each of its ranks.
+    """The layout of a program: its mesh, and the holdings of its parameters; equal on its ranks.
 
-    buffers   where the values that count lie; each rank has one
-    ranks     of the job, in the order of the mesh
+    buffers   holdings of the buffers' valid values; each rank has a copy of every buffer
+    ranks     ranks of the job, in the order of the mesh
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -63,7 +66,11 @@ class ProgramLayout:
     ties: tuple[tuple[str, ...], ...]
 
     def tensors(self, world: int, *, takes: bool) -> Tensors:
-        """Parameters as they are held; of buffers, which all ranks have, copies that count."""
+        """Return the parameters and buffers in a job of `world` ranks.
+
+        `takes`: the program is the target, which needs buffers on all its ranks; else only their
+        valid copies.
+        """
         mesh, kinds = Mesh(self.axes, self.views), dict(self.dtypes)
         buffers = [replace(one, stages=None) for one in self.buffers] if takes else self.buffers
         lying = {
@@ -75,7 +82,7 @@ class ProgramLayout:
 
 
 def size_of(dtype: str) -> int:
-    """The bytes of an element."""
+    """Return the bytes of an element of a dtype."""
     return DTYPES[dtype].itemsize
 
 
@@ -87,7 +94,7 @@ class ProgramEnd:
         self.anchor: object = program
 
     def layout(self) -> ProgramLayout:
-        """Return where all tensors of the program lie, to tell it to all ranks."""
+        """Return the program's layout, to send it to all ranks."""
         a = self.program.assembly
         buffers = a.saved_buffers.items()
         return ProgramLayout(
@@ -105,11 +112,11 @@ class ProgramEnd:
         return archive.model_parts(self.program)
 
     def moments(self) -> dict[str, Tensor]:
-        """This rank's parts of the optimizer's state, by `moment`."""
+        """Return this rank's parts of the optimizer's state, by `moment` names."""
         return {moment(*key): part for key, part in moment_parts(self.program).items()}
 
     def blank(self, optim: Moments) -> dict[tuple[str, str], Tensor]:
-        """Room for parts of an optimizer's state, laid as the parameters are."""
+        """Allocate zeros for an optimizer's state, in the layout of the parameters."""
         return {
             (name, key): torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
             for name, parameter in trained_parameters(self.program).items()
@@ -117,13 +124,13 @@ class ProgramEnd:
         }
 
     def taken(self) -> None:
-        """New values are there: what was gathered or moved of the old ones is let go."""
+        """Drop gathered or moved copies of the old values, after new values were written."""
         with comm.within(self.program.assembly.ranks.world.part):
             archive.taken(self.program)
 
 
 def moment(name: str, key: str) -> str:
-    """The name of a tensor that an optimizer keeps of a parameter; no parameter is called so."""
+    """Return the name of an optimizer's tensor `key` of a parameter; no parameter has this name."""
     return f"{key} of {name}"
 
 
@@ -132,14 +139,17 @@ def moment(name: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Named tensors, or this rank's parts of them: of each its whole shape, its dtype, its part."""
+    """The layout of a state dict on one rank: (name, full shape, dtype, part) of each tensor."""
 
     parts: tuple[tuple[str, tuple[int, ...], str, Part], ...]
     also: tuple[tuple[str, str], ...] = ()
 
 
 def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> Tensors:
-    """The tensors of which ranks hold these parts.  Raises Refusal where they differ."""
+    """Join the layouts of state dicts on ranks.
+
+    Raises Refusal S635 if ranks differ in a tensor's shape or dtype.
+    """
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     places: dict[str, dict[Part, list[int]]] = {}
     for state, ranks in layouts:
@@ -168,10 +178,10 @@ def state_tensors(layouts: Sequence[tuple[StateLayout, Ranks]], world: int) -> T
 
 
 class StateEnd:
-    """Tensors by name as one end of a transfer: plain ones are whole, DTensors say their part."""
+    """A state dict as one end of a transfer: plain tensors are full, DTensors are shards."""
 
     def __init__(self, state: Mapping[str, Any], anchor: object) -> None:
-        lasts = isinstance(anchor, Tensor | nn.Module)  # of an empty one nothing is remembered
+        lasts = isinstance(anchor, Tensor | nn.Module)  # an empty state dict has no anchor
         self.anchor = anchor if lasts else self
         first: dict[Any, str] = {}
         self.state: dict[str, Tensor] = {}
@@ -188,7 +198,7 @@ class StateEnd:
                 self.also[name] = known
 
     def layout(self) -> StateLayout:
-        """Return what this rank has, to tell it to all ranks."""
+        """Return the layout on this rank, to send it to all ranks."""
         parts = tuple(
             (name, tuple(value.shape), DTYPE_NAMES[value.dtype], part_of(name, value))
             for name, value in self.state.items()
@@ -200,7 +210,7 @@ class StateEnd:
         return {name: local(value) for name, value in self.state.items()}
 
     def taken(self) -> None:
-        """New values are there."""
+        """Do nothing after new values were written."""
 
 
 def _memory(value: Tensor, plain: Tensor) -> tuple[Any, ...]:
@@ -209,14 +219,17 @@ def _memory(value: Tensor, plain: Tensor) -> tuple[Any, ...]:
 
 
 def part_of(name: str, value: Tensor) -> Part:
-    """The part of a tensor that this rank has; a plain one is whole."""
+    """Return this rank's part of a tensor: of a DTensor its shard, else the full tensor.
+
+    Raises Refusal S642 for placements other than `Shard` and `Replicate`.
+    """
     if not hasattr(value, "placements"):
         return whole(value.shape)
     runs = [[Segment(0, size)] for size in value.shape]
-    laid: Any = value
-    mesh = laid.device_mesh
+    sharded: Any = value
+    mesh = sharded.device_mesh
     place = mesh.get_coordinate()
-    for axis, one in enumerate(laid.placements):
+    for axis, one in enumerate(sharded.placements):
         if one.is_replicate():
             continue
         if one.is_partial() or not hasattr(one, "dim"):
@@ -239,7 +252,7 @@ def part_of(name: str, value: Tensor) -> Part:
 
 
 def _chunks(runs: list[Segment], count: int) -> Iterator[list[Segment]]:
-    """Runs in so many chunks, as `torch.chunk` cuts them."""
+    """Yield `count` chunks of runs, as `torch.chunk` splits them."""
     for at in range(count):
         yield _chunk(runs, count, at)
 
@@ -251,7 +264,7 @@ def _chunk(runs: list[Segment], count: int, at: int) -> list[Segment]:
 
 
 def not_taken(title: str, *helps: str) -> Refusal:
-    """Refuse what cannot be an end of a transfer (S642)."""
+    """Return the refusal of an object that cannot be an end of a transfer (S642)."""
     return Refusal.of(
         "S642",
         title,

@@ -1,4 +1,4 @@
-"""Folders as the first end of a transfer: ranks read what they are to hold, and share cut boxes."""
+"""Folders as the source of a transfer: each rank reads its parts; ranks share reads of one box."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from schedlang.runtime.redistribution.sharding import (
 from schedlang.runtime.storage.folder import together
 from schedlang.runtime.transfer.ends import Tensors, size_of
 
-# what a job of torchtitan keeps beside a model, whose names have no word before them there
+# entries that torchtitan saves next to the model, whose own names have no prefix
 BESIDE = ("optim", "optimizer", "lr_scheduler", "dataloader", "train_state")
 HEAD = "model."
-Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # of each tensor its whole shape and dtype
-Wanted = tuple[str, Tensor, Part]  # a tensor of the folder, this rank's part, where that lies in it
+Kinds = Mapping[str, tuple[tuple[int, ...], str]]  # name -> (full shape, dtype)
+Wanted = tuple[str, Tensor, Part]  # name in the folder, this rank's tensor, its part
 Diagnose = Callable[[BaseException], Diagnostic]
 
 
 class Checkpoint:
-    """A checkpoint that `program.save` wrote, the last of a folder of them, or a folder of DCP's.
+    """A checkpoint of `program.save`, the last of several in a folder, or a folder of DCP.
 
-    What others save by torch.distributed.checkpoint has the names that they gave it: those of the
-    model, or the same below `model`, whichever has more of the names that are wanted.
+    Checkpoints that others wrote with torch.distributed.checkpoint have the model's names, or these
+    names with the prefix `model.`: the variant with more of the wanted names is used.
     """
 
     def __init__(self, folder: Path, wanted: Iterable[str], fresh: bool = False) -> None:
-        self.fresh = fresh  # what is written into has no values to lose
+        self.fresh = fresh  # the target's values may be lost if reading fails
         self.folder, id_ = steps.to_load(folder)
         self.index = steps.checked_index(self.folder, id_)
         self.also: dict[str, str] = {}
@@ -70,15 +70,18 @@ class Checkpoint:
     def read(
         self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
-        """Read this rank's parts, when those of all ranks have been looked at."""
+        """Read this rank's parts of the tensors `wanted`; all ranks must call this.
+
+        `lies` has the shardings of the wanted tensors.  Raises Refusal with `diagnose(error)`.
+        """
         if len(comm.distinct_objects(self.index.mark)) > 1:
             raise Refusal(diagnose(Unreadable("the ranks have read different checkpoints")))
 
-        def room(local: Tensor) -> Tensor:
+        def buffer_for(local: Tensor) -> Tensor:
             return local if self.fresh else zeros(local.shape, local.dtype)
 
         boxed = [
-            Boxed((self.head + name,), room(local), self.kinds[name][0], part)
+            Boxed((self.head + name,), buffer_for(local), self.kinds[name][0], part)
             for name, local, part in wanted
         ]
         keyed = {self.head + name: sharding for name, sharding in lies.items()}
@@ -89,10 +92,10 @@ class Checkpoint:
 
 
 class Safetensors:
-    """Weights as `save_pretrained` and `program.export` write them, in one file or several."""
+    """Safetensors files of `save_pretrained` or `program.export`, one or several."""
 
     def __init__(self, path: Path, model: nn.Module | None, parts: bool, most: int) -> None:
-        self.most = most  # bytes that are read at once
+        self.most = most  # the most bytes per read
         heads = heads_of(path)
         odd = next((leaf for leaf in heads.leaves.values() if leaf.kind not in KINDS), None)
         if odd is not None:
@@ -117,7 +120,7 @@ class Safetensors:
     def read(
         self, wanted: Sequence[Wanted], lies: Mapping[str, Sharding], diagnose: Diagnose
     ) -> None:
-        """Read this rank's parts, some rows at a time."""
+        """Read this rank's parts in chunks of rows; all ranks must call this."""
         together(lambda: self._read(wanted), diagnose, (Exception,))
 
     def _read(self, wanted: Sequence[Wanted]) -> None:
@@ -136,9 +139,13 @@ def opened(
     most: int,
     fresh: bool = False,
 ) -> Folder:
-    """Open what lies in a folder, for a model, which may have parts of its parameters.
+    """Open a folder of weights or a checkpoint.
 
-    `wanted` are the names of what is to be read, all that a tensor has.
+    wanted   all names of the tensors that will be read
+    model    the model that will get the values, if there is one
+    parts    whether the model has shards of its parameters
+    most     the most bytes per read
+    fresh    whether the target's old values may be lost
     Raises Refusal, Unreadable or OSError.
     """
     if is_weights(path):
@@ -147,7 +154,7 @@ def opened(
 
 
 def tensors_of(folder: Folder, world: int) -> Tensors:
-    """Return the tensors of a folder, which no rank holds yet."""
+    """Return the tensors of a folder in a job of `world` ranks; no rank holds them."""
     return Tensors(
         {
             name: TensorLayout(everywhere(shape, (), world), size_of(dtype))
@@ -166,11 +173,13 @@ def fill(
     rank: int,
     diagnose: Diagnose,
 ) -> int:
-    """Read all that a rank is to hold; the bytes of it.  All ranks together."""
+    """Read this rank's parts of all tensors, and return their bytes; all ranks must call this.
+
+    names    name in `target` -> name in the folder
+    local    this rank's tensors, by names in `target`
+    """
     size, rest = 0, dict(names)
-    while (
-        rest
-    ):  # a tensor of the folder that has several names here is read for one after the other
+    while rest:  # a folder's tensor with several names here is read once for each name
         some = {at: name for name, at in reversed(rest.items())}
         rest = {name: at for name, at in rest.items() if some[at] != name}
         lies = {at: target.lying[name].sharding for at, name in some.items()}

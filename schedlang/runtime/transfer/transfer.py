@@ -1,4 +1,4 @@
-"""transfer: values from one layout into another, each byte that is missing sent once."""
+"""The function `transfer`: copy values from one layout to another, each missing byte sent once."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ from schedlang.runtime.transfer.folders import fill, opened, tensors_of
 
 BUCKET = 64 << 20
 End = ProgramEnd | StateEnd
-# of what has been an end: which transfer it took part in, and the checksums of its tensors then
+# anchor of an end -> (mark of its last transfer, checksums of its tensors then)
 _KNOWN: Any = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """The amount that a transfer has moved: bytes of all ranks, and of this one.
+    """The result of a transfer: moved bytes of all ranks, and of this rank.
 
-    bytes     sent over the wire, by all ranks; `bound`: the fewest that any transfer sends
-    sent, received, copied   by this rank; copied: what it held already, and has put in place
+    bytes     sent by all ranks; `bound`: the fewest that any transfer must send
+    sent, received, copied   by this rank; copied: bytes that it held already, copied locally
     messages  sent by all ranks
-    tensors   how many were moved; `left`: how many were not, since they had not changed
-    held      the most bytes of buckets that this rank had at once
+    tensors   how many were moved; `left`: how many were not, because they had not changed
+    held      the most bytes of buckets that this rank had at a time
     """
 
     bytes: int
@@ -94,20 +94,20 @@ def transfer(
     changed_only: bool = False,
     bucket_bytes: int = BUCKET,
 ) -> Transferred:
-    """Give `b` the values of `a`, whatever the layouts; all ranks of the job together.
+    """Copy the values of `a` into `b`, between any layouts; all ranks of the job must call this.
 
-    `a` is a program, a module or a state dict (plain tensors are whole, DTensors say their part),
-    or the path of a checkpoint or of a folder of safetensors, of which each rank reads its boxes;
-    `b` is one of the first three, and its tensors are written in place.  A rank that has no part of
-    one of them passes None for it.  Names, shapes and dtypes have to agree.
+    `a` is a program, a module or a state dict (plain tensors are full, DTensors are shards), or the
+    path of a checkpoint or of a folder of safetensors, from which each rank reads its shards.  `b`
+    is a program, a module or a state dict, and its tensors are written in place.  A rank without a
+    part of `a` or `b` passes None for it.  Names, shapes and dtypes must agree.
 
     optimizer      between programs: the optimizer's state, the step and the loss scale, too
     changed_only   only tensors whose values differ from those of the last transfer from `a` to `b`
-    bucket_bytes   of a message; a rank has at most four of them at once, beside its tensors
+    bucket_bytes   bytes of a message; a rank has at most four buckets at once, besides its tensors
 
-    Each rank receives once what it is to hold and does not hold already, so that no transfer sends
-    less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or S642 (what cannot
-    be an end) on all ranks, before anything is changed.
+    Each rank receives each element that it will hold and does not hold yet exactly once, so no
+    transfer can send less.  Raises Refusal S634 (names), S635 (shapes, dtypes), S636 (optimizer) or
+    S642 (an object that cannot be an end) on all ranks, before anything is changed.
     """
     written = all_opened(b.assembly.parameters.values() if isinstance(b, Program) else ())
     with written, comm.within(()):  # whatever part of the job the ends are on
@@ -120,7 +120,7 @@ def transfer(
 
 @dataclass
 class _Ends:
-    """Both ends on this rank, and where all tensors of both lie."""
+    """Both ends on this rank, and the layouts of all tensors of both."""
 
     a: End | None
     b: End | None
@@ -134,7 +134,10 @@ class _Ends:
 
     @staticmethod
     def met(a: object, b: object, optimizer: bool, changed_only: bool, bucket_bytes: int) -> _Ends:
-        """Tell the other ranks what is here, and look at theirs."""
+        """Build the ends, and exchange their layouts; all ranks must call this.
+
+        Raises Refusal S642 or S635 on all ranks.
+        """
         ends: list[End | None] = [None, None]
         wrong: Diagnostic | None = None
         layouts: list[Any] = [None, None]
@@ -177,7 +180,7 @@ class _Ends:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Bring here, inside the block, what other ranks keep of the optimizers' state."""
+        """Context in which optimizer state that is offloaded to other ranks is on this rank."""
         with ExitStack() as stack:
             for end in (self.a, self.b) if self.optimizer else ():
                 if isinstance(end, ProgramEnd) and end.program.offloaded is not None:
@@ -185,12 +188,12 @@ class _Ends:
             yield
 
     def move(self) -> Transferred:
-        """Do what is asked for."""
-        names = _matched(self.source, self.target)
+        """Check both ends, move the tensors, and update the target."""
+        names = _match_names(self.source, self.target)
         _check_ties(self.source, self.target)
-        _check_alike(self.a, self.source, self.target)
-        optim, laid = self._moments(names)
-        here, there = self._local(laid)
+        _check_tied_values(self.a, self.source, self.target)
+        optim, state = self._moments(names)
+        here, there = self._local(state)
         moved = {name: self.source.lying[at] for name, at in names.items()}
         digests = self._digests(here, there, names) if self.changed_only else ({}, {})
         if self.changed_only and self.before:
@@ -207,14 +210,14 @@ class _Ends:
                 self.device,
             )
         except Uncovered as odd:
-            raise _unmet(odd) from None
-        self._finish(optim, laid)
+            raise _uncovered_refusal(odd) from None
+        self._finish(optim, state)
         if self.changed_only:
             self._remember(digests, there, moved)
-        return _transferred(found, done, bucket_size(self.bucket), len(names) - len(moved))
+        return _result_of(found, done, bucket_size(self.bucket), len(names) - len(moved))
 
     def _moments(self, names: dict[str, str]) -> tuple[Moments, dict[tuple[str, str], Tensor]]:
-        """Return what `a`'s optimizer knows, and room for it in `b`; add its names to `names`."""
+        """Return the optimizer state of `a` and tensors for it in `b`; add its names to `names`."""
         if not self.optimizer:
             return Moments(), {}
         giving = self.a.program if isinstance(self.a, ProgramEnd) else None
@@ -231,18 +234,18 @@ class _Ends:
         return optim, self.b.blank(optim) if isinstance(self.b, ProgramEnd) else {}
 
     def _local(
-        self, laid: Mapping[tuple[str, str], Tensor]
+        self, state: Mapping[tuple[str, str], Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's tensors by name: of `a`, which are read, and of `b`, which are written."""
+        """Return this rank's tensors by name: of `a`, which are read, of `b`, which are written."""
         here = self.a.local() if self.a is not None else {}
         there = self.b.local() if self.b is not None else {}
-        if laid or self.optimizer and isinstance(self.a, ProgramEnd):
+        if state or self.optimizer and isinstance(self.a, ProgramEnd):
             here |= self.a.moments() if isinstance(self.a, ProgramEnd) else {}
-            there |= {moment(*key): local(value) for key, value in laid.items()}
+            there |= {moment(*key): local(value) for key, value in state.items()}
         return here, there
 
-    def _finish(self, optim: Moments, laid: Mapping[tuple[str, str], Tensor]) -> None:
-        """Let `b` go on from what has come."""
+    def _finish(self, optim: Moments, state: Mapping[tuple[str, str], Tensor]) -> None:
+        """Give `b` the step, the loss scale and the optimizer state of `a`, and drop old copies."""
         if self.optimizer:
             giving = self.a.program if isinstance(self.a, ProgramEnd) else None
             scale = giving.loss_scale if giving is not None else None
@@ -256,16 +259,16 @@ class _Ends:
                 if taking.loss_scale is not None:
                     taking.loss_scale.put_back(factor)
                 if optim.kind is not None:
-                    load_moments(taking, optim, laid)
+                    load_moments(taking, optim, state)
         if self.b is not None:
             self.b.taken()
 
-    # -- what has changed --------------------------------------------------------------------------
+    # -- changed tensors only ----------------------------------------------------------------------
 
     def _digests(
         self, here: Mapping[str, Tensor], there: Mapping[str, Tensor], names: Mapping[str, str]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """The checksums of this rank's parts at both ends, by the names of `b`."""
+        """Return the checksums of this rank's parts at both ends, by the names of `b`."""
         return (
             {name: checksum(here[at]) for name, at in names.items() if at in here},
             {name: checksum(there[name]) for name in names if name in there},
@@ -274,7 +277,7 @@ class _Ends:
     def _changed(
         self, digests: tuple[dict[str, str], dict[str, str]], names: Mapping[str, str]
     ) -> set[str]:
-        """The tensors that are others, on any rank and at either end, than they were."""
+        """Return the tensors that changed since the last transfer, on any rank, at either end."""
         mine = set()
         for end, now in zip((self.a, self.b), digests):
             if end is not None:
@@ -288,7 +291,7 @@ class _Ends:
         there: Mapping[str, Tensor],
         moved: Mapping[str, TensorLayout],
     ) -> None:
-        """Note what both ends are now."""
+        """Store the checksums of both ends for the next transfer."""
         mark = comm.broadcast_object(0, secrets.token_hex(8))
         sent, received = digests
         received |= {name: checksum(there[name]) for name in moved if name in there}
@@ -297,11 +300,11 @@ class _Ends:
                 _KNOWN[end.anchor] = mark, now
 
 
-# -- what ranks have passed ------------------------------------------------------------------------
+# -- arguments of the ranks ------------------------------------------------------------------------
 
 
 def _end(one: object, optimizer: bool) -> End | None:
-    """Take what a rank has passed as an end.  Raises Refusal S642."""
+    """Return the end for an argument of a rank.  Raises Refusal S642."""
     if one is None:
         return None
     if isinstance(one, Program):
@@ -322,7 +325,7 @@ def _end(one: object, optimizer: bool) -> End | None:
 
 
 def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str) -> Tensors:
-    """The tensors of one end, from the parts that ranks hold of it."""
+    """Return the tensors of one end from its (layout, ranks) pairs.  Raises Refusal S642."""
     there = [(one, ranks) for one, ranks in layouts if one is not None]
     if not there:
         raise not_taken(
@@ -340,18 +343,18 @@ def _side(layouts: Sequence[tuple[Any, tuple[int, ...]]], world: int, which: str
     passed = sorted(rank for _, ranks in there for rank in ranks)
     if passed != sorted(first.ranks):
         raise not_taken(
-            f"the program `{which}` is of ranks {_some(first.ranks)}, and was passed on"
-            f" {_some(passed)}",
+            f"the program `{which}` is of ranks {_list_ranks(first.ranks)}, and was passed on"
+            f" {_list_ranks(passed)}",
             "pass it on all ranks that it was built on",
         )
     return first.tensors(world, takes=which == "b")
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
+def _match_names(source: Tensors, target: Tensors) -> dict[str, str]:
     """Return the name in `a` of each tensor of `b`.  Raises Refusal S634 or S635."""
     found: dict[str, str] = {}
     others: dict[str, list[str]] = {}
@@ -382,7 +385,7 @@ def _matched(source: Tensors, target: Tensors) -> dict[str, str]:
 
 
 def _check_ties(source: Tensors, target: Tensors) -> None:
-    """Refuse programs of models that tie other tensors (S642)."""
+    """Refuse programs of models with different ties (S642)."""
     if source.program and target.program and source.also != target.also:
         odd = min(set(source.also.items()) ^ set(target.also.items()))
         where = "a" if odd in source.also.items() else "b"
@@ -392,19 +395,19 @@ def _check_ties(source: Tensors, target: Tensors) -> None:
         )
 
 
-def _check_alike(end: End | None, source: Tensors, target: Tensors) -> None:
-    """Refuse to lay tensors that differ into one that has their names (S642)."""
-    apart = []
+def _check_tied_values(end: End | None, source: Tensors, target: Tensors) -> None:
+    """Refuse to copy different tensors of `a` into one tied tensor of `b` (S642)."""
+    separate = []
     for other, name in target.also.items():
         at, to = source.name(name), source.name(other)
         if at is not None and to is not None and at != to:
-            apart.append((name, other, at, to))
-    if not apart:
+            separate.append((name, other, at, to))
+    if not separate:
         return
     here = end.local() if end is not None else {}
     odd = [
         (name, other)
-        for name, other, at, to in apart
+        for name, other, at, to in separate
         if (at in here) != (to in here) or at in here and not _equal(here[at], here[to])
     ]
     if odd := next(filter(None, comm.distinct_objects(odd)), []):
@@ -419,7 +422,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def _unmet(odd: Uncovered) -> Refusal:
+def _uncovered_refusal(odd: Uncovered) -> Refusal:
     if odd.missing:
         return not_taken(
             f"parts of `{odd.name}` of `a` are on no rank",
@@ -432,7 +435,7 @@ def _unmet(odd: Uncovered) -> Refusal:
 
 
 def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
-    """Return where buckets lie: on the accelerator where tensors do, if messages go from there."""
+    """Return the device of buckets: the tensors' accelerator if its backend can send from there."""
     for kind in sorted(kinds):
         if wire(torch.device(kind)) != devices.HOST:
             own = [t.device for end in ends if end is not None for t in end.local().values()]
@@ -442,36 +445,39 @@ def _wire(kinds: set[str], ends: Sequence[End | None]) -> torch.device:
 
 
 def begin(program: Program, folder: str | os.PathLike[str]) -> None:
-    """Give a program without values those of a folder, read straight into its parts."""
+    """Read the values of a folder directly into the shards of a program that has no values yet."""
     with comm.within(program.assembly.ranks.world.part):
         _read(folder, program, False, BUCKET, fresh=True)
 
 
 def is_of_before(program: Program, path: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint of `save` has none of the parameters that rows have brought.
+    """Return whether a checkpoint of `save` has none of the parameters that rows add to the model.
 
-    All ranks together.  One that cannot be read has none that is missed: whoever loads it refuses.
+    All ranks must call this.  False for a checkpoint that cannot be read: loading it refuses later.
     """
     changes, found = program.assembly.merges, False
     if changes and comm.rank() == 0:
         with suppress(*FAILURES):
             index = steps.checked_index(*steps.to_load(steps.resolved(path)))
             names = [key.removeprefix("model.") for key in index.tensors if key[:6] == "model."]
-            found = not any(_brought(change, name) for change in changes for name in names)
+            found = not any(_is_added_by(change, name) for change in changes for name in names)
     return comm.broadcast_object(0, found) if changes else False
 
 
-def _brought(change: Adapting, name: str) -> bool:
-    """Whether a parameter is one of those that a change brings."""
+def _is_added_by(change: Adapting, name: str) -> bool:
+    """Return whether a change adds this parameter to the model."""
     try:
         return change.drawn(name) is not None
-    except Refusal:  # it is, and cannot be drawn before others have their values
+    except Refusal:  # added, but other parameters must have values before it is initialised
         return True
 
 
-def _before(program: object, source: Tensors, target: Tensors) -> Tensors:
-    """The tensors of a program but for what changes have brought and a folder does not have: these
-    begin as they were drawn.  Raises Refusal S623 for what hangs on values that are read."""
+def _without_added(program: object, source: Tensors, target: Tensors) -> Tensors:
+    """Return a program's tensors without added parameters that a folder does not have.
+
+    These keep their initial values.  Raises Refusal S623 for initial values that depend on values
+    of the folder.
+    """
     assert isinstance(program, Program)
     changes = program.assembly.merges
     own = {
@@ -483,7 +489,7 @@ def _before(program: object, source: Tensors, target: Tensors) -> Tensors:
 
 
 def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) -> Transferred:
-    """Read what lies in a folder into `b`; nothing is sent."""
+    """Read a folder into `b`; no tensors are sent between ranks."""
     if len({str(one) for one in comm.distinct_objects(a)}) > 1:
         raise not_taken("ranks have passed different things as `a`", "pass one path on all ranks")
     if optimizer and isinstance(b, Program):
@@ -498,23 +504,23 @@ def _read(a: Any, b: object, optimizer: bool, bucket: int, fresh: bool = False) 
         path, wanted = Path(os.path.realpath(a)), (*ends.target.lying, *ends.target.also)
         folder = together(
             lambda: opened(path, wanted, module, parts, ends.bucket, fresh),
-            partial(_unread, path),
+            partial(_read_diagnostic, path),
             (Exception,),
         )
         source = tensors_of(folder, world.size)
-        target = _before(b, source, ends.target) if fresh else ends.target
-        names = _matched(source, target)
+        target = _without_added(b, source, ends.target) if fresh else ends.target
+        names = _match_names(source, target)
         local = end.local() if end is not None else {}
-        diagnose = partial(_unread, path)
+        diagnose = partial(_read_diagnostic, path)
         done.copied = fill(folder, names, ends.target, local, world.rank, diagnose)
         if end is not None:
             end.taken()
     none = route((), world.size)
-    return replace(_transferred(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
+    return replace(_result_of(none, done, ends.bucket, 0), tensors=len(ends.target.lying))
 
 
 def _model(b: object) -> tuple[nn.Module | None, bool]:
-    """The model that takes, if there is one, and whether it has parts of its parameters."""
+    """Return the model of the target, if it has one, and whether it has shards of parameters."""
     if isinstance(b, Program):
         return b.assembly.module, True
     if not isinstance(b, nn.Module):
@@ -522,14 +528,14 @@ def _model(b: object) -> tuple[nn.Module | None, bool]:
     return b, any(hasattr(parameter, "placements") for parameter in b.parameters())
 
 
-def _unread(path: Path, error: BaseException) -> Diagnostic:
+def _read_diagnostic(path: Path, error: BaseException) -> Diagnostic:
     if no_memory(error):
         return starved(path, error)
     helps = ("give a folder that `program.save`, `program.export` or `save_pretrained` wrote",)
     return Diagnostic("S633", f"cannot read `{path}`", notes=(reason(error),), helps=helps)
 
 
-def _transferred(found: Route, done: Traffic, bucket: int, left: int) -> Transferred:
+def _result_of(found: Route, done: Traffic, bucket: int, left: int) -> Transferred:
     return Transferred(
         int(found.bytes.sum()),
         int(found.bound.sum()),
